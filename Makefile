@@ -1,0 +1,33 @@
+# Two commands do everything on a fresh machine: `make run` and `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: run test quick lint bench clean
+
+run: $(INSTALLED)  ## install, then train configs/tiny.toml; RUN="train.steps=50" changes settings
+	$(BIN)/penstock train configs/tiny.toml $(RUN)
+
+test: lint  ## install, then lint, type-check and run every test
+	$(BIN)/python -m pytest
+
+quick: $(INSTALLED)  ## the tests to run while editing: under a minute
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(INSTALLED)  ## style and strict types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)  ## the three schedules one after the other, alternating; see BENCHMARKS.md
+	$(BIN)/python bench/schedules.py
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@

@@ -1,0 +1,5 @@
+"""The command `penstock`. Exit codes: 0, 1 (failed), 2 (bad usage or configuration)."""
+
+from penstock.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,104 @@
+"""Arguments of the command, and what becomes of errors."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock import __version__
+from penstock.config import ConfigError
+from penstock.graph import ScheduleError
+
+FAILED, BAD_USAGE = 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parse(given)
+    try:
+        code: int = options.run(options, given)
+        return code
+    except (ConfigError, ScheduleError) as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return BAD_USAGE
+    except BrokenPipeError:  # `penstock schedule ... | head` is no failure of ours
+        sys.stderr.close()
+        return 0
+
+
+def _parse(given: list[str]) -> argparse.Namespace:
+    """Settings may stand before and behind options: argparse alone takes them in one place only."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(given)
+    if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penstock",
+        description="Trains mixture-of-experts transformers and hides the network behind computation.",
+    )
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_schedule(commands)
+    return parser
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a model",
+        description="Trains what CONFIG describes. Starts local processes itself, or joins those that "
+        "torchrun or Slurm started.",
+        epilog="Example: penstock train configs/tiny.toml schedule.name=sequential train.steps=50",
+    )
+    train.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file such as configs/tiny.toml")
+    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over it")
+    train.add_argument("--json", action="store_true", help="end with one JSON object on stdout, nothing else")
+    train.set_defaults(run=_train)
+
+
+def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    schedule = commands.add_parser(
+        "schedule",
+        help="print a schedule",
+        description="Prints the grid of a schedule and its simulated timeline. Needs no GPU and no network.",
+        epilog="Example: penstock schedule flowmoe --layers 2 --microbatches 2",
+    )
+    schedule.add_argument("name", metavar="NAME", help="sequential, moe_pipeline or flowmoe")
+    schedule.add_argument("--layers", type=_count, default=2, metavar="N", help="MoE layers (2)")
+    schedule.add_argument("--microbatches", type=_count, default=2, metavar="R", help="microbatches (2)")
+    schedule.add_argument("--chunks", type=_count, default=2, metavar="C", help="chunks per MoE layer (2)")
+    schedule.add_argument(
+        "--all-reduce-chunks", type=_count, default=4, metavar="K", help="chunks per layer's all-reduce (4)"
+    )
+    schedule.add_argument("--json", action="store_true", help="print one JSON object")
+    schedule.set_defaults(run=_schedule)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than one piece; use 1 or more")
+    return value
+
+
+def _train(options: argparse.Namespace, given: Sequence[str]) -> int:
+    from penstock.cli.train import train
+
+    return train(options.config, options.overrides, given, json_wanted=options.json)
+
+
+def _schedule(options: argparse.Namespace, given: Sequence[str]) -> int:
+    del given
+    from penstock.cli.schedule import print_schedule
+
+    return print_schedule(options)

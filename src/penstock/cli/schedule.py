@@ -1,0 +1,26 @@
+"""`penstock schedule`: the grid of a schedule and its simulated timeline."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+
+from penstock.report import describe_schedule
+
+NARROWEST, WIDEST = 50, 160
+
+
+def print_schedule(options: argparse.Namespace) -> int:
+    """Print for the terminal's width, or one JSON object."""
+    columns = shutil.get_terminal_size((110, 24)).columns
+    description = describe_schedule(
+        options.name,
+        layers=options.layers,
+        microbatches=options.microbatches,
+        chunks=options.chunks,
+        all_reduce_chunks=options.all_reduce_chunks,
+        width=min(max(columns, NARROWEST), WIDEST),
+    )
+    print(json.dumps(description.to_dict()) if options.json else description.to_text())
+    return 0

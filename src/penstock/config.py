@@ -1,0 +1,393 @@
+"""Configuration: a TOML file plus `section.key=value` overrides become one frozen dataclass.
+
+The dataclasses themselves live beside what they configure; nothing here knows a setting. A section may
+refuse its own values: its `__post_init__` raises `ConfigError` with the bare field name, and `load` adds the
+section.
+
+TOML has no null. Where a field allows None, the word `none` stands for it, in a file and in an override; such
+a field therefore cannot hold the text "none".
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+UNSET: Final = object()
+"""Stands for the value in a `ConfigError` about a key that has none."""
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used: which one, what it is, why not, and what to do about it."""
+
+    def __init__(self, key: str, value: object, why: str, hint: str = "") -> None:
+        super().__init__(key, value, why, hint)
+        self.key, self.value, self.why, self.hint = key, value, why, hint
+
+    def __str__(self) -> str:
+        """One line such as `moe.top_k = 9: must be at most 8. Use 8 or fewer.`"""
+        shown = "none" if self.value is None else _toml(self.value)
+        subject = self.key if self.value is UNSET else f"{self.key} = {shown}"
+        return f"{subject}: {self.why}. {self.hint}".rstrip()
+
+    def under(self, prefix: str) -> ConfigError:
+        """The same error with its key inside section `prefix`; an empty prefix is the top level."""
+        return ConfigError(_dotted(prefix, self.key), self.value, self.why, self.hint)
+
+
+def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
+    """Build `cls` from the TOML file at `path` (None: defaults alone), then `section.key=value` overrides.
+
+    An override's value is read as TOML where that fits the field, as bare text otherwise; of two overrides of
+    one key the later counts. Raises `ConfigError` with the full dotted key for anything that does not fit.
+    """
+    table = {} if path is None else _read(path)
+    for override in overrides:
+        key, text = _split(cls, override)
+        _apply(cls, table, key.split("."), text)
+    built: T = _build(cls, table, "")
+    return built
+
+
+def to_dict(config: object) -> dict[str, Any]:
+    """`config` as plain data for JSON: sections are dicts, tuples lists, paths text; None stays None."""
+    return {field.name: _plain_data(getattr(config, field.name)) for field in _settable(type(config))}
+
+
+def to_toml(config: object) -> str:
+    """`config` as the text of a TOML file that `load` turns into an equal one.
+
+    A field that is None is left out where that is its default anyway, and written as "none" elsewhere. Raises
+    `ConfigError` for text that would be read back as None.
+    """
+    return "\n".join(_lines(config, "", None)).strip("\n") + "\n"
+
+
+# ---- reading -----------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The table in the TOML file at `path`; `ConfigError` says which line stops it from being read."""
+    try:
+        data = path.read_bytes()
+        return tomllib.loads(data.decode())
+    except FileNotFoundError:
+        raise ConfigError(str(path), UNSET, "there is no such file", "Check the path.") from None
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+        raise ConfigError(str(path), UNSET, why, "Give the path of a readable TOML file.") from error
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            str(path), UNSET, f"is not UTF-8 text (line {line})", "Save it as UTF-8."
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        hint = "Correct that line; text needs quotes, and a section starts with [name]."
+        raise ConfigError(str(path), UNSET, f"is not valid TOML: {error}", hint) from error
+
+
+def _split(cls: type, override: str) -> tuple[str, str]:
+    """The key and the text of `key=text`."""
+    key, equals, text = (part.strip() for part in override.partition("="))
+    if key and equals:
+        return key, text
+    hint = f"Write section.key=value, such as {_example_override(cls, '')}."
+    raise ConfigError(override, UNSET, "is not a setting with a value", hint)
+
+
+def _apply(cls: type, table: dict[str, Any], path: Sequence[str], text: str, here: str = "") -> None:
+    """Put `text` at `path` into `table`, which holds the section `cls` whose own dotted key is `here`."""
+    name, *rest = path
+    if name not in _types(cls):
+        raise _unknown(cls, here, name, _parse(text))
+    key, tp = _dotted(here, name), _types(cls)[name]
+    section = _section(tp)
+    if not rest:
+        # Even a whole table is refused: it would silently drop what the file says about the section.
+        if section and not _says_none(text):
+            raise _not_a_section(section, key, _parse(text))
+        table[name] = _override_value(tp, text, key)
+        return
+    if section is None:
+        raise ConfigError(".".join((key, *rest)), UNSET, f"{key} is not a section", f"Set {key} itself.")
+    inner = table.get(name)
+    if _says_none(inner):
+        inner = table[name] = {}
+    if not isinstance(inner, dict):
+        raise _not_a_section(section, key, inner)
+    _apply(section, inner, rest, text, key)
+
+
+def _override_value(tp: Any, text: str, key: str) -> object:
+    """What `text` spells in TOML if the field takes that or nothing at all, else the bare text."""
+    spelt = _parse(text)
+    for value in (spelt, text):
+        with suppress(ConfigError):
+            _convert(tp, value, key)
+            return value
+    return spelt
+
+
+def _parse(text: str) -> object:
+    """The TOML value `text` spells, or `text` itself."""
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return document["value"] if len(document) == 1 else text
+
+
+# ---- building ----------------------------------------------------------------------------------------------
+
+
+def _build(cls: type, table: object, key: str, base: object = None) -> Any:
+    """The section `cls` at dotted `key`; what `table` leaves out comes from `base`, else from defaults."""
+    if not isinstance(table, dict):
+        raise _not_a_section(cls, key, table)
+    types, values = _types(cls), _defaults(cls, base)
+    for name, raw in table.items():
+        if name not in types:
+            raise _unknown(cls, key, name, raw)
+        values[name] = _convert(types[name], raw, _dotted(key, name), values.get(name))
+    for name in types.keys() - values.keys():
+        values[name] = _required(types[name], _dotted(key, name))
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise error.under(key) from error
+
+
+def _required(tp: Any, key: str) -> object:
+    """A field nobody set: a section may still consist of defaults, anything else is missing."""
+    if is_dataclass(tp):
+        return _convert(tp, {}, key)
+    raise ConfigError(key, UNSET, f"is missing; it {_expected(tp)}", f"For example {key}={_example(tp)}.")
+
+
+def _convert(tp: Any, value: object, key: str, base: object = None) -> Any:
+    """`value`, as TOML gives it, as a `tp`; `base` is the section it is laid over, if it is one."""
+    origin = get_origin(tp)
+    if is_dataclass(tp) and isinstance(tp, type):
+        return _build(tp, value, key, base)
+    if origin in (Union, UnionType):
+        return _convert_optional(tp, value, key, base)
+    if origin is Literal:
+        return _convert_choice(tp, value, key)
+    if origin is tuple:
+        return _convert_items(tp, value, key)
+    return _convert_plain(tp, value, key)
+
+
+def _convert_optional(tp: Any, value: object, key: str, base: object) -> Any:
+    if _says_none(value):
+        return None
+    try:
+        return _convert(_inner(tp), value, key, base)
+    except ConfigError as error:
+        if error.key != key:
+            raise
+        raise ConfigError(key, error.value, f"{error.why}, or none", error.hint) from error
+
+
+def _convert_choice(tp: Any, value: object, key: str) -> object:
+    choices = get_args(tp)
+    for choice in choices:
+        if type(choice) is type(value) and choice == value:
+            return choice
+    near = get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+    hint = f"Did you mean {near[0]}?" if near else f"For example {key}={_example(tp)}."
+    raise ConfigError(key, value, _expected(tp), hint)
+
+
+def _convert_items(tp: Any, value: object, key: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise ConfigError(key, value, _expected(tp), f"For example {key}={_example(tp)}.")
+    return tuple(_convert(_inner(tp), item, f"{key}[{index}]") for index, item in enumerate(value))
+
+
+def _convert_plain(tp: Any, value: object, key: str) -> object:
+    # The exact type is compared because Python's bool is an int, and `steps = true` is a mistake.
+    if type(value) not in _PLAIN[tp].accepts:
+        raise ConfigError(key, value, _expected(tp), f"For example {key}={_example(tp)}.")
+    return tp(value)
+
+
+# ---- what a type takes -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plain:
+    """A type without structure: its name in a message, an example as TOML, and the TOML types it takes."""
+
+    words: str
+    example: str
+    accepts: tuple[type, ...]
+
+
+_PLAIN: Final[Mapping[Any, _Plain]] = {
+    bool: _Plain(words="true or false", example="true", accepts=(bool,)),
+    int: _Plain(words="a whole number", example="8", accepts=(int,)),
+    float: _Plain(words="a number", example="0.5", accepts=(float, int)),
+    str: _Plain(words="text", example='"first"', accepts=(str,)),
+    Path: _Plain(words="a path", example='"runs/first"', accepts=(str,)),
+}
+
+
+def _settable(cls: type) -> list[Field[Any]]:
+    """The fields a caller may set, in order."""
+    return [field for field in fields(cls) if field.init]
+
+
+def _types(cls: type) -> dict[str, Any]:
+    """The resolved type of every settable field."""
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in _settable(cls)}
+
+
+def _defaults(cls: type, base: object) -> dict[str, Any]:
+    """What each field is when nothing sets it; a required field is absent."""
+    if base is not None:
+        return {field.name: getattr(base, field.name) for field in _settable(cls)}
+    fixed = {field.name: field.default for field in _settable(cls) if field.default is not MISSING}
+    made = {f.name: f.default_factory() for f in _settable(cls) if f.default_factory is not MISSING}
+    return fixed | made
+
+
+def _inner(tp: Any) -> Any:
+    """X of `X | None` or of `tuple[X, ...]`; any other union or tuple is a mistake in our own code."""
+    arguments = [each for each in get_args(tp) if each not in (NoneType, Ellipsis)]
+    assert len(arguments) == 1 and len(get_args(tp)) == 2, f"a setting cannot be of type {tp}"
+    return arguments[0]
+
+
+def _section(tp: Any) -> type | None:
+    """The dataclass that `tp` is, or is when it is not None; None for a single setting."""
+    if get_origin(tp) in (Union, UnionType):
+        tp = _inner(tp)
+    return tp if isinstance(tp, type) and is_dataclass(tp) else None
+
+
+def _expected(tp: Any) -> str:
+    """What a value of `tp` must be, to follow `key = value:`."""
+    origin = get_origin(tp)
+    if origin is Literal:
+        return "must be one of " + ", ".join(map(str, get_args(tp)))
+    if origin is tuple:
+        return f"must be a list, each item of which {_expected(_inner(tp))}"
+    if origin in (Union, UnionType):
+        return f"{_expected(_inner(tp))}, or none"
+    return "must be a table of settings" if _section(tp) else f"must be {_PLAIN[tp].words}"
+
+
+def _example(tp: Any) -> str:
+    """A valid value of `tp` as TOML."""
+    origin = get_origin(tp)
+    if origin is Literal:
+        return _toml(get_args(tp)[0])
+    if origin is tuple:
+        return f"[{_example(_inner(tp))}]"
+    if origin in (Union, UnionType):
+        return _example(_inner(tp))
+    return "{}" if _section(tp) else _PLAIN[tp].example
+
+
+def _says_none(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value.lower() == "none")
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+
+
+def _dotted(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Every single setting below `cls`: its dotted key and its type."""
+    for name, tp in _types(cls).items():
+        section = _section(tp)
+        key = _dotted(prefix, name)
+        yield from _leaves(section, key) if section else [(key, tp)]
+
+
+def _example_override(cls: type, prefix: str) -> str:
+    key, tp = next(_leaves(cls, prefix))
+    return f"{key}={_example(tp)}"
+
+
+def _not_a_section(cls: type, key: str, value: object) -> ConfigError:
+    hint = f"Set what is inside it, such as {_example_override(cls, key)}."
+    return ConfigError(key, value, "is a section of settings and cannot be set as one", hint)
+
+
+def _unknown(cls: type, section: str, name: str, value: object) -> ConfigError:
+    """No such setting: hints at the nearest name here, the same name further down, or all names here."""
+    names = list(_types(cls))
+    near = [_dotted(section, each) for each in get_close_matches(name, names, n=1)]
+    near += [key for key, _ in _leaves(cls, section) if key.rpartition(".")[2] == name]
+    place = f"[{section}]" if section else "The top level"
+    hint = f"Did you mean {near[0]}?" if near else f"{place} has {', '.join(names)}."
+    what = "section" if isinstance(value, dict) else "setting"
+    shown = UNSET if isinstance(value, dict) else value
+    return ConfigError(_dotted(section, name), shown, f"there is no such {what}", hint)
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
+
+
+def _plain_data(value: object) -> Any:
+    if is_dataclass(value):
+        return to_dict(value)
+    if isinstance(value, tuple):
+        return [_plain_data(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _lines(config: object, section: str, base: object) -> Iterator[str]:
+    """Single settings first, then each section under its own header, as TOML wants it."""
+    cls = type(config)
+    defaults, sections = _defaults(cls, base), []
+    for name, tp in _types(cls).items():
+        value = getattr(config, name)
+        if is_dataclass(value):
+            sections.append((_dotted(section, name), value, defaults.get(name)))
+        elif value is not None or defaults.get(name, UNSET) is not None:
+            yield f"{name} = {_toml(_storable(tp, value, _dotted(section, name)))}"
+    for key, value, inner_base in sections:
+        yield from ("", f"[{key}]", *_lines(value, key, inner_base))
+
+
+def _storable(tp: Any, value: object, key: str) -> object:
+    """`value` as plain data, unless reading it back would turn a text into None."""
+    optional = get_origin(tp) in (Union, UnionType)
+    if isinstance(value, tuple):
+        items = _inner(_inner(tp) if optional else tp)
+        return [_storable(items, item, key) for item in value]
+    if optional and value is not None and _says_none(value):
+        raise ConfigError(key, value, "cannot be saved, since it would be read as no value", "Rename it.")
+    return _plain_data(value)
+
+
+def _toml(value: object) -> str:
+    """`value` as a TOML value on one line; None, which TOML lacks, as the word that stands for it."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's too, except that TOML wants DEL escaped as well.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    return str(value)

@@ -1,0 +1,53 @@
+"""What a cluster costs: alpha-beta models of its links, rates of its devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from penstock.config import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaBeta:
+    """A start-up and a time per byte: `t = alpha + beta * n`."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+    def seconds(self, size_bytes: float) -> float:
+        """Time for a collective of `size_bytes` in its own group; 0 if there is nothing to move."""
+        return self.alpha_s + self.beta_s_per_byte * size_bytes if size_bytes > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Section `[cluster]`: what is assumed of the machines until durations have been measured.
+
+    The defaults describe one core of a server and Gloo over a loopback link.
+    flops_per_s: matrix products of one rank. memory_bytes_per_s: copies of one rank.
+    link_latency_s, link_bytes_per_s: what one rank sends to another, one direction.
+    task_overhead_s: fixed cost of any compute task.
+    """
+
+    flops_per_s: float = 3e10
+    memory_bytes_per_s: float = 4e9
+    link_latency_s: float = 2e-4
+    link_bytes_per_s: float = 1e9
+    task_overhead_s: float = 1e-4
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ConfigError(field.name, value, "must be positive", f"The default is {field.default}.")
+
+    def all_to_all(self, ranks: int) -> AlphaBeta:
+        """Argument: bytes of the buffer each rank sends, its own share included (SYSTEMS 2.2)."""
+        return self._collective(ranks - 1, (ranks - 1) / ranks)
+
+    def all_reduce(self, ranks: int) -> AlphaBeta:
+        """Argument: bytes of the tensor. A ring sends it almost twice (SYSTEMS 2.2)."""
+        return self._collective(2 * (ranks - 1), 2 * (ranks - 1) / ranks)
+
+    def _collective(self, rounds: int, share: float) -> AlphaBeta:
+        return AlphaBeta(alpha_s=rounds * self.link_latency_s, beta_s_per_byte=share / self.link_bytes_per_s)

@@ -1,0 +1,74 @@
+"""How much every task computes and moves, from the sizes of the model and of the step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+def split_sizes(total: int, pieces: int) -> tuple[int, ...]:
+    """Sizes of `pieces` nearly equal pieces, larger ones first (as `torch.tensor_split` cuts)."""
+    small, rest = divmod(total, pieces)
+    return tuple(small + (i < rest) for i in range(pieces))
+
+
+def capacity_slots(tokens: int, num_experts: int, top_k: int, capacity_factor: float, minimum: int) -> int:
+    """Slots per expert for `tokens` tokens of one rank: ceil(f * k * tokens / E), at least `minimum`."""
+    exact = Fraction(str(capacity_factor)) * top_k * tokens / num_experts  # 1.1 is 11/10, not its float
+    return max(minimum, math.ceil(exact))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The sizes of a step on one rank.
+
+    num_experts is the total; capacity_factor None means dropless (even routing is assumed for cost).
+    expert_matrices: 2 for GELU experts, 3 for SwiGLU. element_bytes: of activations on the wire.
+    all_reduce_bytes / expert_all_reduce_bytes: gradients per layer.
+    """
+
+    batch: int
+    seq_len: int
+    hidden_size: int
+    ffn_hidden_size: int
+    vocab_size: int
+    num_experts: int
+    top_k: int
+    expert_matrices: int
+    capacity_factor: float | None
+    min_capacity: int
+    world_size: int
+    ep_size: int
+    element_bytes: int
+    all_reduce_bytes: tuple[int, ...]
+    expert_all_reduce_bytes: tuple[int, ...]
+
+    def tokens(self, microbatch: int, microbatches: int) -> int:
+        """Tokens of one microbatch on one rank."""
+        return split_sizes(self.batch, microbatches)[microbatch] * self.seq_len
+
+    def rows(self, microbatch: int, microbatches: int, chunk: int, chunks: int) -> float:
+        """Token copies that one rank sends to all experts in one chunk of one microbatch."""
+        tokens = self.tokens(microbatch, microbatches)
+        if self.capacity_factor is None:
+            return split_sizes(tokens, chunks)[chunk] * self.top_k
+        slots = capacity_slots(tokens, self.num_experts, self.top_k, self.capacity_factor, self.min_capacity)
+        return split_sizes(slots, chunks)[chunk] * self.num_experts
+
+    def attention_flops(self, tokens: int) -> float:
+        """Four projections, causal scores and values, router."""
+        projections = 8 * self.hidden_size**2
+        scores = 2 * self.seq_len * self.hidden_size
+        return tokens * (projections + scores + 2 * self.hidden_size * self.num_experts)
+
+    def expert_flops(self, rows: float) -> float:
+        """Forward matrix products of `rows` token copies."""
+        return rows * 2 * self.expert_matrices * self.hidden_size * self.ffn_hidden_size
+
+    def head_flops(self, tokens: int) -> float:
+        return tokens * 2 * self.hidden_size * self.vocab_size
+
+    def hidden_bytes(self, rows: float) -> float:
+        """Bytes of `rows` hidden states."""
+        return rows * self.hidden_size * self.element_bytes

@@ -1,0 +1,99 @@
+"""From a shape to the graph of one iteration: every task once, in program order, with its dependencies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.graph.dependencies import B, F, dependencies, statistics_task
+from penstock.graph.errors import ScheduleError
+from penstock.graph.shape import StepShape
+from penstock.graph.task import Op, Task
+
+
+@dataclass(frozen=True)
+class Graph:
+    """All tasks of an iteration in program order (every dependency stands before its reader)."""
+
+    shape: StepShape
+    tasks: tuple[Task, ...]
+
+    @cached_property
+    def needs(self) -> Mapping[Task, tuple[Task, ...]]:
+        """For every task the tasks whose results it reads."""
+        return {task: dependencies(task, self.shape) for task in self.tasks}
+
+    @cached_property
+    def readers(self) -> Mapping[Task, tuple[Task, ...]]:
+        """For every task the tasks that read its result."""
+        readers: dict[Task, list[Task]] = {task: [] for task in self.tasks}
+        for task, needs in self.needs.items():
+            for need in needs:
+                readers[need].append(task)
+        return {task: tuple(found) for task, found in readers.items()}
+
+    @cached_property
+    def position(self) -> Mapping[Task, int]:
+        """Where a task stands in program order."""
+        return {task: i for i, task in enumerate(self.tasks)}
+
+
+def build_graph(shape: StepShape) -> Graph:
+    """Build and check the graph: complete (no dependency is missing) and acyclic."""
+    graph = Graph(shape, tuple(_program(shape)))
+    _check(graph)
+    return graph
+
+
+def _check(graph: Graph) -> None:
+    if len(graph.position) != len(graph.tasks):
+        raise ScheduleError("a task stands twice in the graph")
+    for task, needs in graph.needs.items():
+        for need in needs:
+            if need not in graph.position:
+                raise ScheduleError(f"{task} needs {need}, which is not in the graph")
+            if graph.position[need] >= graph.position[task]:
+                raise ScheduleError(f"{task} needs {need}, which comes after it: the graph has a cycle")
+
+
+def _program(shape: StepShape) -> Iterator[Task]:
+    """Breadth first as FlowMoE (Eq. 2-5) orders it: an op for all pieces, then the next op."""
+    pieces = range(shape.microbatches)
+    yield from (Task(0, Op.EMBED, F, m) for m in pieces)
+    for layer in range(shape.num_layers):
+        yield from _block_forward(layer, shape)
+    yield from (Task(shape.last, Op.HEAD, F, m) for m in pieces)
+    yield statistics_task(shape)
+    yield from (Task(shape.last, Op.HEAD, B, m) for m in reversed(pieces))
+    for layer in reversed(range(shape.num_layers)):
+        yield from _block_backward(layer, shape)
+
+
+def _block_forward(layer: int, shape: StepShape) -> Iterator[Task]:
+    pieces, chunks = range(shape.microbatches), range(shape.chunks)
+    yield from (Task(layer, Op.ATTENTION, F, m) for m in pieces)
+    if not shape.moe_layers[layer]:
+        return
+    for m in pieces:
+        if shape.exchange_counts:
+            yield Task(layer, Op.COUNTS, F, m)
+        yield from (Task(layer, Op.DISPATCH, F, m, c) for c in chunks)
+    for op in (Op.EXPERTS, Op.COMBINE):
+        yield from (Task(layer, op, F, m, c) for m in pieces for c in chunks)
+    yield from (Task(layer, Op.UNORDER, F, m) for m in pieces)
+
+
+def _block_backward(layer: int, shape: StepShape) -> Iterator[Task]:
+    pieces, chunks = range(shape.microbatches - 1, -1, -1), range(shape.chunks)
+    if shape.moe_layers[layer]:
+        yield from (Task(layer, Op.UNORDER, B, m) for m in pieces)
+        for op in (Op.COMBINE, Op.EXPERTS, Op.DISPATCH):
+            yield from (Task(layer, op, B, m, c) for m in pieces for c in chunks)
+    yield from (Task(layer, Op.ATTENTION, B, m) for m in pieces)
+    if layer == 0:
+        yield from (Task(0, Op.EMBED, B, m) for m in pieces)
+    if shape.moe_layers[layer]:
+        replicas = range(shape.expert_all_reduce_chunks[layer])
+        yield from (Task(layer, Op.EXPERT_ALL_REDUCE, B, None, c) for c in replicas)
+    yield from (Task(layer, Op.ALL_REDUCE, B, None, c) for c in range(shape.all_reduce_chunks[layer]))

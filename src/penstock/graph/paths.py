@@ -1,0 +1,87 @@
+"""The longest path through a graph whose lanes are ordered: the one timing rule of the system.
+
+A task starts when its dependencies and the task before it on its lane have ended. The simulator applies
+this with fitted seconds and one entry per rank; a schedule's picture applies it with one slot per task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from penstock.graph.errors import ScheduleError
+from penstock.graph.task import Lane, Task
+
+T = TypeVar("T")
+
+
+class Interval(NamedTuple, Generic[T]):
+    """When a task starts and ends."""
+
+    start: T
+    end: T
+
+
+class Clock(Protocol[T]):
+    """How times are compared and added: plain numbers, or arrays with one entry per rank."""
+
+    def zero(self) -> T: ...
+
+    def latest(self, first: T, second: T) -> T: ...
+
+    def end(self, task: Task, start: T) -> T: ...
+
+
+def longest_path(
+    lanes: Mapping[Lane, Sequence[Task]],
+    needs: Callable[[Task], Sequence[Task]],
+    clock: Clock[T],
+) -> dict[Task, Interval[T]]:
+    """Start and end of every task. Raises ScheduleError naming the tasks that wait for each other."""
+    times: dict[Task, Interval[T]] = {}
+    lane_free: dict[Lane, T] = {lane: clock.zero() for lane in lanes}
+    for task in issue_order(lanes, needs):
+        start = lane_free[task.lane]
+        for need in needs(task):
+            start = clock.latest(start, times[need].end)
+        times[task] = Interval(start, clock.end(task, start))
+        lane_free[task.lane] = times[task].end
+    return times
+
+
+def issue_order(
+    lanes: Mapping[Lane, Sequence[Task]], needs: Callable[[Task], Sequence[Task]]
+) -> Iterator[Task]:
+    """Merge the lanes into one order in which every task stands after its dependencies.
+
+    The order is a function of the lanes alone, hence the same on all ranks.
+    """
+    heads = dict.fromkeys(lanes, 0)
+    done: set[Task] = set()
+    remaining = sum(len(order) for order in lanes.values())
+    while remaining:
+        progress = remaining
+        for lane, order in lanes.items():
+            while heads[lane] < len(order) and all(n in done for n in needs(order[heads[lane]])):
+                task = order[heads[lane]]
+                done.add(task)
+                heads[lane] += 1
+                remaining -= 1
+                yield task
+        if progress == remaining:
+            raise ScheduleError(_deadlock(lanes, heads, needs, done))
+
+
+def _deadlock(
+    lanes: Mapping[Lane, Sequence[Task]],
+    heads: Mapping[Lane, int],
+    needs: Callable[[Task], Sequence[Task]],
+    done: set[Task],
+) -> str:
+    stuck = []
+    for lane, order in lanes.items():
+        if heads[lane] < len(order):
+            task = order[heads[lane]]
+            missing = ", ".join(str(n) for n in needs(task) if n not in done)
+            stuck.append(f"{lane}: {task} waits for {missing}")
+    return "the schedule deadlocks; " + "; ".join(stuck)

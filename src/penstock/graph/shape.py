@@ -1,0 +1,45 @@
+"""The shape of one iteration: how many layers, microbatches and chunks. Everything a graph needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.graph.errors import ScheduleError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """What decides which tasks exist.
+
+    moe_layers: for every layer, whether its feed-forward part is an MoE layer.
+    microbatches: pieces of the batch, split along samples, that go through whole blocks (FlowMoE's R).
+    chunks: pieces of the tokens inside one MoE layer (the pipeline degree of Tutel, PipeMoE, FSMoE).
+    exchange_counts: dropless routing sends uneven pieces, so their sizes are exchanged first.
+    all_reduce_chunks: for every layer, into how many pieces its replicated gradients are cut.
+    expert_all_reduce_chunks: the same for its expert gradients; 0 where no expert has a replica.
+    """
+
+    moe_layers: tuple[bool, ...]
+    microbatches: int = 1
+    chunks: int = 1
+    exchange_counts: bool = True
+    all_reduce_chunks: tuple[int, ...] = ()
+    expert_all_reduce_chunks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("all_reduce_chunks", "expert_all_reduce_chunks"):
+            if not getattr(self, name):
+                default = 1 if name == "all_reduce_chunks" else 0
+                object.__setattr__(self, name, (default,) * self.num_layers)
+            if len(getattr(self, name)) != self.num_layers:
+                raise ScheduleError(f"{name} needs one number per layer ({self.num_layers})")
+        if not self.moe_layers or self.microbatches < 1 or self.chunks < 1:
+            raise ScheduleError("a step needs at least one layer, one microbatch and one chunk")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.moe_layers)
+
+    @property
+    def last(self) -> int:
+        return self.num_layers - 1

@@ -1,0 +1,157 @@
+"""A GPT-style decoder with MoE layers, in the pieces that the engine schedules.
+
+Shapes: B samples, L tokens per sample, M hidden size, A heads, K head size, V vocabulary, T = B * L tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.config import ConfigError
+from penstock.models.config import ModelConfig
+from penstock.models.dropout import CounterDropout
+from penstock.models.initialise import fill_normal
+from penstock.moe import MoEConfig, MoELayer
+from penstock.runtime import SampleKeys
+
+INITIAL_STD = 0.02
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention, 4 M^2 parameters."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.num_heads
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+        self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x_BLM: Tensor) -> Tensor:
+        batch, length, hidden = x_BLM.shape
+        qkv_3BALK = self.qkv(x_BLM).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q_BALK, k_BALK, v_BALK = qkv_3BALK.unbind()
+        mixed_BALK = F.scaled_dot_product_attention(q_BALK, k_BALK, v_BALK, is_causal=True)
+        out_BLM: Tensor = self.out(mixed_BALK.transpose(1, 2).reshape(batch, length, hidden))
+        return out_BLM
+
+
+class FeedForward(nn.Module):
+    """The feed-forward part of a dense block: two matrices with GELU between."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.dense_hidden_size, bias=False)
+        self.down = nn.Linear(config.dense_hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x_TM: Tensor) -> Tensor:
+        out_TM: Tensor = self.down(F.gelu(self.up(x_TM)))
+        return out_TM
+
+
+class Block(nn.Module):
+    """Pre-norm block: attention, then an MoE layer or a dense feed-forward part.
+
+    A transfer may cut it behind `attend` and before `add`; see `penstock.runtime.parts`.
+    """
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, layer: int, ep_size: int, ep_rank: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden_size)
+        self.attention = Attention(config)
+        self.attention_dropout = CounterDropout(config.dropout, place=2 * layer + 1)
+        self.feed_forward_norm = nn.LayerNorm(config.hidden_size)
+        self.feed_forward_dropout = CounterDropout(config.dropout, place=2 * layer + 2)
+        self.feed_forward: MoELayer | FeedForward
+        if config.is_moe(layer):
+            self.feed_forward = MoELayer(config.hidden_size, moe, ep_size=ep_size, ep_rank=ep_rank)
+        else:
+            self.feed_forward = FeedForward(config)
+
+    @property
+    def moe(self) -> MoELayer | None:
+        return self.feed_forward if isinstance(self.feed_forward, MoELayer) else None
+
+    def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
+        mixed_BLM = self.attention(self.attention_norm(h_BLM))
+        residual_BLM = h_BLM + self.attention_dropout(mixed_BLM, keys)
+        return residual_BLM, self.feed_forward_norm(residual_BLM).flatten(0, 1)
+
+    def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
+        added: Tensor = self.feed_forward_dropout(out_TM.view_as(residual_BLM), keys)
+        return residual_BLM + added
+
+    def dense(self, x_TM: Tensor) -> Tensor:
+        out_TM: Tensor = self.feed_forward(x_TM)
+        return out_TM
+
+
+class GPT(nn.Module):
+    """The decoder. Its experts are those of one rank: `num_experts / ep_size` per MoE layer."""
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, *, ep_size: int = 1, ep_rank: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position_embedding = nn.Embedding(config.seq_len, config.hidden_size)
+        self.embedding_dropout = CounterDropout(config.dropout, place=0)
+        blocks = [Block(config, moe, layer, ep_size, ep_rank) for layer in range(config.num_layers)]
+        self.blocks = nn.ModuleList(blocks)
+        self._parts = blocks
+        self.final_norm = nn.LayerNorm(config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def parts(self) -> Sequence[Block]:
+        return self._parts
+
+    def initialise(self, seed: int) -> None:
+        """Fill all weights; the same for any layout. Projections into the residual stream are smaller."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue  # norms start as PyTorch makes them: ones and zeros
+            into_residual = name.endswith(("attention.out.weight", "w_down", "feed_forward.down.weight"))
+            std = INITIAL_STD / math.sqrt(2 * self.config.num_layers) if into_residual else INITIAL_STD
+            if ".experts." in name:
+                self._fill_experts(name, parameter, seed, std)
+            else:
+                fill_normal(parameter, name, seed, std)
+
+    def _fill_experts(self, name: str, parameter: Tensor, seed: int, std: float) -> None:
+        moe = self.parts[int(name.split(".")[1])].moe
+        assert moe is not None, name
+        for local, weight in enumerate(parameter.unbind()):
+            fill_normal(weight, f"{name}.{moe.first_expert + local}", seed, std)
+
+    def embed(self, tokens_BL: Tensor, keys: SampleKeys) -> Tensor:
+        length = tokens_BL.shape[1]
+        if length > self.config.seq_len:
+            raise ConfigError(
+                "model.seq_len", self.config.seq_len, f"samples have {length} tokens", f"Use {length}."
+            )
+        positions_L = torch.arange(length, device=tokens_BL.device)
+        h_BLM = self.token_embedding(tokens_BL) + self.position_embedding(positions_L)
+        dropped: Tensor = self.embedding_dropout(h_BLM, keys)
+        return dropped
+
+    def head(self, h_BLM: Tensor, labels_BL: Tensor) -> Tensor:
+        logits_TV = self.output(self.final_norm(h_BLM)).flatten(0, 1)
+        precise = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+        return F.cross_entropy(precise, labels_BL.flatten(), ignore_index=-100, reduction="sum")
+
+    def replicated_parameters(self, layer: int) -> list[nn.Parameter]:
+        experts = {id(p) for p in self.expert_parameters(layer)}
+        found = [p for p in self.blocks[layer].parameters() if id(p) not in experts]
+        if layer == 0:
+            found += [*self.token_embedding.parameters(), *self.position_embedding.parameters()]
+        if layer == self.config.num_layers - 1:
+            found += [*self.final_norm.parameters(), *self.output.parameters()]
+        return found
+
+    def expert_parameters(self, layer: int) -> list[nn.Parameter]:
+        moe = self.parts[layer].moe
+        return [] if moe is None else list(moe.experts.parameters())

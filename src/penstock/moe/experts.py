@@ -1,0 +1,88 @@
+"""Experts: feed-forward networks over rows that are sorted by expert.
+
+Shapes: R rows, M hidden size, H expert hidden size, E local experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.moe.config import MoEConfig
+
+GROUPED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def grouped_product(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
+    """rows of expert e times weight e, for all experts at once. sizes: rows per expert. Returns [R, H].
+
+    Equal sizes become one batched product, uneven ones PyTorch's grouped product; only types that it does
+    not know (float64) are multiplied expert by expert.
+    """
+    if len(set(sizes)) == 1:
+        return torch.bmm(rows_RM.unflatten(0, (len(sizes), sizes[0])), weight_EMH).flatten(0, 1)
+    if rows_RM.dtype in GROUPED_TYPES:
+        ends = torch.tensor(sizes, device=rows_RM.device).cumsum(0).to(torch.int32)
+        return F.grouped_mm(rows_RM, weight_EMH, offs=ends)
+    parts = rows_RM.split(list(sizes))
+    return torch.cat([part @ weight for part, weight in zip(parts, weight_EMH.unbind(0), strict=True)])
+
+
+class GeluExperts(nn.Module):
+    """Two matrices per expert with GELU between (GPT)."""
+
+    def __init__(self, hidden_size: int, config: MoEConfig, local_experts: int) -> None:
+        super().__init__()
+        ffn = config.moe_ffn_hidden_size
+        self.w_up = nn.Parameter(torch.empty(local_experts, hidden_size, ffn))
+        self.w_down = nn.Parameter(torch.empty(local_experts, ffn, hidden_size))
+
+    def forward(self, rows_RM: Tensor, sizes: Sequence[int]) -> Tensor:
+        w_up, w_down = self.w_up.to(rows_RM.dtype), self.w_down.to(rows_RM.dtype)
+        hidden_RH = F.gelu(grouped_product(rows_RM, w_up, sizes))
+        return grouped_product(hidden_RH, w_down, sizes)
+
+
+class SwiGLUExperts(nn.Module):
+    """Three matrices per expert: silu(x W_gate) * (x W_up), then W_down (Mixtral)."""
+
+    def __init__(self, hidden_size: int, config: MoEConfig, local_experts: int) -> None:
+        super().__init__()
+        ffn = config.moe_ffn_hidden_size
+        self.w_gate = nn.Parameter(torch.empty(local_experts, hidden_size, ffn))
+        self.w_up = nn.Parameter(torch.empty(local_experts, hidden_size, ffn))
+        self.w_down = nn.Parameter(torch.empty(local_experts, ffn, hidden_size))
+
+    def forward(self, rows_RM: Tensor, sizes: Sequence[int]) -> Tensor:
+        dtype = rows_RM.dtype
+        gate_RH = F.silu(grouped_product(rows_RM, self.w_gate.to(dtype), sizes))
+        hidden_RH = gate_RH * grouped_product(rows_RM, self.w_up.to(dtype), sizes)
+        return grouped_product(hidden_RH, self.w_down.to(dtype), sizes)
+
+
+def build_experts(hidden_size: int, config: MoEConfig, local_experts: int) -> GeluExperts | SwiGLUExperts:
+    """The experts that `config.expert` names."""
+    if config.expert == "gelu":
+        return GeluExperts(hidden_size, config, local_experts)
+    return SwiGLUExperts(hidden_size, config, local_experts)
+
+
+def by_expert(rows_RM: Tensor, received: Sequence[Sequence[int]]) -> Tensor:
+    """Rows sorted by (source rank, expert) to rows sorted by (expert, source rank). One copy."""
+    return _transpose_blocks(rows_RM, received)
+
+
+def by_source(rows_RM: Tensor, received: Sequence[Sequence[int]]) -> Tensor:
+    """The inverse of `by_expert`."""
+    return _transpose_blocks(rows_RM, list(zip(*received, strict=True)))
+
+
+def _transpose_blocks(rows_RM: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    outer, inner = len(sizes), len(sizes[0])
+    if outer == 1 or inner == 1:  # already in the wanted order: no copy
+        return rows_RM
+    blocks = rows_RM.split([size for row in sizes for size in row])
+    return torch.cat([blocks[o * inner + i] for i in range(inner) for o in range(outer)])

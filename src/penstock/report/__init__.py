@@ -1,0 +1,13 @@
+"""What people read: timelines, descriptions of schedules, the summary of a run. Pure Python: no torch."""
+
+from penstock.report.schedule import ScheduleDescription, describe_schedule
+from penstock.report.summary import RunSummary
+from penstock.report.timeline import duration_text, render_timeline
+
+__all__ = [
+    "RunSummary",
+    "ScheduleDescription",
+    "describe_schedule",
+    "duration_text",
+    "render_timeline",
+]

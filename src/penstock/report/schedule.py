@@ -1,0 +1,297 @@
+"""What `penstock schedule NAME` prints: a schedule's order, its simulated time, and what it hides."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from penstock.config import ConfigError
+from penstock.cost import ClusterConfig, StepCost, Workload
+from penstock.graph import StepShape
+from penstock.report.timeline import duration_text, render_timeline
+from penstock.schedule import SCHEDULES, Pieces, StepPlan, System, plan_step
+from penstock.simulate import LowerBound, Ranks, lower_bound, overlap_efficiency, simulate
+from penstock.trace import Occupation, TaskRecord, occupation
+
+SLOW_LINK_BYTES_PER_S = 5e7
+"""With it the representative step communicates for about half as long as it computes."""
+
+BASELINE = "sequential"
+LABEL_WIDTH = 13
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleDescription:
+    """One schedule on one workload and one cluster, simulated. Pictures are text; durations seconds.
+
+    shape is what the system made of the request; notes say which parts of the request it does not read.
+    exposed_communication_s: communication under which nothing is computed, of communication_s in all.
+    """
+
+    name: str
+    about: str
+    shape: StepShape
+    workload: Workload
+    cluster: ClusterConfig
+    notes: tuple[str, ...]
+    grid: str
+    timeline: str
+    schedule_text: str
+    iteration_s: float
+    sequential_iteration_s: float
+    bound: LowerBound
+    communication_s: float
+    exposed_communication_s: float
+    width: int
+
+    @property
+    def efficiency(self) -> float:
+        """Work of the busiest lane over the iteration: comparable between schedules that cut differently."""
+        return self.bound.busiest_lane_s / self.iteration_s
+
+    @property
+    def order_efficiency(self) -> float:
+        """Lower bound over iteration: at 1.0 no other order of the same tasks is faster.
+
+        A coarse cut has a high bound and is easily ordered well; that does not make it fast.
+        """
+        return overlap_efficiency(self.bound, self.iteration_s)
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as `sequential` on the same workload and cluster."""
+        return self.sequential_iteration_s / self.iteration_s
+
+    def to_text(self) -> str:
+        """Everything but the schedule's text form, for a terminal."""
+        parts = [
+            textwrap.fill(f"{self.name}: {self.about}", self.width),
+            self._table(self._setting()),
+            "ORDER\n" + self.grid.rstrip(),
+            "TIME (simulated)\n" + self.timeline.rstrip(),
+            self._table(self._result()),
+        ]
+        return "\n\n".join(parts) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for `--json`; `schedule_text` is what `Schedule.parse` reads."""
+        return {
+            "schedule": self.name,
+            "iteration_s": self.iteration_s,
+            "sequential_iteration_s": self.sequential_iteration_s,
+            "speedup_over_sequential": self.speedup,
+            "lower_bound": {**asdict(self.bound), "seconds": self.bound.seconds},
+            "efficiency": self.efficiency,
+            "order_efficiency": self.order_efficiency,
+            "communication_s": self.communication_s,
+            "exposed_communication_s": self.exposed_communication_s,
+            "notes": list(self.notes),
+            "shape": asdict(self.shape),
+            "workload": asdict(self.workload),
+            "cluster": asdict(self.cluster),
+            "grid": self.grid,
+            "timeline": self.timeline,
+            "schedule_text": self.schedule_text,
+        }
+
+    def _table(self, rows: Iterator[tuple[str, str]]) -> str:
+        """Labelled lines, the text of each wrapped beside its label."""
+        indent = " " * LABEL_WIDTH
+        filled = (
+            textwrap.fill(f"{label:<{LABEL_WIDTH}}{text}", self.width, subsequent_indent=indent)
+            for label, text in rows
+        )
+        return "\n".join(filled)
+
+    def _setting(self) -> Iterator[tuple[str, str]]:
+        work, shape = self.workload, self.shape
+        yield (
+            "model",
+            f"{_count(shape.num_layers, 'MoE layer')}, hidden {work.hidden_size}, "
+            f"{work.num_experts} GELU experts of {work.ffn_hidden_size}, top-{work.top_k}, dropless, "
+            f"vocabulary {work.vocab_size}",
+        )
+        yield (
+            "step",
+            f"batch {work.batch} x {work.seq_len} tokens per rank, float32, on {work.world_size} ranks with "
+            f"{work.num_experts // work.ep_size} experts each (ep {work.ep_size})",
+        )
+        yield "cluster", _cluster_text(self.cluster)
+        yield "pieces", _pieces_text(shape)
+        yield from (("note", note) for note in self.notes)
+
+    def _result(self) -> Iterator[tuple[str, str]]:
+        bound, hidden_s = self.bound, self.communication_s - self.exposed_communication_s
+        against = f"{self.speedup:.2f} x as fast as {BASELINE} ({duration_text(self.sequential_iteration_s)})"
+        yield (
+            "iteration",
+            duration_text(self.iteration_s) + ("" if self.name == BASELINE else f", {against}"),
+        )
+        yield (
+            "network",
+            f"{duration_text(self.communication_s)} of communication: {duration_text(hidden_s)} hidden under "
+            f"computation, {duration_text(self.exposed_communication_s)} exposed",
+        )
+        yield (
+            "efficiency",
+            f"{100 * self.efficiency:.0f} %: lane {bound.busiest_lane} alone has "
+            f"{duration_text(bound.busiest_lane_s)} of work, however well the rest hides under it",
+        )
+        yield (
+            "lower bound",
+            f"{duration_text(bound.seconds)} for these pieces in any order (critical path "
+            f"{duration_text(bound.critical_path_s)}); this one takes {1 / self.order_efficiency:.2f} x that",
+        )
+
+
+def describe_schedule(
+    name: str,
+    *,
+    layers: int,
+    microbatches: int,
+    chunks: int,
+    all_reduce_chunks: int,
+    cluster: ClusterConfig | None = None,
+    width: int = 110,
+) -> ScheduleDescription:
+    """Plan and simulate schedule `name` on a small representative step. Without `cluster`, a slow link."""
+    system = _system(name)
+    counts = {"layers": layers, "microbatches": microbatches, "chunks": chunks}
+    for key, value in {**counts, "all_reduce_chunks": all_reduce_chunks}.items():
+        if value < 1:
+            raise ConfigError(key, value, "must be at least 1", "Use 1 or more.")
+    cluster = cluster or ClusterConfig(link_bytes_per_s=SLOW_LINK_BYTES_PER_S)
+    workload = _workload(layers, microbatches)
+    pieces = _pieces(workload, microbatches, chunks, all_reduce_chunks)
+    run = _run(system, workload, cluster, pieces)
+    baseline = _run(SCHEDULES[BASELINE], workload, cluster, pieces)
+    return ScheduleDescription(
+        name=name,
+        about=_about(system),
+        shape=run.plan.graph.shape,
+        workload=workload,
+        cluster=cluster,
+        notes=tuple(_notes(name, run.plan.graph.shape, pieces, all_reduce_chunks)),
+        grid=run.plan.schedule.grid(run.plan.graph, width=width),
+        timeline=render_timeline(run.records, width=width),
+        schedule_text=run.plan.schedule.text(),
+        iteration_s=run.occupation.iteration_s,
+        sequential_iteration_s=baseline.occupation.iteration_s,
+        bound=run.bound,
+        communication_s=run.occupation.communication_s,
+        exposed_communication_s=run.occupation.exposed_s,
+        width=width,
+    )
+
+
+def _system(name: str) -> System:
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    near = get_close_matches(name.lower().replace("-", "_"), SCHEDULES, n=1)
+    hint = f"Did you mean {near[0]}? " if near else ""
+    raise ConfigError("schedule", name, "no such schedule", f"{hint}There are {', '.join(SCHEDULES)}.")
+
+
+def _about(system: System) -> str:
+    """The first paragraph of the system's docstring: what it does, in its own file's words."""
+    return " ".join((inspect.getdoc(type(system)) or "").partition("\n\n")[0].split())
+
+
+# ---- the representative step -------------------------------------------------------------------------------
+
+
+def _workload(layers: int, microbatches: int) -> Workload:
+    """A small float32 step in which neither computing nor a slow link is negligible.
+
+    Every microbatch holds at least one sample. Experts have no replicas, so only what is replicated
+    (attention and gate) is reduced.
+    """
+    hidden_size, num_experts = 512, 8
+    dense_bytes = 4 * (4 * hidden_size**2 + hidden_size * num_experts)
+    return Workload(
+        batch=max(4, microbatches),
+        seq_len=256,
+        hidden_size=hidden_size,
+        ffn_hidden_size=1024,
+        vocab_size=256,
+        num_experts=num_experts,
+        top_k=2,
+        expert_matrices=2,
+        capacity_factor=None,
+        min_capacity=0,
+        world_size=4,
+        ep_size=4,
+        element_bytes=4,
+        all_reduce_bytes=(dense_bytes,) * layers,
+        expert_all_reduce_bytes=(0,) * layers,
+    )
+
+
+def _pieces(workload: Workload, microbatches: int, chunks: int, all_reduce_chunks: int) -> Pieces:
+    return Pieces(
+        microbatches=microbatches,
+        chunks=chunks,
+        all_reduce_chunk_bytes=-(-workload.all_reduce_bytes[0] // all_reduce_chunks),
+        all_reduce_bytes=workload.all_reduce_bytes,
+        expert_all_reduce_bytes=workload.expert_all_reduce_bytes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """A planned and simulated step; records and occupation are those of rank 0, as all ranks are alike."""
+
+    plan: StepPlan
+    records: list[TaskRecord]
+    occupation: Occupation
+    bound: LowerBound
+
+
+def _run(system: System, workload: Workload, cluster: ClusterConfig, pieces: Pieces) -> _Run:
+    def cost_of(shape: StepShape) -> StepCost:
+        return StepCost(shape, workload, cluster)
+
+    shape = StepShape(moe_layers=(True,) * len(workload.all_reduce_bytes))
+    plan = plan_step(system, shape, pieces, cost_of)
+    cost, ranks = cost_of(plan.graph.shape), Ranks(workload.world_size, workload.ep_size)
+    timeline = simulate(plan.schedule, plan.graph, cost, ranks)
+    records = [record for record in timeline.records() if record.rank == 0]
+    bound = lower_bound(plan.graph, cost, ranks)
+    return _Run(plan=plan, records=records, occupation=occupation(records), bound=bound)
+
+
+# ---- words -------------------------------------------------------------------------------------------------
+
+
+def _notes(name: str, shape: StepShape, pieces: Pieces, all_reduce_chunks: int) -> Iterator[str]:
+    """What was asked for and has no effect, read off the shape that the system made."""
+    used = {
+        "microbatches": (shape.microbatches, pieces.microbatches),
+        "chunks": (shape.chunks, pieces.chunks),
+        "all_reduce_chunks": (max(shape.all_reduce_chunks), all_reduce_chunks),
+    }
+    for key, (ran, asked) in used.items():
+        if ran != asked:
+            yield f"{name} ignores {key} = {asked} and runs with {ran}"
+
+
+def _cluster_text(cluster: ClusterConfig) -> str:
+    return (
+        f"link {cluster.link_bytes_per_s / 1e6:g} MB/s, latency {duration_text(cluster.link_latency_s)}; "
+        f"per rank {cluster.flops_per_s / 1e9:g} GFLOP/s, memory {cluster.memory_bytes_per_s / 1e9:g} GB/s"
+    )
+
+
+def _pieces_text(shape: StepShape) -> str:
+    microbatches = _count(shape.microbatches, "microbatch", "microbatches")
+    chunks = _count(shape.chunks, "chunk")
+    reduced = _count(max(shape.all_reduce_chunks), "all-reduce chunk")
+    return f"{microbatches}, {chunks} per MoE layer, {reduced} per layer"
+
+
+def _count(number: int, noun: str, plural: str = "") -> str:
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

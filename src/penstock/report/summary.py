@@ -1,0 +1,176 @@
+"""The words at the end of a training run, for someone who has never seen one."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.report.timeline import duration_text
+
+WIDTH = 100
+LABEL_WIDTH = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """What a run was and what came of it. Losses and entropy are in nats per byte.
+
+    eval_loss: loss on held-out text; None if the run never evaluated.
+    unigram_entropy: what guessing every byte by its frequency in the corpus costs.
+    communication_s, exposed_communication_s: of a typical step; exposed is what nothing was computed under.
+    overlap_efficiency: the time of the busiest lane over the iteration.
+    simulated_iteration_s: what the simulator says of the traced steps' tasks; None without a trace.
+    interrupted: the run was stopped early and saved. parameters: of the whole model, every expert counted
+    once. Outputs are paths; None was not written.
+    """
+
+    schedule: str
+    steps: int
+    first_loss: float
+    last_loss: float
+    eval_loss: float | None
+    unigram_entropy: float
+    tokens_per_s: float
+    iteration_s_median: float
+    overlap_efficiency: float
+    exposed_communication_s: float
+    communication_s: float
+    processes: int
+    num_experts: int
+    num_local_experts: int
+    parameters: int
+    corpus: str
+    checkpoint: str | None
+    metrics: str
+    trace: str | None
+    tensorboard: str | None
+    simulated_iteration_s: float | None = None
+    interrupted: bool = False
+
+    @property
+    def hidden_communication(self) -> float:
+        """Share of the communication that ran under computation; 1 when there was none."""
+        if self.communication_s <= 0:
+            return 1.0
+        return 1 - self.exposed_communication_s / self.communication_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for `--json`."""
+        return {
+            "schedule": self.schedule,
+            "steps": self.steps,
+            "first_loss": self.first_loss,
+            "last_loss": self.last_loss,
+            "eval_loss": self.eval_loss,
+            "corpus_unigram_entropy": self.unigram_entropy,
+            "tokens_per_s": self.tokens_per_s,
+            "iteration_s_median": self.iteration_s_median,
+            "simulated_iteration_s": self.simulated_iteration_s,
+            "interrupted": self.interrupted,
+            "overlap_efficiency": self.overlap_efficiency,
+            "communication_s": self.communication_s,
+            "exposed_communication_s": self.exposed_communication_s,
+            "hidden_communication": self.hidden_communication,
+            "processes": self.processes,
+            "num_experts": self.num_experts,
+            "num_local_experts": self.num_local_experts,
+            "parameters": self.parameters,
+            "corpus": self.corpus,
+            "outputs": {
+                "checkpoint": self.checkpoint,
+                "metrics": self.metrics,
+                "trace": self.trace,
+                "tensorboard": self.tensorboard,
+            },
+        }
+
+    def to_text(self) -> str:
+        """About fifteen lines for a terminal."""
+        return "".join(_line(label, text) for label, text in self._rows())
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        if self.interrupted:
+            yield "stopped", "early, as asked, and saved. Continue with train.resume=true."
+        yield "trained", self._what()
+        yield "on", self.corpus
+        yield (
+            "loss",
+            f"{self.first_loss:.3f} nats per byte at the first step, {self.last_loss:.3f} at the last",
+        )
+        yield "held out", self._held_out()
+        step_time = duration_text(self.iteration_s_median)
+        yield "speed", f"{self.tokens_per_s:,.0f} tokens/s; a step takes {step_time} (median)"
+        yield "network", self._network()
+        yield from self._outputs()
+
+    def _what(self) -> str:
+        processes = "1 process" if self.processes == 1 else f"{self.processes} processes"
+        steps = "1 step" if self.steps == 1 else f"{self.steps:,} steps"
+        experts = f"{self.num_experts} experts per MoE layer"
+        if self.num_local_experts != self.num_experts:
+            experts += f" ({self.num_local_experts} on each process)"
+        return (
+            f"{_millions(self.parameters)} parameters, {experts}, for {steps} on {processes}, "
+            f"schedule {self.schedule}"
+        )
+
+    def _held_out(self) -> str:
+        """Whether the model learned anything that byte frequencies alone do not say."""
+        guess = f"Guessing every byte by its frequency costs {self.unigram_entropy:.3f}"
+        if self.eval_loss is None:
+            return f"not evaluated, so nothing is known about text the model has not seen. {guess}."
+        loss = f"{self.eval_loss:.3f} on text the model has not seen"
+        if not math.isfinite(self.eval_loss):
+            return f"{loss}: the training diverged. A lower learning rate may help."
+        if self.eval_loss < self.unigram_entropy:
+            return f"{loss}. {guess}; the model needs {self.eval_loss:.3f}, so it has learned from context."
+        return f"{loss}. {guess}, so the model is not better than that yet. More steps may help."
+
+    def _network(self) -> str:
+        if self.communication_s <= 0:
+            return "nothing was sent: there was no communication to hide"
+        total, exposed = duration_text(self.communication_s), duration_text(self.exposed_communication_s)
+        return (
+            f"{total} of communication per step, {100 * self.hidden_communication:.0f} % of it under "
+            f"computation; for the other {exposed} nothing was computed. Overlap efficiency "
+            f"{self.overlap_efficiency:.2f} (1.00: a step takes no longer than its computation or its "
+            "communication alone, whichever is longer)"
+        )
+
+    def _outputs(self) -> Iterator[tuple[str, str]]:
+        if self.checkpoint:
+            yield "checkpoint", self.checkpoint
+        yield "metrics", f"{self.metrics} (one line of JSON per step)"
+        if self.tensorboard:
+            yield "curves", f"tensorboard --logdir {self.tensorboard}"
+        if self.trace:
+            yield "trace", self.trace
+            yield (
+                "",
+                "Open https://ui.perfetto.dev and drag that file in. Look at the rows compute and inter: "
+                "where both are busy at the same time, the network is hidden.",
+            )
+
+
+def _line(label: str, text: str) -> str:
+    """A labelled line, wrapped beside its label; a path is never broken, so that it can be copied."""
+    indent = " " * LABEL_WIDTH
+    filled = textwrap.fill(
+        f"{label:<{LABEL_WIDTH}}{text}",
+        WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return filled + "\n"
+
+
+def _millions(count: int) -> str:
+    """A count as people say it: 12.3 million."""
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if count >= size:
+            return f"{count / size:.1f} {word}"
+    return f"{count:,}"

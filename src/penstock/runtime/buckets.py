@@ -1,0 +1,59 @@
+"""Gradients of one layer in one flat buffer, so that an all-reduce chunk is a slice and copies nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from penstock.cost.workload import split_sizes
+
+
+class GradientBucket:
+    """The gradients of some parameters, back to back. `param.grad` becomes a view of the buffer.
+
+    `begin` before a backward pass, `chunk(c)` for the pieces to reduce, `finish` after the last of them.
+    Gradients that were there before (gradient accumulation) are kept aside and added by `finish`, so that
+    they are not reduced twice.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        types = {(p.dtype, p.device) for p in self.parameters}
+        if len(types) > 1:
+            raise ValueError(
+                f"parameters of one layer must share type and device, found {sorted(map(str, types))}"
+            )
+        dtype, device = next(iter(types), (torch.float32, torch.device("cpu")))
+        sizes = [p.numel() for p in self.parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self._views = (
+            [part.view_as(p) for part, p in zip(self.flat.split(sizes), self.parameters, strict=True)]
+            if sizes
+            else []
+        )
+        self._before: list[Tensor | None] = []
+
+    @property
+    def size_bytes(self) -> int:
+        return self.flat.numel() * self.flat.element_size()
+
+    def begin(self) -> None:
+        """Point every `param.grad` at its zeroed part of the buffer."""
+        self._before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+        self.flat.zero_()
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.grad = view
+
+    def chunk(self, index: int, chunks: int) -> Tensor:
+        """Slice `index` of `chunks` nearly equal slices."""
+        sizes = split_sizes(self.flat.numel(), chunks)
+        return self.flat.narrow(0, sum(sizes[:index]), sizes[index])
+
+    def finish(self) -> None:
+        """Add what was there before."""
+        for view, before in zip(self._views, self._before, strict=True):
+            if before is not None:
+                view.add_(before)
+        self._before = []

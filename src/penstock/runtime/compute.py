@@ -1,0 +1,243 @@
+"""Handlers of the compute lane: each runs one segment of the model, forward or backward.
+
+Shapes: B samples, L tokens per sample, M hidden size, T = B * L tokens, R rows in expert order, k choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.graph import StepShape, Task
+from penstock.graph.dependencies import B, F, block_gradient, block_output, routing, statistics_task
+from penstock.graph.task import Op
+from penstock.moe import MoELayer, Routes
+from penstock.moe.balance import Balance
+from penstock.moe.config import MoEConfig
+from penstock.moe.order import Ordered
+from penstock.runtime.executor import Inputs
+from penstock.runtime.parts import ModelParts, SampleKeys
+from penstock.runtime.results import Outcome
+from penstock.runtime.segment import AnySegment
+from penstock.runtime.statistics import HeadSums, RouterSums, StepStatistics
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's batch, cut into microbatches: lists over microbatches of [b, L] and [b]."""
+
+    tokens: Sequence[Tensor]
+    labels: Sequence[Tensor]
+    keys: Sequence[SampleKeys]
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Value of AT.F in an MoE block. rows_RM: all chunks one after the other."""
+
+    residual_BLM: Tensor
+    rows_RM: Tensor
+    weights_Tk: Tensor
+    ordered: Ordered
+    sums: RouterSums
+    routes: Routes | None
+
+
+@dataclass(frozen=True)
+class SavedAttention:
+    """What AT.B needs of AT.F. routes: only where sizes are fixed."""
+
+    segment: AnySegment
+    chosen_E: Tensor
+    routes: Routes | None
+
+
+@dataclass(frozen=True)
+class SavedHead:
+    """What HD.B needs of HD.F."""
+
+    segment: AnySegment
+    loss_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class UnorderGradients:
+    """Value of U.B: gradients of everything that entered U."""
+
+    residual_BLM: Tensor
+    weights_Tk: Tensor
+    rows_RM: Tensor
+
+
+class ComputeHandlers:
+    """Built for one step: the model, its microbatches, and the gradient of the loss once it is known."""
+
+    def __init__(
+        self,
+        model: ModelParts,
+        shape: StepShape,
+        batch: Batch,
+        moe: MoEConfig,
+        balance: Balance,
+        segment: Callable[[], AnySegment],
+        autocast: Callable[[], AbstractContextManager[Any]],
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        self.model, self.shape, self.batch, self.moe, self.balance = model, shape, batch, moe, balance
+        self.segment, self.autocast, self.wire_dtype = segment, autocast, wire_dtype
+        self.loss_gradient = torch.ones(())
+
+    def table(self) -> dict[tuple[Op, Any], Callable[[Task, Inputs], Outcome]]:
+        """The handler of every compute op and phase."""
+        return {
+            (Op.EMBED, F): self.embed,
+            (Op.ATTENTION, F): self.attention,
+            (Op.EXPERTS, F): self.experts,
+            (Op.UNORDER, F): self.unorder,
+            (Op.HEAD, F): self.head,
+            (Op.HEAD, B): self.head_backward,
+            (Op.UNORDER, B): self.unorder_backward,
+            (Op.EXPERTS, B): self.experts_backward,
+            (Op.ATTENTION, B): self.attention_backward,
+            (Op.EMBED, B): self.embed_backward,
+        }
+
+    def embed(self, task: Task, inputs: Inputs) -> Outcome:
+        del inputs
+        m = _microbatch(task)
+        segment = self.segment()
+        segment.enter()
+        with self.autocast():
+            (h_BLM,) = segment.leave(self.model.embed(self.batch.tokens[m], self.batch.keys[m]))
+        return Outcome(h_BLM, segment)
+
+    def attention(self, task: Task, inputs: Inputs) -> Outcome:
+        m = _microbatch(task)
+        block = self.model.parts[task.layer]
+        segment = self.segment()
+        (h_BLM,) = segment.enter(inputs[block_output(task.layer - 1, m, self.shape)])
+        with self.autocast():
+            residual_BLM, x_TM = block.attend(h_BLM, self.batch.keys[m])
+            if block.moe is not None:
+                return self._route(block.moe, segment, residual_BLM, x_TM)
+            out_BLM = block.add(residual_BLM, block.dense(x_TM), self.batch.keys[m])
+            (out_BLM,) = segment.leave(out_BLM)
+        return Outcome(out_BLM, segment)
+
+    def _route(self, moe: MoELayer, segment: AnySegment, residual_BLM: Tensor, x_TM: Tensor) -> Outcome:
+        routed = moe.route(x_TM if self.wire_dtype is None else x_TM.to(self.wire_dtype), self.shape.chunks)
+        routing = routed.routing
+        residual_BLM, rows_RM, weights_Tk, probability_E, z = segment.leave(
+            residual_BLM, routed.rows_RM, routing.weights_Tk, routing.probability_E, routing.z
+        )
+        ordered = routed.ordered
+        chosen_E = ordered.tokens_per_expert_E
+        routes = None
+        if ordered.slots is not None:
+            routes = Routes.even(ordered.slots, moe.ep_size, moe.num_local_experts)
+        sums = RouterSums(x_TM.shape[0], chosen_E, probability_E, z)
+        value = Attended(residual_BLM, rows_RM, weights_Tk, ordered, sums, routes)
+        return Outcome(value, SavedAttention(segment, chosen_E, routes))
+
+    def experts(self, task: Task, inputs: Inputs) -> Outcome:
+        moe = self.model.parts[task.layer].moe
+        assert moe is not None and task.chunk is not None, task
+        route = find_routes(task, inputs, self.shape).chunks[task.chunk]
+        segment = self.segment()
+        (rows_RM,) = segment.enter(inputs[Task(task.layer, Op.DISPATCH, F, task.microbatch, task.chunk)])
+        with self.autocast():
+            (out_RM,) = segment.leave(moe.expert_rows(rows_RM, route))
+        return Outcome(out_RM, segment)
+
+    def unorder(self, task: Task, inputs: Inputs) -> Outcome:
+        m = _microbatch(task)
+        block = self.model.parts[task.layer]
+        attended: Attended = inputs[Task(task.layer, Op.ATTENTION, F, m)]
+        combined = [inputs[Task(task.layer, Op.COMBINE, F, m, c)] for c in range(self.shape.chunks)]
+        rows_RM = combined[0] if len(combined) == 1 else torch.cat(combined)
+        segment = self.segment()
+        residual_BLM, weights_Tk, rows_RM = segment.enter(attended.residual_BLM, attended.weights_Tk, rows_RM)
+        assert block.moe is not None, task
+        with self.autocast():
+            out_TM = block.moe.unorder(rows_RM, weights_Tk, attended.ordered)
+            (out_BLM,) = segment.leave(block.add(residual_BLM, out_TM, self.batch.keys[m]))
+        return Outcome(out_BLM, segment)
+
+    def head(self, task: Task, inputs: Inputs) -> Outcome:
+        m = _microbatch(task)
+        labels_BL = self.batch.labels[m]
+        segment = self.segment()
+        (h_BLM,) = segment.enter(inputs[block_output(self.shape.last, m, self.shape)])
+        with self.autocast():
+            (loss,) = segment.leave(self.model.head(h_BLM, labels_BL))
+        sums = HeadSums(loss, (labels_BL >= 0).sum(), labels_BL.numel())
+        return Outcome(sums, SavedHead(segment, loss.dtype))
+
+    def head_backward(self, task: Task, inputs: Inputs) -> Outcome:
+        statistics: StepStatistics = inputs[statistics_task(self.shape)]
+        saved: SavedHead = inputs[Task(task.layer, Op.HEAD, F, task.microbatch)]
+        slope = (self.loss_gradient / statistics.valid).to(saved.loss_dtype)
+        (grad_BLM,) = saved.segment.backward([slope])
+        return Outcome(grad_BLM)
+
+    def unorder_backward(self, task: Task, inputs: Inputs) -> Outcome:
+        segment: AnySegment = inputs[Task(task.layer, Op.UNORDER, F, task.microbatch)]
+        grads = segment.backward([inputs[block_gradient(task.layer, _microbatch(task), self.shape)]])
+        return Outcome(UnorderGradients(*_present(grads)))
+
+    def experts_backward(self, task: Task, inputs: Inputs) -> Outcome:
+        segment: AnySegment = inputs[Task(task.layer, Op.EXPERTS, F, task.microbatch, task.chunk)]
+        grad_RM = inputs[Task(task.layer, Op.COMBINE, B, task.microbatch, task.chunk)]
+        return Outcome(_present(segment.backward([grad_RM]))[0])
+
+    def attention_backward(self, task: Task, inputs: Inputs) -> Outcome:
+        m = _microbatch(task)
+        saved = inputs[Task(task.layer, Op.ATTENTION, F, m)]
+        if isinstance(saved, SavedAttention):
+            grads = saved.segment.backward(self._attention_gradients(task, saved, inputs))
+        else:
+            grads = saved.backward([inputs[block_gradient(task.layer, m, self.shape)]])
+        return Outcome(_present(grads)[0])
+
+    def _attention_gradients(self, task: Task, saved: SavedAttention, inputs: Inputs) -> list[Tensor]:
+        """Gradients of residual, rows, weights, summed probabilities and summed z, in that order."""
+        m, statistics = _microbatch(task), inputs[statistics_task(self.shape)]
+        unordered: UnorderGradients = inputs[Task(task.layer, Op.UNORDER, B, m)]
+        chunks = [inputs[Task(task.layer, Op.DISPATCH, B, m, c)] for c in range(self.shape.chunks)]
+        y = sum(self.shape.moe_layers[: task.layer])
+        slope_E = self.balance.slope(saved.chosen_E, statistics.chosen_YE[y], statistics.tokens)
+        precision = unordered.weights_Tk.dtype
+        return [
+            unordered.residual_BLM,
+            chunks[0] if len(chunks) == 1 else torch.cat(chunks),
+            unordered.weights_Tk,
+            (self.loss_gradient * self.moe.aux_loss_coeff * slope_E).to(precision),
+            (self.loss_gradient * self.moe.z_loss_coeff / statistics.tokens).to(precision),
+        ]
+
+    def embed_backward(self, task: Task, inputs: Inputs) -> Outcome:
+        segment: AnySegment = inputs[Task(0, Op.EMBED, F, task.microbatch)]
+        segment.backward([inputs[Task(0, Op.ATTENTION, B, task.microbatch)]])
+        return Outcome(None)
+
+
+def find_routes(task: Task, inputs: Inputs, shape: StepShape) -> Routes:
+    """The routes of a task's microbatch: from the count exchange, or from AT where sizes are fixed."""
+    found = inputs[routing(task.layer, _microbatch(task), shape)]
+    routes: Routes = found if shape.exchange_counts else found.routes
+    return routes
+
+
+def _microbatch(task: Task) -> int:
+    assert task.microbatch is not None, task
+    return task.microbatch
+
+
+def _present(grads: Sequence[Tensor | None]) -> list[Tensor]:
+    assert all(grad is not None for grad in grads), "every input of a segment must reach its outputs"
+    return [grad for grad in grads if grad is not None]

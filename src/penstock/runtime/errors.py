@@ -1,0 +1,29 @@
+"""Errors of a running step. They name the task, the lane, the rank, and who was waited for."""
+
+from __future__ import annotations
+
+from penstock.graph import Task
+
+
+class TaskError(RuntimeError):
+    """A task failed; the step on this rank is stopped. `str()` ends with the grid, the task in >brackets<.
+
+    task: the task that failed first on this rank. rank: this rank. waited_s: how long it had been running.
+    """
+
+    def __init__(self, task: Task, rank: int, waited_s: float, cause: BaseException, grid: str) -> None:
+        spec = task.spec
+        partners = "" if spec.group == "alone" else f" with the {spec.group} group"
+        super().__init__(
+            f"rank {rank}: task {task} ({spec.title}) failed on lane {task.lane}{partners} "
+            f"after {waited_s:.2f} s: {type(cause).__name__}: {_first_line(cause)}\n\n{grid}"
+        )
+        self.task, self.rank, self.waited_s = task, rank, waited_s
+
+
+class ScheduleMismatchError(RuntimeError):
+    """Ranks hold different schedules; running them would deadlock."""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]

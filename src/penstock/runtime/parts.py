@@ -1,0 +1,67 @@
+"""What the engine needs of a model: its pieces between transfers. Any model that has them can be scheduled.
+
+Shapes: B samples, L tokens per sample, M hidden size, T = B * L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from penstock.moe import MoELayer
+
+
+@dataclass(frozen=True)
+class SampleKeys:
+    """What dropout is keyed by, so that it does not depend on microbatches, ranks or order.
+
+    seed: of the run. sample_ids_B: one number per sample, unique over the run.
+    """
+
+    seed: int
+    sample_ids_B: Tensor
+
+
+class BlockParts(Protocol):
+    """One transformer block. `moe` is None in a dense block."""
+
+    @property
+    def moe(self) -> MoELayer | None: ...
+
+    def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
+        """Attention: the new residual stream [B, L, M], and its norm as tokens [T, M]."""
+        ...
+
+    def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
+        """The output of the feed-forward part added to the residual stream."""
+        ...
+
+    def dense(self, x_TM: Tensor) -> Tensor:
+        """The feed-forward part of a dense block."""
+        ...
+
+
+class ModelParts(Protocol):
+    """A decoder in pieces."""
+
+    @property
+    def parts(self) -> Sequence[BlockParts]: ...
+
+    def embed(self, tokens_BL: Tensor, keys: SampleKeys) -> Tensor:
+        """Token ids to hidden states [B, L, M]."""
+        ...
+
+    def head(self, h_BLM: Tensor, labels_BL: Tensor) -> Tensor:
+        """The sum (not the mean) of the token losses; labels of -100 count for nothing."""
+        ...
+
+    def replicated_parameters(self, layer: int) -> list[nn.Parameter]:
+        """Parameters that every rank holds, by layer; embedding with the first, head with the last."""
+        ...
+
+    def expert_parameters(self, layer: int) -> list[nn.Parameter]:
+        """Parameters of this rank's experts of one layer."""
+        ...

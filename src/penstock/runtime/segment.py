@@ -1,0 +1,73 @@
+"""A compute segment: a piece of the model between two transfers, run forward under autograd on its own.
+
+Its backward is called by a task and not by the autograd engine, so the order of backward is the schedule's.
+Neither the inputs nor the outputs of a segment stay in memory for its backward, only what its operators save:
+inputs enter through a node that catches their gradients, outputs are remembered as edges of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+
+class _Entry(torch.autograd.Function):
+    """Identity whose backward puts the gradients of all inputs into `caught`."""
+
+    @staticmethod
+    def forward(ctx: Any, caught: list[Tensor | None], anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        del anchor  # its only use is to make the outputs differentiable
+        ctx.caught = caught
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.caught.extend(grads)
+        return (None,) * (len(grads) + 2)
+
+
+class Segment:
+    """One forward run. `enter` its inputs, compute, `leave` with its outputs, later `backward` once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._caught: list[Tensor | None] = []
+        self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._edges: list[GradientEdge] = []
+
+    def enter(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The inputs, cut off from whatever made them, to compute with."""
+        entered: tuple[Tensor, ...] = _Entry.apply(self._caught, self._anchor, *inputs)
+        return entered
+
+    def leave(self, *outputs: Tensor) -> tuple[Tensor, ...]:
+        """Remember how the outputs were made; returns them without their history."""
+        self._edges = [get_gradient_edge(output) for output in outputs]
+        return tuple(output.detach() for output in outputs)
+
+    def backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients of the inputs for gradients of the outputs; parameter gradients are accumulated."""
+        torch.autograd.backward(self._edges, list(grads))
+        self._edges = []
+        return self._caught
+
+
+class PassThrough:
+    """A segment for evaluation: nothing is remembered, there is no backward."""
+
+    def enter(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return inputs
+
+    def leave(self, *outputs: Tensor) -> tuple[Tensor, ...]:
+        return outputs
+
+    def backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
+        del grads
+        raise RuntimeError("evaluation has no backward: call the model in training mode")
+
+
+AnySegment = Segment | PassThrough

@@ -1,0 +1,205 @@
+"""`PipelinedStack`: a whole model whose step runs by a schedule, as one ordinary `nn.Module`.
+
+loss = stack(tokens_BL, labels_BL)   # runs the forward tasks
+loss.backward()                      # runs the backward tasks; every gradient is synchronised after it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.graph import Phase, StepShape
+from penstock.moe.balance import build_balance
+from penstock.moe.config import MoEConfig
+from penstock.runtime.agree import check_agreement
+from penstock.runtime.buckets import GradientBucket
+from penstock.runtime.communicate import Buckets, CommunicationHandlers
+from penstock.runtime.compute import Batch, ComputeHandlers
+from penstock.runtime.executor import Execution
+from penstock.runtime.lanes import Lanes
+from penstock.runtime.parts import ModelParts, SampleKeys
+from penstock.runtime.segment import PassThrough, Segment
+from penstock.runtime.statistics import StatisticsCodec, StepStatistics
+from penstock.runtime.transport import Transport
+from penstock.schedule import StepPlan
+from penstock.topology import Control, Layout
+from penstock.trace import TaskRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machinery:
+    """What a stack runs on. control: all ranks, for checks outside the step."""
+
+    lanes: Lanes
+    transport: Transport
+    layout: Layout
+    control: Control
+    device: torch.device
+    autocast_dtype: torch.dtype | None = None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(
+            self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None
+        )
+
+
+class PipelinedStack(nn.Module):
+    """Runs a model by a step plan. `plan` may be exchanged between steps; parameters stay where they are.
+
+    Parameters are those of `model`. Expert parameters carry `allreduce = False`, as Megatron and DeepSpeed
+    mark them: they belong to this rank (and to the `edp` replicas), not to everybody.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: ModelParts,
+        moe: MoEConfig,
+        machinery: Machinery,
+        make_plan: Callable[[StepShape, tuple[int, ...], tuple[int, ...]], StepPlan],
+        *,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.model, self.parts, self.moe, self.machinery, self.seed = model, parts, moe, machinery, seed
+        self.balance = build_balance(moe.aux_loss_group)
+        self.codec = StatisticsCodec(moe, self.balance)
+        self.buckets = self._build_buckets()
+        self.execution: Execution | None = None
+        self.statistics: StepStatistics | None = None
+        self._samples_seen = 0
+        self.plan = self.adopt(make_plan(self._base_shape(), *self.buckets.sizes_bytes))
+
+    def adopt(self, plan: StepPlan) -> StepPlan:
+        """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ."""
+        plan.schedule.check(plan.graph)
+        check_agreement(plan.schedule, self.machinery.control)
+        self.plan = plan
+        return plan
+
+    def forward(self, tokens_BL: Tensor, labels_BL: Tensor, sample_ids_B: Tensor | None = None) -> Tensor:
+        """The loss of the whole batch of all ranks, the same on every rank; float64 scalar.
+
+        tokens_BL, labels_BL: int64 [B, L]; a label of -100 counts for nothing. sample_ids_B: unique over the
+        run, keys of dropout (default: counted). In training mode with gradients enabled, backward follows.
+        """
+        training = torch.is_grad_enabled() and self.training
+        step = _Step(self, self._cut(tokens_BL, labels_BL, sample_ids_B), training)
+        if not training:
+            with torch.no_grad():
+                return step.forward()
+        loss: Tensor = _StepFunction.apply(step, torch.empty(0, requires_grad=True))
+        return loss
+
+    def records(self, step: int = 0) -> list[TaskRecord]:
+        """When every task of the last step ran on this rank."""
+        return self.execution.records(step) if self.execution else []
+
+    def close(self) -> None:
+        """End the lanes' threads."""
+        self.machinery.lanes.close()
+
+    def _cut(self, tokens_BL: Tensor, labels_BL: Tensor, sample_ids_B: Tensor | None) -> Batch:
+        pieces, batch = self.plan.graph.shape.microbatches, tokens_BL.shape[0]
+        if batch < pieces:
+            raise ValueError(
+                f"schedule.microbatches = {pieces}: a batch of {batch} samples per rank cannot be cut into "
+                f"{pieces} pieces, attention needs whole samples. Use {batch} or fewer."
+            )
+        if sample_ids_B is None:
+            first = self._samples_seen * self.machinery.layout.world_size + self.machinery.layout.rank * batch
+            sample_ids_B = torch.arange(first, first + batch, device=tokens_BL.device)
+        self._samples_seen += batch
+        return Batch(
+            tokens=tokens_BL.tensor_split(pieces),
+            labels=labels_BL.tensor_split(pieces),
+            keys=[SampleKeys(self.seed, ids) for ids in sample_ids_B.tensor_split(pieces)],
+        )
+
+    def _base_shape(self) -> StepShape:
+        moe_layers = tuple(part.moe is not None for part in self.parts.parts)
+        dynamic = any(part.moe is not None and part.moe.order.dynamic for part in self.parts.parts)
+        return StepShape(moe_layers=moe_layers, exchange_counts=dynamic)
+
+    def _build_buckets(self) -> Buckets:
+        layers = range(len(self.parts.parts))
+        experts: list[GradientBucket] = []
+        for layer in layers:
+            parameters = self.parts.expert_parameters(layer)
+            for parameter in parameters:
+                parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
+            experts.append(GradientBucket(parameters if self.machinery.layout.edp_size > 1 else []))
+        replicated = [GradientBucket(self.parts.replicated_parameters(layer)) for layer in layers]
+        return Buckets(replicated=replicated, experts=experts)
+
+
+class _Step:
+    """One iteration: its handlers and its execution."""
+
+    def __init__(self, stack: PipelinedStack, batch: Batch, training: bool) -> None:
+        self.stack, self.training = stack, training
+        machinery, shape = stack.machinery, stack.plan.graph.shape
+        self.compute = ComputeHandlers(
+            stack.parts,
+            shape,
+            batch,
+            stack.moe,
+            stack.balance,
+            partial(Segment, machinery.device) if training else PassThrough,
+            machinery.autocast,
+            machinery.autocast_dtype,
+        )
+        self.communicate = CommunicationHandlers(machinery.transport, shape, stack.buckets, stack.codec)
+        handlers = {**self.compute.table(), **self.communicate.table()}
+        self.execution = Execution(
+            stack.plan, machinery.lanes, handlers, machinery.layout.rank, training=training
+        )
+
+    def forward(self) -> Tensor:
+        # Inside an autograd.Function gradients are off; segments need them for their own graphs.
+        with torch.set_grad_enabled(self.training):
+            self.execution.run(Phase.FORWARD)
+        statistics = self.communicate.total
+        assert statistics is not None, "the statistics task has run"
+        self.stack.execution, self.stack.statistics = self.execution, statistics
+        return statistics.loss
+
+    def backward(self, loss_gradient: Tensor) -> None:
+        self.compute.loss_gradient = loss_gradient
+        buckets = (*self.stack.buckets.replicated, *self.stack.buckets.experts)
+        for bucket in buckets:
+            bucket.begin()
+        self.execution.run(Phase.BACKWARD)
+        for bucket in buckets:
+            bucket.finish()
+        for layer in range(len(self.stack.parts.parts)):
+            _fill_missing(self.stack.parts.expert_parameters(layer))
+
+
+class _StepFunction(torch.autograd.Function):
+    """Puts a whole step behind one autograd node. Gradients of parameters are accumulated by its tasks."""
+
+    @staticmethod
+    def forward(ctx: Any, step: _Step, anchor: Tensor) -> Tensor:
+        del anchor  # its only use is to make the loss differentiable
+        ctx.step = step
+        return step.forward()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        ctx.step.backward(grads[0])
+        return None, None
+
+
+def _fill_missing(parameters: Sequence[nn.Parameter]) -> None:
+    """An expert that saw no token has a gradient all the same: zero."""
+    for parameter in parameters:
+        if parameter.grad is None and parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)

@@ -1,0 +1,91 @@
+"""The sums over all ranks and microbatches that normalise the loss and judge the balance of experts.
+
+Shapes: Y MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.moe.balance import Balance
+from penstock.moe.config import MoEConfig
+
+
+@dataclass(frozen=True)
+class RouterSums:
+    """Of one microbatch in one layer. chosen_E: how often each expert was chosen; the rest float64."""
+
+    tokens: int
+    chosen_E: Tensor
+    probability_E: Tensor
+    z: Tensor
+
+
+@dataclass(frozen=True)
+class HeadSums:
+    """Of one microbatch: summed token losses and the number of tokens that count."""
+
+    loss: Tensor
+    valid: Tensor
+    tokens: int
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """Of the whole batch, the same on all ranks. All tensors are float64.
+
+    loss: what is minimised: cross_entropy (mean over valid tokens) + aux + z terms with their coefficients.
+    chosen_YE: how often each expert was chosen, per MoE layer. tokens, valid: counts.
+    """
+
+    loss: Tensor
+    cross_entropy: Tensor
+    aux: Tensor
+    z: Tensor
+    valid: Tensor
+    tokens: Tensor
+    chosen_YE: Tensor
+
+
+HEADER = 5
+
+
+class StatisticsCodec:
+    """Packs one rank's sums into one float64 vector (one small all-reduce) and reads the total."""
+
+    def __init__(self, config: MoEConfig, balance: Balance) -> None:
+        self._config, self._balance = config, balance
+
+    def pack(self, heads: Sequence[HeadSums], routers: Sequence[Sequence[RouterSums]]) -> Tensor:
+        """routers: per MoE layer, per microbatch. Returns [HEADER + 2 * Y * E]."""
+        everything = [sums for layer in routers for sums in layer]
+        loss = sum((head.loss.double() for head in heads), start=torch.zeros(()))
+        valid = sum((head.valid.double() for head in heads), start=torch.zeros(()))
+        tokens = torch.full_like(loss, sum(head.tokens for head in heads))
+        z = sum((sums.z.double() for sums in everything), start=torch.zeros_like(loss))
+        pieces = (self._balance.piece(s.chosen_E, s.probability_E.double()) for s in everything)
+        header = torch.stack([loss, valid, tokens, z, sum(pieces, start=torch.zeros_like(loss))])
+        chosen = [sum(s.chosen_E.double() for s in layer) for layer in routers]
+        probability = [sum(s.probability_E.double() for s in layer) for layer in routers]
+        return torch.cat([header, *(torch.as_tensor(t) for t in (*chosen, *probability))])
+
+    def unpack(self, total: Tensor) -> StepStatistics:
+        """total: the packed vector, summed over ranks."""
+        loss, valid, tokens, z_sum, pieces = total[:HEADER].unbind()
+        chosen_YE, probability_YE = total[HEADER:].view(2, -1, self._config.num_experts).unbind()
+        valid = valid.clamp(min=1)
+        cross_entropy, z = loss / valid, z_sum / tokens
+        aux = self._balance.total(pieces, chosen_YE, probability_YE, tokens)
+        return StepStatistics(
+            loss=cross_entropy + self._config.aux_loss_coeff * aux + self._config.z_loss_coeff * z,
+            cross_entropy=cross_entropy,
+            aux=aux,
+            z=z,
+            valid=valid,
+            tokens=tokens,
+            chosen_YE=chosen_YE,
+        )

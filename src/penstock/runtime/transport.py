@@ -1,0 +1,139 @@
+"""Moving tensors between ranks. One transport per device type; every lane has its own process groups."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.graph import Group
+
+
+class Transport(Protocol):
+    """The collectives that tasks use. All block their lane, on a GPU the lane's stream."""
+
+    def all_to_all(self, rows: Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
+        """Rows to the ranks of the expert group: [sum(input_splits), ...] to [sum(output_splits), ...]."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> None:
+        """Sum over the group, in place."""
+        ...
+
+    def size(self, group: Group) -> int:
+        """Number of ranks in the group."""
+        ...
+
+    def abort(self) -> None:
+        """Wake every thread of every rank that waits in one of this transport's collectives."""
+        ...
+
+
+class LocalTransport:
+    """One process: nothing moves."""
+
+    def all_to_all(self, rows: Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
+        assert list(input_splits) == list(output_splits), "a rank alone gets what it sends"
+        return rows
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> None:
+        del tensor, group
+
+    def size(self, group: Group) -> int:
+        del group
+        return 1
+
+    def abort(self) -> None:
+        pass
+
+
+class GlooTransport:
+    """CPU tensors over Gloo.
+
+    An all-to-all is point-to-point operations with every receive posted before the first send: Gloo's own
+    all-to-all often falls into half duplex, which doubles its time on a slow link.
+    """
+
+    def __init__(self, make_groups: Callable[[], dict[Group, dist.ProcessGroup]]) -> None:
+        before = _connections()
+        self._groups = make_groups()
+        self._sockets = _connections() - before
+
+    def all_to_all(self, rows: Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
+        group = self._groups[Group.EXPERT]
+        rank, size = dist.get_rank(group), group.size()
+        received = rows.new_empty(sum(output_splits), *rows.shape[1:])
+        inbox, outbox = received.split(list(output_splits)), rows.contiguous().split(list(input_splits))
+        sources = [(rank - i) % size for i in range(1, size)]
+        targets = [(rank + i) % size for i in range(1, size)]
+        work = [dist.irecv(inbox[s], group=group, group_src=s) for s in sources if inbox[s].numel()]
+        work += [dist.isend(outbox[t], group=group, group_dst=t) for t in targets if outbox[t].numel()]
+        inbox[rank].copy_(outbox[rank])
+        for transfer in work:
+            assert transfer is not None
+            transfer.wait()
+        return received
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> None:
+        if self._groups[group].size() > 1:
+            dist.all_reduce(tensor, group=self._groups[group])
+
+    def size(self, group: Group) -> int:
+        return self._groups[group].size()
+
+    def abort(self) -> None:
+        """Cut this transport's connections: Gloo has no other way to end a wait before its timeout.
+
+        The threads waiting here wake at once, and so do the peers', who learn of the failure in
+        milliseconds instead of one timeout later. The groups are dead afterwards.
+        """
+        for descriptor in self._sockets:
+            # A connection that a peer has closed already is as dead as we want it.
+            with suppress(OSError), closing(socket.socket(fileno=os.dup(descriptor))) as connection:
+                connection.getpeername()  # a listener has no peer; cutting one would abort the process
+                connection.shutdown(socket.SHUT_RDWR)
+        self._sockets = set()
+
+
+class NcclTransport:
+    """CUDA tensors over NCCL, on the stream that is current in the lane."""
+
+    def __init__(self, make_groups: Callable[[], dict[Group, dist.ProcessGroup]]) -> None:
+        self._groups = make_groups()
+
+    def all_to_all(self, rows: Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
+        received = rows.new_empty(sum(output_splits), *rows.shape[1:])
+        dist.all_to_all_single(
+            received, rows.contiguous(), list(output_splits), list(input_splits), self._groups[Group.EXPERT]
+        )
+        return received
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> None:
+        if self._groups[group].size() > 1:
+            dist.all_reduce(tensor, group=self._groups[group])
+
+    def size(self, group: Group) -> int:
+        return self._groups[group].size()
+
+    def abort(self) -> None:
+        for group in self._groups.values():
+            group._get_backend(torch.device("cuda")).abort()
+
+
+def _connections() -> set[int]:
+    """Descriptors of the sockets that this process has open (Linux)."""
+    return set(_open_sockets(Path("/proc/self/fd")))
+
+
+def _open_sockets(folder: Path) -> Iterator[int]:
+    for entry in folder.iterdir() if folder.exists() else ():
+        with suppress(FileNotFoundError):  # the descriptor that lists the folder is gone by now
+            if str(entry.readlink()).startswith("socket:"):
+                yield int(entry.name)

@@ -1,0 +1,19 @@
+"""A schedule is data: for every lane, the ordered list of tasks. One file per system."""
+
+from penstock.schedule.catalogue import SCHEDULES, ScheduleConfig, StepPlan, plan_step
+from penstock.schedule.freeze import Cost, freeze
+from penstock.schedule.schedule import Schedule, unit_cost
+from penstock.schedule.system import Pieces, System
+
+__all__ = [
+    "SCHEDULES",
+    "Cost",
+    "Pieces",
+    "Schedule",
+    "ScheduleConfig",
+    "StepPlan",
+    "System",
+    "freeze",
+    "plan_step",
+    "unit_cost",
+]

@@ -1,0 +1,50 @@
+"""FlowMoE (NeurIPS 2025): microbatches through the whole block, all-reduce chunks in the gaps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.graph import Graph, StepShape, Task
+from penstock.schedule.freeze import Cost, freeze
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.system import Pieces, is_all_reduce, pieces_of
+
+
+class FlowMoE:
+    """Attention, router, experts and all-to-all of R microbatches form one pipeline (Eq. 2-5).
+
+    The gradients of a block are cut into chunks of S_p bytes that fill the holes between all-to-alls of
+    the blocks below it: an all-to-all that is ready goes before an all-reduce chunk (Algorithm B). The
+    published queue decides that while training, separately on every rank, and ranks that decide
+    differently deadlock; here the rule runs once, on predicted durations, and its order is frozen.
+
+    flowmoe: one column = one slot, · = idle
+    forward
+    layer    L0                                L1
+    compute  EM0 EM1 AT0 AT1 ·  X0 ·  X1 U0 U1 AT0 AT1 ·  X0 ·  X1 U0 U1 HD0 HD1 ·
+    inter    ·   ·   ·   N0  D0 N1 D1 C0 C1 ·  ·   N0  D0 N1 D1 C0 C1 ·  ·   ·   ST
+    backward
+    layer    L1                          L0
+    compute  HD1 HD0 U1 U0 X1 X0 AT1 AT0 U1    U0 X1 X0 AT1 AT0   EM1 EM0 ·     ·
+    inter    ·   ·   ·  C1 C0 D1 D0  ·   AR1.0 C1 C0 D1 D0  AR1.1 ·   ·   AR0.0 AR0.1
+    """
+
+    name = "flowmoe"
+
+    def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
+        size = pieces.all_reduce_chunk_bytes
+        return replace(
+            shape,
+            microbatches=pieces.microbatches,
+            chunks=1,
+            all_reduce_chunks=pieces_of(pieces.all_reduce_bytes, size),
+            expert_all_reduce_chunks=pieces_of(pieces.expert_all_reduce_bytes, size),
+        )
+
+    def order(self, graph: Graph, cost: Cost) -> Schedule:
+        return freeze(self.name, graph, cost, all_to_all_first)
+
+
+def all_to_all_first(task: Task) -> tuple[int, ...]:
+    """Among ready tasks of a lane: program order, every all-reduce chunk behind everything else."""
+    return (int(is_all_reduce(task)),)

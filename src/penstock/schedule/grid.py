@@ -1,0 +1,91 @@
+"""The picture of a schedule: lanes as rows, time to the right, one column per slot.
+
+A cell names op, microbatch and chunk (`D0.1`); the row `layer` says which block the compute lane works on.
+All-reduces carry their own layer (`AR3.0`). Slots are counted, not seconds: the picture shows order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.graph import Graph, Interval, Lane, Phase, Task, longest_path
+
+LABEL_WIDTH = 8
+IDLE = "·"
+
+
+@dataclass(frozen=True)
+class _SlotClock:
+    """Every task takes one slot; plain integers."""
+
+    def zero(self) -> int:
+        return 0
+
+    def latest(self, first: int, second: int) -> int:
+        return max(first, second)
+
+    def end(self, task: Task, start: int) -> int:
+        del task
+        return start + 1
+
+
+def draw(
+    name: str, orders: Mapping[Lane, Sequence[Task]], graph: Graph, *, width: int, mark: Task | None
+) -> str:
+    """Text of the picture, wrapped at `width` characters, forward before backward."""
+    times: dict[Task, Interval[int]] = longest_path(orders, lambda t: graph.needs[t], _SlotClock())
+    lanes = [lane for lane, order in orders.items() if order]
+    slots = {(task.lane, when.start): task for task, when in times.items()}
+    parts = [f"{name}: one column = one slot, {IDLE} = idle"]
+    for phase, title in ((Phase.FORWARD, "forward"), (Phase.BACKWARD, "backward")):
+        used = [when.start for task, when in times.items() if task.phase is phase]
+        if used:
+            columns = range(min(used), max(used) + 1)
+            parts += [f"{title}", *_rows(columns, lanes, slots, phase, width, mark)]
+    return "\n".join(parts) + "\n"
+
+
+def _rows(
+    columns: range,
+    lanes: list[Lane],
+    slots: Mapping[tuple[Lane, int], Task],
+    phase: Phase,
+    width: int,
+    mark: Task | None,
+) -> list[str]:
+    cells = {lane: [_cell(slots.get((lane, column)), phase, mark) for column in columns] for lane in lanes}
+    layers = _layer_row([slots.get((Lane.COMPUTE, column)) for column in columns], phase)
+    widths = [max(len(row[i]) for row in [layers, *cells.values()]) for i in range(len(columns))]
+    lines: list[str] = []
+    for first, last in _pages(widths, width - LABEL_WIDTH - 1):
+        for label, row in [("layer", layers), *((str(lane), row) for lane, row in cells.items())]:
+            text = " ".join(f"{row[i]:<{widths[i]}}" for i in range(first, last))
+            lines.append(f"{label:<{LABEL_WIDTH}} {text}".rstrip())
+        lines.append("")
+    return lines[:-1]
+
+
+def _cell(task: Task | None, phase: Phase, mark: Task | None) -> str:
+    if task is None or task.phase is not phase:
+        return IDLE
+    return f">{task.cell}<" if task == mark else task.cell
+
+
+def _layer_row(compute: list[Task | None], phase: Phase) -> list[str]:
+    row, current = [], -1
+    for task in compute:
+        changed = task is not None and task.phase is phase and task.layer != current
+        current = task.layer if task is not None and changed else current
+        row.append(f"L{current}" if changed else "")
+    return row
+
+
+def _pages(widths: list[int], room: int) -> list[tuple[int, int]]:
+    pages, first, used = [], 0, 0
+    for i, cell in enumerate(widths):
+        if used + cell > room and i > first:
+            pages.append((first, i))
+            first, used = i, 0
+        used += cell + 1
+    return [*pages, (first, len(widths))]

@@ -1,0 +1,42 @@
+"""MoE-only pipelining, as Tutel and PipeMoE do it: chunks of tokens inside each MoE layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.graph import Graph, StepShape
+from penstock.schedule.freeze import Cost
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.system import Pieces, all_reduce_at_the_end, whole
+
+
+class MoEPipeline:
+    """The tokens of an MoE layer are cut into chunks; while one chunk is under way another is computed.
+
+    Attention hides nothing and is hidden by nothing, and the all-reduces wait until the end.
+
+    moe_pipeline: one column = one slot, · = idle
+    forward
+    layer    L0                              L1
+    compute  EM0 AT0 ·  ·  X0   X0.1 ·    U0 AT0 ·  ·  X0   X0.1 ·    U0 HD0 ·
+    inter    ·   ·   N0 D0 D0.1 C0   C0.1 ·  ·   N0 D0 D0.1 C0   C0.1 ·  ·   ST
+    backward
+    layer    L1                           L0
+    compute  HD0 U0 ·  X0   X0.1 ·    AT0 U0 ·  X0   X0.1 ·    AT0 EM0 ·     ·
+    inter    ·   ·  C0 C0.1 D0   D0.1 ·   ·  C0 C0.1 D0   D0.1 ·   ·   AR0.0 AR1.0
+    """
+
+    name = "moe_pipeline"
+
+    def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
+        return replace(
+            shape,
+            microbatches=1,
+            chunks=pieces.chunks,
+            all_reduce_chunks=whole(pieces.all_reduce_bytes),
+            expert_all_reduce_chunks=whole(pieces.expert_all_reduce_bytes),
+        )
+
+    def order(self, graph: Graph, cost: Cost) -> Schedule:
+        del cost  # program order already runs a chunk's experts under the next chunk's dispatch
+        return all_reduce_at_the_end(self.name, graph)

@@ -1,0 +1,90 @@
+"""`Schedule`: the order of tasks on every lane, with a text form, a hash and a check."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
+from penstock.graph.paths import issue_order
+from penstock.schedule.grid import draw
+
+
+def unit_cost(task: Task) -> float:
+    """One slot for every task: the cost behind pictures that show order and not seconds."""
+    del task
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Ordered tasks per lane. Equal on all ranks; `digest` is what ranks compare before first use."""
+
+    name: str
+    lanes: Mapping[Lane, tuple[Task, ...]]
+
+    def text(self) -> str:
+        """One line per lane. `Schedule.parse(schedule.text()) == schedule`."""
+        lines = [f"schedule {self.name}"]
+        lines += [f"{lane}: {' '.join(map(str, order))}" for lane, order in self.lanes.items()]
+        return "\n".join(lines) + "\n"
+
+    @staticmethod
+    def parse(text: str) -> Schedule:
+        """Read the text form. Raises ScheduleError naming the line that is wrong."""
+        head, *lines = text.rstrip().splitlines() or [""]
+        if not head.startswith("schedule "):
+            raise ScheduleError(f"line 1: expected 'schedule NAME', found {head!r}")
+        lanes: dict[Lane, tuple[Task, ...]] = {}
+        for number, line in enumerate(lines, 2):
+            lane, colon, tasks = line.partition(":")
+            if not colon or lane not in set(Lane):
+                raise ScheduleError(f"line {number}: expected 'LANE: TASK ...', LANE of {', '.join(Lane)}")
+            if lane in lanes:
+                raise ScheduleError(f"line {number}: lane {lane} stands twice")
+            lanes[Lane(lane)] = _parse_tasks(tasks, number)
+        return Schedule(head.removeprefix("schedule ").strip(), lanes)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the text form: two ranks with the same digest run the same order."""
+        return hashlib.sha256(self.text().encode()).hexdigest()
+
+    def check(self, graph: Graph) -> None:
+        """Every task of the graph once, on its own lane, and no lane waits for another in a circle."""
+        seen: set[Task] = set()
+        for lane, order in self.lanes.items():
+            for task in order:
+                _check_cell(task, lane, seen, graph)
+                seen.add(task)
+        if missing := [str(task) for task in graph.tasks if task not in seen]:
+            raise ScheduleError(f"schedule {self.name}: {missing[0]} is missing ({len(missing)} in all)")
+        for _ in issue_order(self.lanes, lambda task: graph.needs[task]):
+            pass
+
+    def only(self, phase: Phase) -> Schedule:
+        """The part of one phase, in the same order: to be run, not drawn (a grid shows a whole step)."""
+        lanes = {lane: tuple(t for t in order if t.phase is phase) for lane, order in self.lanes.items()}
+        return Schedule(self.name, lanes)
+
+    def grid(self, graph: Graph, *, width: int = 110, mark: Task | None = None) -> str:
+        """Lanes as rows, one slot per task; `mark` puts a task into >brackets<."""
+        return draw(self.name, self.lanes, graph, width=width, mark=mark)
+
+
+def _parse_tasks(text: str, line: int) -> tuple[Task, ...]:
+    try:
+        return tuple(Task.parse(word) for word in text.split())
+    except ScheduleError as error:
+        raise ScheduleError(f"line {line}: {error}") from None
+
+
+def _check_cell(task: Task, lane: Lane, seen: set[Task], graph: Graph) -> None:
+    if task not in graph.position:
+        raise ScheduleError(f"{task} is on lane {lane} but not in the graph")
+    if task.lane is not lane:
+        raise ScheduleError(f"{task} is on lane {lane}; op {task.op} runs on lane {task.lane}")
+    if task in seen:
+        raise ScheduleError(f"{task} stands twice in the schedule")

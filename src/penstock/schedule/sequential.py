@@ -1,0 +1,40 @@
+"""Plain expert parallelism: nothing is cut, nothing overlaps, all-reduces at the very end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.graph import Graph, StepShape
+from penstock.schedule.freeze import Cost
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.system import Pieces, all_reduce_at_the_end, whole
+
+
+class Sequential:
+    """What DeepSpeed-MoE and Megatron-Core do without their overlap options (FlowMoE's "vanilla EP").
+
+    sequential: one column = one slot, · = idle
+    forward
+    layer    L0                     L1
+    compute  EM0 AT0 ·  ·  X0 ·  U0 AT0 ·  ·  X0 ·  U0 HD0 ·
+    inter    ·   ·   N0 D0 ·  C0 ·  ·   N0 D0 ·  C0 ·  ·   ST
+    backward
+    layer    L1                  L0
+    compute  HD0 U0 ·  X0 ·  AT0 U0 ·  X0 ·  AT0 EM0 ·     ·
+    inter    ·   ·  C0 ·  D0 ·   ·  C0 ·  D0 ·   ·   AR0.0 AR1.0
+    """
+
+    name = "sequential"
+
+    def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
+        return replace(
+            shape,
+            microbatches=1,
+            chunks=1,
+            all_reduce_chunks=whole(pieces.all_reduce_bytes),
+            expert_all_reduce_chunks=whole(pieces.expert_all_reduce_bytes),
+        )
+
+    def order(self, graph: Graph, cost: Cost) -> Schedule:
+        del cost  # program order needs no durations
+        return all_reduce_at_the_end(self.name, graph)

@@ -1,0 +1,67 @@
+"""What a published system is here: a graph transformation plus an order rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.graph import Graph, Lane, Op, StepShape, Task
+from penstock.schedule.freeze import Cost
+from penstock.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """How finely a user wants an iteration cut. Each system reads what it knows.
+
+    all_reduce_bytes: for every layer, the bytes of its replicated gradients.
+    """
+
+    microbatches: int
+    chunks: int
+    all_reduce_chunk_bytes: int
+    all_reduce_bytes: tuple[int, ...]
+    expert_all_reduce_bytes: tuple[int, ...]
+
+
+class System(Protocol):
+    """One file, one class: how it cuts the iteration and how it orders the pieces."""
+
+    name: str
+
+    def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
+        """The graph transformation: microbatches, chunks, pieces of each all-reduce."""
+        ...
+
+    def order(self, graph: Graph, cost: Cost) -> Schedule:
+        """The order rule, frozen."""
+        ...
+
+
+def pieces_of(total_bytes: tuple[int, ...], chunk_bytes: int) -> tuple[int, ...]:
+    """Into how many nearly equal chunks each buffer is cut so that none is over `chunk_bytes`."""
+    return tuple(-(-size // chunk_bytes) for size in total_bytes)
+
+
+def whole(total_bytes: tuple[int, ...]) -> tuple[int, ...]:
+    """One chunk for every buffer that holds anything."""
+    return tuple(min(size, 1) for size in total_bytes)
+
+
+def is_all_reduce(task: Task) -> bool:
+    """Whether the task synchronises gradients, of replicated parameters or of replicated experts."""
+    return task.op in (Op.ALL_REDUCE, Op.EXPERT_ALL_REDUCE)
+
+
+def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:
+    """Program order, every gradient all-reduce after the last backward computation.
+
+    Layer 0 goes first among them: its gradients are the last to be made, so none of the others can
+    slip under the computation. That is what plain expert parallelism does. (Where layer 0 has nothing to
+    reduce, the first all-reduce may start one block early.)
+    """
+    tasks = [task for task in graph.tasks if not is_all_reduce(task)]
+    last = [task for task in graph.tasks if is_all_reduce(task)]
+    tasks += sorted(last, key=lambda task: (task.layer, task.op is not Op.ALL_REDUCE))
+    orders = {lane: tuple(task for task in tasks if task.lane is lane) for lane in Lane}
+    return Schedule(name, {lane: order for lane, order in orders.items() if order})

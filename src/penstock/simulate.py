@@ -1,0 +1,124 @@
+"""Simulate a schedule: the longest path with one time per rank, and what no schedule can beat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.graph import Graph, Group, Interval, Lane, Task, longest_path
+from penstock.schedule import Schedule
+from penstock.trace.records import TaskRecord
+
+Seconds = npt.NDArray[np.float64]
+RankCost = Callable[[Task], Any]
+"""Seconds of a task: one number for all ranks, or an array [ranks]."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which ranks meet in a collective: expert groups are consecutive, expert replicas strided."""
+
+    world_size: int = 1
+    ep_size: int = 1
+
+    def meet(self, group: Group, times: Seconds) -> Seconds:
+        """For every rank the latest time within its group. times: [ranks]."""
+        if group is Group.ALONE:
+            return times
+        if group is Group.WORLD:
+            return np.full_like(times, times.max())
+        by_group = times.reshape(-1, self.ep_size)
+        axis = 1 if group is Group.EXPERT else 0
+        return np.broadcast_to(by_group.max(axis=axis, keepdims=True), by_group.shape).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Start and end of every task on every rank: arrays [ranks], seconds."""
+
+    times: dict[Task, Interval[Seconds]]
+    ranks: Ranks
+
+    @property
+    def iteration_s(self) -> float:
+        return max(float(interval.end.max()) for interval in self.times.values())
+
+    def records(self) -> list[TaskRecord]:
+        """The same records that a measured run emits."""
+        return [
+            TaskRecord(task, rank, float(interval.start[rank]), float(interval.end[rank]))
+            for task, interval in self.times.items()
+            for rank in range(self.ranks.world_size)
+        ]
+
+
+@dataclass(frozen=True)
+class _RankClock:
+    """Times are arrays [ranks]; a collective ends for its whole group at once."""
+
+    cost: RankCost
+    ranks: Ranks
+
+    def zero(self) -> Seconds:
+        return np.zeros(self.ranks.world_size)
+
+    def latest(self, first: Seconds, second: Seconds) -> Seconds:
+        return np.maximum(first, second)
+
+    def end(self, task: Task, start: Seconds) -> Seconds:
+        return self.ranks.meet(task.spec.group, start + self.cost(task))
+
+
+def simulate(schedule: Schedule, graph: Graph, cost: RankCost, ranks: Ranks | None = None) -> Timeline:
+    """When every task runs. A task starts when its inputs and the task before it on its lane are done."""
+    ranks = ranks or Ranks()
+    clock = _RankClock(cost, ranks)
+    return Timeline(longest_path(schedule.lanes, lambda task: graph.needs[task], clock), ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowerBound:
+    """No order of the same tasks is faster than the busiest lane or the critical path. Seconds."""
+
+    busiest_lane: Lane
+    busiest_lane_s: float
+    critical_path_s: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.busiest_lane_s, self.critical_path_s)
+
+
+def lower_bound(graph: Graph, cost: RankCost, ranks: Ranks | None = None) -> LowerBound:
+    """The bound for every schedule of this graph; each lane's work is that of its slowest rank."""
+    ranks = ranks or Ranks()
+    work: dict[Lane, Seconds] = {}
+    for task in graph.tasks:
+        work[task.lane] = work.get(task.lane, np.zeros(ranks.world_size)) + cost(task)
+    busy = {lane: float(seconds.max()) for lane, seconds in work.items()}
+    busiest = max(busy, key=lambda lane: busy[lane])
+    return LowerBound(
+        busiest_lane=busiest,
+        busiest_lane_s=busy[busiest],
+        critical_path_s=_critical_path(graph, _RankClock(cost, ranks)),
+    )
+
+
+def _critical_path(graph: Graph, clock: _RankClock) -> float:
+    """The longest chain of dependencies, as if every lane could run everything at once."""
+    ends: dict[Task, Seconds] = {}
+    for task in graph.tasks:
+        start = clock.zero()
+        for need in graph.needs[task]:
+            start = clock.latest(start, ends[need])
+        ends[task] = clock.end(task, start)
+    return max(float(end.max()) for end in ends.values())
+
+
+def overlap_efficiency(bound: LowerBound, iteration_s: float) -> float:
+    """Lower bound over iteration time: 1.0 is a schedule that cannot be improved."""
+    return bound.seconds / iteration_s if iteration_s > 0 else 1.0

@@ -1,0 +1,18 @@
+"""Ranks: how a process joins the others, and which ranks form which group."""
+
+from penstock.topology.control import CommunicationError, Control
+from penstock.topology.groups import Layout, ParallelConfig, build_mesh, lane_groups
+from penstock.topology.join import ProcessInfo, detect, join, leave
+
+__all__ = [
+    "CommunicationError",
+    "Control",
+    "Layout",
+    "ParallelConfig",
+    "ProcessInfo",
+    "build_mesh",
+    "detect",
+    "join",
+    "lane_groups",
+    "leave",
+]

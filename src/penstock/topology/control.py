@@ -1,0 +1,55 @@
+"""Small exchanges between all ranks outside the steps: they name what they were for when they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class CommunicationError(RuntimeError):
+    """An exchange between ranks outside a step failed: a peer died, was cut off, or did not come in time."""
+
+
+class Control:
+    """All ranks of the run. With one rank nothing is exchanged."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._group = dist.group.WORLD if world_size > 1 else None
+
+    def any(self, flag: bool, purpose: str) -> bool:
+        """Whether any rank says yes."""
+        if self._group is None:
+            return flag
+        votes = torch.tensor([int(flag)])
+        with self.naming(purpose):
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(votes.item())
+
+    def gather(self, mine: T, purpose: str) -> list[T]:
+        """One picklable object of every rank, by rank."""
+        if self._group is None:
+            return [mine]
+        everyone: list[T | None] = [None] * self.world_size
+        with self.naming(purpose):
+            dist.all_gather_object(everyone, mine, group=self._group)
+        return [one for one in everyone if one is not None]
+
+    def barrier(self, purpose: str) -> None:
+        """Wait for all ranks."""
+        self.any(False, purpose)
+
+    @contextmanager
+    def naming(self, purpose: str) -> Iterator[None]:
+        """Turn a transport's bare error into one that says which rank was doing what."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+            raise CommunicationError(f"rank {self.rank}: {purpose} failed: {reason}") from error

@@ -1,0 +1,212 @@
+"""How this process finds the others: alone, or started by torchrun, by Slurm's srun, or by Penstock itself.
+
+`detect` reads who started us, `join` connects, `leave` disconnects. Whoever started us only says so through
+environment variables, and those are read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final, Literal
+
+import torch
+import torch.distributed as dist
+
+# torch.distributed has it as well, but hides it from type checkers.
+from torch._C._distributed_c10d import HashStore
+
+from penstock.config import UNSET, ConfigError
+
+Launcher = Literal["alone", "torchrun", "slurm", "penstock"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessInfo:
+    """Which of how many processes this one is, and who started it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    launcher: Launcher
+
+
+ALONE: Final = ProcessInfo(rank=0, world_size=1, local_rank=0, launcher="alone")
+"""The process that nobody started as one of several."""
+
+
+def detect(environ: Mapping[str, str]) -> ProcessInfo | None:
+    """Who we are by what our launcher left in `environ`; None if nothing started us as one of several.
+
+    Raises `ConfigError` that names the variable if some are missing or contradict each other.
+    """
+    if any(environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        launcher: Launcher = "penstock" if environ.get("PENSTOCK_LAUNCHED") == "1" else "torchrun"
+        return _identity(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", launcher)
+    if _is_slurm_task(environ):
+        return _identity(environ, "SLURM_PROCID", _slurm_size(environ), "SLURM_LOCALID", "slurm")
+    return None
+
+
+def rendezvous_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables `env://` needs, for a process that Slurm started.
+
+    A MASTER_ADDR or MASTER_PORT that the user set is kept. Otherwise the address is the first host of the
+    step, since SLURM_LAUNCH_NODE_IPADDR is where srun was called, which may be a login node; and the port
+    follows from the job id, so that all ranks agree on it and two jobs on a node rarely meet.
+    """
+    info = detect(environ)
+    if info is None or info.launcher != "slurm":
+        raise ConfigError(
+            "SLURM_PROCID", UNSET, "this process was not started by srun", "Start it with srun."
+        )
+    return {
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(environ),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + _whole(environ, "SLURM_JOB_ID") % 20000),
+        "RANK": str(info.rank),
+        "WORLD_SIZE": str(info.world_size),
+        "LOCAL_RANK": str(info.local_rank),
+    }
+
+
+def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
+    """Connect this process to the others: Gloo on CPUs, and NCCL beside it when `device` is a GPU.
+
+    `timeout_s` limits the rendezvous, and every later collective of the default group. A process on its own
+    opens no port. Raises `ConfigError` if the launcher left no address, and `RuntimeError` that says what to
+    check if the others do not come in time.
+    """
+    if info.launcher == "slurm":
+        os.environ.update(rendezvous_env(os.environ))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    where = "here" if info == ALONE else _master(os.environ)
+    _name_loopback(where)
+    try:
+        _connect(info, timedelta(seconds=timeout_s), device)
+    except RuntimeError as error:
+        raise RuntimeError(_not_joined(info, timeout_s, where)) from error
+    if device.type == "cpu" and info.world_size > 1:
+        # Ranks share the cores of a node; more threads than cores makes every one of them slower.
+        torch.set_num_threads(1)
+
+
+def leave() -> None:
+    """Disconnect from the others; does nothing for a process that never joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# ---- who we are --------------------------------------------------------------------------------------------
+
+
+def _identity(
+    environ: Mapping[str, str], rank_name: str, size_name: str, local_name: str, launcher: Launcher
+) -> ProcessInfo:
+    """The three numbers under these names, if they make sense together."""
+    rank, size, local = (_whole(environ, name) for name in (rank_name, size_name, local_name))
+    if size < 1:
+        raise ConfigError(size_name, size, "must be at least 1", "Start the processes again.")
+    for name, value in ((rank_name, rank), (local_name, local)):
+        if value >= size:
+            hint = f"Ranks count from 0 to {size - 1}; check how the processes were started."
+            raise ConfigError(name, value, f"must be below {size_name} ({size})", hint)
+    return ProcessInfo(rank=rank, world_size=size, local_rank=local, launcher=launcher)
+
+
+def _whole(environ: Mapping[str, str], name: str) -> int:
+    """The number in variable `name`, which must be there and not be negative."""
+    text = environ.get(name, "")
+    if not text:
+        hint = "Start with torchrun or srun, which set it, or unset the other variables to run alone."
+        raise ConfigError(name, UNSET, "is not set in the environment, though its companions are", hint)
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(name, text, "must be a whole number, 0 or more", "Correct or unset it.")
+    return int(text)
+
+
+def _slurm_size(environ: Mapping[str, str]) -> str:
+    """The variable that counts the tasks: the step's own count, since a step may be part of its job."""
+    return "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+
+
+def _is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """Whether srun started us as one of several tasks.
+
+    A batch script has SLURM_PROCID=0 and its job's SLURM_NTASKS too, yet is one process: it has no step id.
+    """
+    if environ.get("ENVIRONMENT") == "BATCH" and not environ.get("SLURM_STEP_ID"):
+        return False
+    size_name = _slurm_size(environ)
+    return bool(environ.get("SLURM_PROCID") and environ.get(size_name)) and _whole(environ, size_name) > 1
+
+
+def _first_host(environ: Mapping[str, str]) -> str:
+    """The first host of Slurm's list: `node[003-008,12],other` begins with node003."""
+    name = next((n for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if environ.get(n)), None)
+    if name is None:
+        raise ConfigError("MASTER_ADDR", UNSET, "is not set, and Slurm lists no nodes", "Set MASTER_ADDR.")
+    # Every bracket gives way to the first number inside it, after which only a comma can end the first name.
+    host = re.sub(r"\[(\w+)[^\[\]]*\]", r"\1", environ[name]).split(",")[0]
+    if not re.fullmatch(r"[\w.-]+", host):
+        raise ConfigError(name, environ[name], "is not a list of hosts", "Set MASTER_ADDR to rank 0's host.")
+    return host
+
+
+# ---- connecting --------------------------------------------------------------------------------------------
+
+
+def _connect(info: ProcessInfo, timeout: timedelta, device: torch.device) -> None:
+    """Start torch's default process group."""
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=HashStore() if info == ALONE else None,
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=timeout,
+    )
+
+
+def _master(environ: Mapping[str, str]) -> str:
+    """`host:port` where the processes meet."""
+    address, port = environ.get("MASTER_ADDR"), _whole(environ, "MASTER_PORT")
+    if not address:
+        hint = "Set it to the host of rank 0, or start with torchrun, which does."
+        raise ConfigError("MASTER_ADDR", UNSET, "is not set, so the ranks cannot find each other", hint)
+    if not 0 < port < 2**16:
+        raise ConfigError(
+            "MASTER_PORT", port, "must be between 1 and 65535", "Use a free port such as 29500."
+        )
+    return f"{address}:{port}"
+
+
+def _name_loopback(where: str) -> None:
+    """Keep Gloo on the loopback interface when everybody is on this host.
+
+    Gloo otherwise looks up this host's name to choose an interface, and many hosts' names do not resolve.
+    """
+    if where == "here" or _is_loopback(where.rpartition(":")[0]):
+        names = {name for _, name in socket.if_nameindex()}
+        for name in names & {"lo", "lo0"}:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _is_loopback(address: str) -> bool:
+    with suppress(ValueError):  # a host name is not an address
+        return ipaddress.ip_address(address).is_loopback
+    return address == "localhost"
+
+
+def _not_joined(info: ProcessInfo, timeout_s: float, where: str) -> str:
+    """What to look at when the rendezvous failed."""
+    return (
+        f"rank {info.rank} of {info.world_size} could not join the others at {where} within {timeout_s:g} s. "
+        f"Check that all {info.world_size} processes were started and are still running, that MASTER_ADDR is "
+        "the host of rank 0 as seen from this one, and that no firewall closes the port."
+    )

@@ -1,0 +1,1 @@
+"""Training: data, optimiser, checkpoints, metrics, and the loop that uses them."""

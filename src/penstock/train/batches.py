@@ -1,0 +1,153 @@
+"""Which text a rank sees at a step: a pure function of the step, so a run resumes by knowing its step alone.
+
+The corpus is cut into windows of `seq_len + 1` bytes at stride `seq_len`; the extra byte is the last label.
+Whole blocks of neighbouring windows are held out, so that evaluation text is not everywhere a few bytes away
+from training text. With period 4, and a block of windows per cell::
+
+    block     0      1      2      3      4      5      6      7
+    use     train  train  train  held   train  train  train  held
+
+Training windows are visited in a new random order every epoch, and epochs follow one another without a gap.
+What all ranks together see at a step depends on the size of the global batch, not on how many ranks share it.
+
+Shapes: B samples per rank, L sequence length, G samples over all ranks, W windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.config import ConfigError
+from penstock.train.corpus import Corpus
+
+Indices = npt.NDArray[np.int64]
+
+WINDOWS_PER_BLOCK = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What one rank computes on in one step.
+
+    `tokens_BL`     int64, bytes of the text
+    `labels_BL`     int64, for every token the byte that follows it
+    `sample_ids_B`  int64, different for every sample of a run: the key of counter-based dropout. Training
+                      samples count up from 0 through the whole run, held-out samples down from -1
+    """
+
+    tokens_BL: torch.Tensor
+    labels_BL: torch.Tensor
+    sample_ids_B: torch.Tensor
+
+
+class BatchStream:
+    """The batches of one rank.
+
+    `steps_per_epoch`  global batches in one pass over the training windows, rounded down
+
+    Raises `ConfigError` when the corpus is too short for one global batch of training or of held-out text.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        seq_len: int,
+        batch_per_device: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        held_out_fraction: float,
+    ) -> None:
+        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+        if seq_len < 1:
+            raise ConfigError("seq_len", seq_len, "must be at least 1", "Try 128.")
+        if seed < 0:
+            raise ConfigError("seed", seed, "must not be negative", "Try 0.")
+        self._text = corpus.text
+        self._seq_len = seq_len
+        self._batch_per_device = batch_per_device
+        self._global_batch = batch_per_device * world_size
+        self._rank_start = rank * batch_per_device
+        self._seed = seed
+        window_count = max(0, (corpus.text.size - 1) // seq_len)
+        self._training_W, self._held_out_W = split_windows(window_count, held_out_fraction)
+        self._check_sizes(held_out_fraction)
+        self._epoch = -1
+        self._order_W = self._training_W
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._training_W.size // self._global_batch
+
+    def batch(self, step: int) -> Batch:
+        """This rank's samples of `step`, counted from 0. Entering another epoch costs a new permutation."""
+        sample_ids_B = self._places(step)
+        epochs_B, places_B = np.divmod(sample_ids_B, self._training_W.size)
+        # A batch may end one epoch and begin the next; epochs are ascending, so each is ordered once.
+        parts = [self._epoch_order(int(epoch))[places_B[epochs_B == epoch]] for epoch in np.unique(epochs_B)]
+        return self._cut(np.concatenate(parts), sample_ids_B)
+
+    def held_out_batches(self, max_batches: int) -> Iterator[Batch]:
+        """At most `max_batches` batches of held-out text, as many on every rank so that collectives match.
+
+        They are the same at every call and for every seed, and come from all over the corpus.
+        """
+        windows_W = _shuffled(self._held_out_W, 0)
+        for index in range(min(max_batches, windows_W.size // self._global_batch)):
+            places_B = self._places(index)
+            yield self._cut(windows_W[places_B], -1 - places_B)
+
+    def _places(self, index: int) -> Indices:
+        """Places of this rank's samples when global batches are laid one after another, [B]."""
+        start = index * self._global_batch + self._rank_start
+        return np.arange(start, start + self._batch_per_device, dtype=np.int64)
+
+    def _epoch_order(self, epoch: int) -> Indices:
+        """The training windows in the order of `epoch`, [W]; the last epoch asked for is kept."""
+        if epoch != self._epoch:
+            self._order_W = _shuffled(self._training_W, self._seed, epoch)
+            self._epoch = epoch
+        return self._order_W
+
+    def _cut(self, windows_B: Indices, sample_ids_B: Indices) -> Batch:
+        offsets = windows_B[:, None] * self._seq_len + np.arange(self._seq_len + 1)
+        text = torch.from_numpy(self._text[offsets].astype(np.int64))
+        return Batch(
+            tokens_BL=text[:, :-1].contiguous(),
+            labels_BL=text[:, 1:].contiguous(),
+            sample_ids_B=torch.from_numpy(sample_ids_B),
+        )
+
+    def _check_sizes(self, held_out_fraction: float) -> None:
+        """Refuse a corpus that cannot fill one global batch of either kind."""
+        need = f"windows of {self._seq_len} bytes, and a global batch takes {self._global_batch}"
+        hint = "Give more text, or lower batch_per_device, seq_len or the number of devices."
+        if self._training_W.size < self._global_batch:
+            why = f"the text has only {self._training_W.size} training {need}"
+            raise ConfigError("batch_per_device", self._batch_per_device, why, hint)
+        if self._held_out_W.size < self._global_batch:
+            why = f"holds out only {self._held_out_W.size} {need}"
+            raise ConfigError("held_out_fraction", held_out_fraction, why, f"Raise it. {hint}")
+
+
+def split_windows(window_count: int, held_out_fraction: float) -> tuple[Indices, Indices]:
+    """Numbers of the training and of the held-out windows, both ascending.
+
+    Every `round(1 / held_out_fraction)`-th block is held out. A block is 32 windows, or a single one where
+    the corpus is too short to hold out a whole block of 32.
+    """
+    period = round(1 / held_out_fraction)
+    block = WINDOWS_PER_BLOCK if window_count >= WINDOWS_PER_BLOCK * period else 1
+    windows_W = np.arange(window_count, dtype=np.int64)
+    held_out_W = (windows_W // block) % period == period - 1
+    return windows_W[~held_out_W], windows_W[held_out_W]
+
+
+def _shuffled(windows_W: Indices, *seed: int) -> Indices:
+    return np.random.Generator(np.random.PCG64(seed)).permutation(windows_W)

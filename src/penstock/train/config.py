@@ -1,0 +1,104 @@
+"""The whole configuration of a training run. Every section lives beside what it configures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal
+
+from penstock.config import ConfigError
+from penstock.cost import ClusterConfig
+from penstock.models import PRESETS, ModelConfig
+from penstock.moe import MoEConfig
+from penstock.schedule import ScheduleConfig
+from penstock.topology import ParallelConfig
+from penstock.train.corpus import DataConfig
+from penstock.train.optimizer import OptimizerConfig
+
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Section `[train]`.
+
+    steps: optimiser steps in all, counted from the first start. seed: of weights, data order and dropout.
+    resume: continue from the newest checkpoint in output.dir. precision: `auto` is bfloat16 autocast where
+    the device has it, float32 elsewhere. eval_every, checkpoint_every, log_every: in steps; 0 = only at the
+    end. eval_batches: held-out batches per rank and evaluation. keep_checkpoints: older ones are removed.
+    """
+
+    steps: int = 200
+    seed: int = 0
+    resume: bool = False
+    precision: Precision = "auto"
+    eval_every: int = 100
+    eval_batches: int = 4
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        for key, least in (("steps", 1), ("eval_batches", 1), ("keep_checkpoints", 1), ("seed", 0)):
+            if getattr(self, key) < least:
+                raise ConfigError(key, getattr(self, key), f"must be at least {least}", f"Use {least}.")
+        for key in ("eval_every", "checkpoint_every", "log_every"):
+            if getattr(self, key) < 0:
+                raise ConfigError(key, getattr(self, key), "is a number of steps", "Use 0 for never.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """Section `[output]`.
+
+    dir: where checkpoints, metrics and the trace go. tensorboard: write event files, too.
+    trace_steps: how many of the last steps go into the trace; 0 = no trace.
+    """
+
+    dir: Path = Path("runs/default")
+    tensorboard: bool = True
+    trace_steps: int = 2
+
+    def __post_init__(self) -> None:
+        if self.trace_steps < 0:
+            raise ConfigError("trace_steps", self.trace_steps, "is a number of steps", "Use 0 for no trace.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that `penstock train` reads."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    def __post_init__(self) -> None:
+        preset = self.model.preset
+        if preset is not None and preset not in PRESETS:
+            near = get_close_matches(preset, PRESETS, n=1, cutoff=0.0)
+            hint = f"Nearest: {near[0]}. All: {', '.join(PRESETS)}."
+            raise ConfigError("model.preset", preset, "no such published model", hint)
+        samples = self.data.batch_per_device
+        if self.schedule.name == "flowmoe" and self.schedule.microbatches > samples:
+            why = f"data.batch_per_device = {samples} samples cannot be cut into more pieces than samples"
+            key = "schedule.microbatches"
+            raise ConfigError(key, self.schedule.microbatches, why, f"Nearest valid: {samples}.")
+
+    def resolved(self, world_size: int) -> RunConfig:
+        """The same with a preset's sizes filled in: its number of experts depends on the ranks."""
+        if self.model.preset is None:
+            return self
+        preset = PRESETS[self.model.preset]
+        return replace(
+            self,
+            model=preset.model(self.model.vocab_size),
+            moe=preset.moe(world_size),
+            data=replace(self.data, batch_per_device=preset.batch_per_device),
+        )

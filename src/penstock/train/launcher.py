@@ -1,0 +1,283 @@
+"""Starts the ranks of this machine, watches them, and takes all of them down when one fails.
+
+The parent holds the store at which the ranks meet, so no rank's death takes it away and no port is chosen
+before it is bound. A rank's environment is torchrun's, so a script cannot tell the difference.
+
+When one rank fails the others cannot finish, but they soon notice and say so better than anyone else could.
+So they get `grace_s` to do that, then SIGTERM, then SIGKILL. On Linux a rank also dies when its parent does,
+even by `kill -9`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+POLL_S: Final = 0.02
+KILL_AFTER_TERM_S: Final = 5.0
+PR_SET_PDEATHSIG: Final = 1  # from <linux/prctl.h>
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A rank that ended by itself and not well; a negative `returncode` is the signal that killed it."""
+
+    rank: int
+    returncode: int
+
+    @property
+    def signal_name(self) -> str | None:
+        """Such as SIGKILL; None if the rank exited."""
+        if self.returncode >= 0:
+            return None
+        known = {each.value: each.name for each in signal.Signals}
+        return known.get(-self.returncode, "a real-time signal")
+
+    def describe(self) -> str:
+        """One line, such as `rank 2 was killed by signal 9 (SIGKILL)`."""
+        if self.signal_name is None:
+            return f"rank {self.rank} exited with code {self.returncode}"
+        return f"rank {self.rank} was killed by signal {-self.returncode} ({self.signal_name})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOutcome:
+    """How every rank ended, in rank order, and why.
+
+    `stopped` are the ranks that the launcher had to signal, so their codes are not their own doing;
+    `interrupted_by` is the first signal with which somebody ended the whole run.
+    """
+
+    exit_codes: tuple[int, ...]
+    first_failure: Failure | None
+    stopped: frozenset[int]
+    interrupted_by: signal.Signals | None
+
+    @property
+    def exit_code(self) -> int:
+        """What the launcher should exit with.
+
+        0 if all ranks did; 128 + signal if an interruption ended them, as shells expect (130 is Ctrl-C);
+        2, bad usage, if every rank that failed by itself says so; else 1.
+        """
+        if not any(self.exit_codes):
+            return 0
+        if self.interrupted_by is not None and self.first_failure is None:
+            return 128 + self.interrupted_by
+        failed = {code for rank, code in enumerate(self.exit_codes) if code and rank not in self.stopped}
+        return 2 if failed == {2} else 1
+
+
+def launch(
+    command: Sequence[str], processes: int, *, grace_s: float, environ: Mapping[str, str] | None = None
+) -> LaunchOutcome:
+    """Run `command` as ranks 0 to `processes` - 1 on this machine and wait until all have ended.
+
+    The ranks inherit stdout, stderr and `environ` (None: ours). `grace_s` is how long ranks may go on after
+    one has failed or the run was interrupted. Raises `ValueError` for fewer than one process and `OSError` if
+    the command cannot be started; no rank is left running, whatever happens.
+    """
+    if processes < 1:
+        raise ValueError(f"processes = {processes}: must be at least 1. Start one or more.")
+    store = _host_store()
+    shared = _shared_environ(os.environ if environ is None else environ, processes, store.port)
+    with _recorded_signals() as received:
+        ranks = _Ranks(grace_s=grace_s, received=received)
+        try:
+            ranks.start(command, processes, shared)
+            ranks.wait()
+        finally:
+            ranks.kill()
+    return ranks.outcome()
+
+
+class _Ranks:
+    """The running children; what happens to them is decided once every `POLL_S`."""
+
+    def __init__(self, *, grace_s: float, received: list[signal.Signals]) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.grace_s = grace_s
+        self.received = received  # filled by the signal handler, in the order of arrival
+        self.heeded = 0  # how many of the received signals have been acted upon
+        self.first_failure: Failure | None = None
+        self.stopped: set[int] = set()
+        self.terminate_at_s = float("inf")
+        self.kill_at_s = float("inf")
+
+    def start(self, command: Sequence[str], processes: int, shared: Mapping[str, str]) -> None:
+        die_with_parent = _die_with_parent(os.getpid())
+        for rank in range(processes):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # Forking beside the store's threads is safe here: all that runs before exec is a system call.
+            child = subprocess.Popen(command, env={**shared, **own}, preexec_fn=die_with_parent)  # noqa: PLW1509
+            self.processes.append(child)
+
+    def wait(self) -> None:
+        """Until every rank has ended, by itself or because it had to."""
+        while self.running():
+            self.notice_failure()
+            self.heed_signals()
+            self.escalate()
+            time.sleep(POLL_S)
+        self.notice_failure()
+
+    def running(self) -> list[int]:
+        return [rank for rank, child in enumerate(self.processes) if child.poll() is None]
+
+    def heed_signals(self) -> None:
+        """Pass on what reached only us. A second interruption cuts the grace short."""
+        for number in self.received[self.heeded :]:
+            if number != signal.SIGINT or not _shares_terminal():
+                self.send(number)
+            self.stop_within(self.grace_s if self.heeded == 0 else 0.0)
+            self.heeded += 1
+
+    def notice_failure(self) -> None:
+        """Remember the first rank that failed by itself.
+
+        Of those that ended within one look, one that was killed comes first: its end is what the others saw.
+        """
+        ended = [(rank, child.returncode) for rank, child in enumerate(self.processes) if child.returncode]
+        if self.first_failure or self.received or not ended:
+            return
+        rank, returncode = min(ended, key=lambda each: (each[1] > 0, each[0]))
+        self.first_failure = Failure(rank=rank, returncode=returncode)
+        self.stop_within(self.grace_s)
+
+    def escalate(self) -> None:
+        """SIGTERM when the grace is over, SIGKILL when that did not help either."""
+        now_s = time.monotonic()
+        if now_s >= self.terminate_at_s:
+            self.send(signal.SIGTERM)
+            self.terminate_at_s = float("inf")
+            self.kill_at_s = min(self.kill_at_s, now_s + KILL_AFTER_TERM_S)
+        if now_s >= self.kill_at_s:
+            self.send(signal.SIGKILL)
+
+    def stop_within(self, seconds: float) -> None:
+        self.terminate_at_s = min(self.terminate_at_s, time.monotonic() + seconds)
+
+    def send(self, number: signal.Signals) -> None:
+        for rank in self.running():
+            self.stopped.add(rank)
+            self.processes[rank].send_signal(number)
+
+    def kill(self) -> None:
+        """Leave nobody behind; after `wait` there is nobody left."""
+        self.send(signal.SIGKILL)
+        for child in self.processes:
+            child.wait()
+
+    def outcome(self) -> LaunchOutcome:
+        return LaunchOutcome(
+            exit_codes=tuple(child.returncode for child in self.processes),
+            first_failure=self.first_failure,
+            stopped=frozenset(self.stopped),
+            interrupted_by=self.received[0] if self.received else None,
+        )
+
+
+# ---- the store and the environment -------------------------------------------------------------------------
+
+
+def _host_store() -> TCPStore:
+    """The store at which the ranks meet; it serves as long as the object lives.
+
+    It is given a socket that is already bound, as it would otherwise listen on every interface.
+    """
+    # torch.distributed has it as well, but hides it from type checkers.
+    from torch._C._distributed_c10d import TCPStore
+
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    port: int = listener.getsockname()[1]
+    # detach: the store closes the socket when it goes.
+    return TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _shared_environ(environ: Mapping[str, str], processes: int, port: int) -> dict[str, str]:
+    """What all ranks find in their environment."""
+    ours = {
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to our store instead of hosting its own
+        "PENSTOCK_LAUNCHED": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {"OMP_NUM_THREADS": "1", **environ, **ours}
+
+
+# ---- signals -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _recorded_signals() -> Iterator[list[signal.Signals]]:
+    """SIGINT and SIGTERM end up in the list instead of ending us, in so far as they were not ignored before.
+
+    Python lets only the main thread handle signals; in another one they stay with whoever runs the main one.
+    """
+    received: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    watched = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) != signal.SIG_IGN]
+    before = {
+        each: signal.signal(each, lambda number, _: received.append(signal.Signals(number)))
+        for each in watched
+    }
+    try:
+        yield received
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _shares_terminal() -> bool:
+    """Whether Ctrl-C reaches the ranks as it reaches us: our process group has the terminal.
+
+    A SIGINT sent to us alone at that moment is not passed on; the ranks then end when their grace does.
+    """
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:  # there is no terminal, as under a batch system
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    finally:
+        os.close(terminal)
+
+
+def _die_with_parent(parent: int) -> Callable[[], None] | None:
+    """Something for a child to run before its command, so that the kernel kills it when `parent` dies.
+
+    Linux only (None elsewhere, where `kill -9` of the parent leaves the ranks to notice by themselves). The
+    kernel goes by the thread that started the child, and that one waits for it in `launch`. The library is
+    loaded here, since between fork and exec a child should do as little as it can.
+    """
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def ask_for_signal() -> None:
+        if prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+            raise OSError(ctypes.get_errno(), "the kernel refuses PR_SET_PDEATHSIG")
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(1)
+
+    return ask_for_signal

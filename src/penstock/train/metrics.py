@@ -1,0 +1,343 @@
+"""What a run says about itself: one record per step, kept in files and shown while it runs.
+
+::
+
+    StepMetrics -> MetricsWriter -> metrics.jsonl, TensorBoard events
+                -> Progress      -> a live line on a terminal, plain lines anywhere else
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as RichProgress
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One training step, measured.
+
+    `step`                            steps done with this one; the first is 1
+    `loss`, `eval_loss`             nats per token; `eval_loss` is None on steps without evaluation
+    `grad_norm`                       before clipping, every expert counted once
+    `communication_s`                 time during which a collective was running
+    `exposed_communication_s`         the part of it during which nothing was computed
+    `overlap_efficiency`              physical limit / measured iteration
+    `tokens_per_expert_max_over_mean` load of the busiest expert; 1 is perfect balance
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    iteration_s: float
+    tokens_per_s: float
+    exposed_communication_s: float
+    communication_s: float
+    overlap_efficiency: float
+    tokens_per_expert_max_over_mean: float
+    eval_loss: float | None = None
+
+    @property
+    def hidden_communication(self) -> float:
+        """Share of the communication that ran behind computation; 1 when there was none."""
+        if self.communication_s == 0:
+            return 1.0
+        return 1 - self.exposed_communication_s / self.communication_s
+
+
+# ---------------------------------------------------------------- files
+
+
+class ScalarLog(Protocol):
+    """Where the curves go."""
+
+    def write(self, metrics: StepMetrics) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsWriter:
+    """Appends each step to `metrics.jsonl` in `folder` and, if asked, to TensorBoard events.
+
+    `resume_step` is the number of steps already done: 0 starts the record anew. Lines of later steps, left by
+    a run that was killed after its last checkpoint, are dropped, so that no step appears twice.
+
+    A line is JSON and in the file before `write` returns. A number that is not finite is written as null:
+    JSON has no other word for it.
+
+    Raises `ValueError` naming file and line when the existing record cannot be read.
+    """
+
+    def __init__(self, folder: Path, tensorboard: bool, resume_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / METRICS_FILE
+        kept = [m for m in read_metrics(path) if m.step <= resume_step] if path.exists() else []
+        _replace(path, kept)
+        self._file = path.open("a", encoding="utf-8")
+        self._last_step = kept[-1].step if kept else 0
+        self._curves: ScalarLog = (
+            _TensorBoard(folder / TENSORBOARD_FOLDER, resume_step) if tensorboard else _NoCurves()
+        )
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Record one step; steps must ascend."""
+        assert metrics.step > self._last_step, f"step {metrics.step} after step {self._last_step}"
+        self._file.write(_to_line(metrics))
+        self._file.flush()
+        self._curves.write(metrics)
+        self._last_step = metrics.step
+
+    def close(self) -> None:
+        self._file.close()
+        self._curves.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """The steps recorded in a `metrics.jsonl`; null reads as NaN, for `eval_loss` as None.
+
+    A last line that a killed run left without its end is dropped. Raises `ValueError` naming file and line
+    for any other line that is not a step.
+    """
+    lines = path.read_bytes().split(b"\n")
+    # A whole line ends with a newline, so what follows the last one is nothing, or a line cut short.
+    return [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
+
+
+def _parse(path: Path, number: int, line: bytes) -> StepMetrics:
+    try:
+        record = json.loads(line)
+        return StepMetrics(**{key: _from_json(key, value) for key, value in record.items()})
+    except (ValueError, TypeError, AttributeError) as error:
+        what_to_do = "mend or delete the line, or move the file away"
+        raise ValueError(f"{path}, line {number}: not a training step ({error}); {what_to_do}") from error
+
+
+def _from_json(key: str, value: Any) -> Any:
+    if key == "step":
+        return operator.index(value)  # refuses what is not an integer
+    if value is None:
+        return None if key == "eval_loss" else math.nan
+    return float(value)
+
+
+def _to_line(metrics: StepMetrics) -> str:
+    record = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in asdict(metrics).items()
+    }
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _replace(path: Path, steps: Sequence[StepMetrics]) -> None:
+    """Make `path` hold exactly `steps`: a crash half-way leaves the old file or the new one, no mixture."""
+    scratch = path.with_suffix(".tmp")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.writelines(_to_line(metrics) for metrics in steps)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+class _NoCurves:
+    def write(self, metrics: StepMetrics) -> None:
+        """Nothing to keep: the record is in the JSON lines."""
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class _TensorBoard:
+    """TensorBoard events; those of steps after `resume_step`, left by a killed run, are hidden."""
+
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
+
+        self._events = SummaryWriter(str(folder), purge_step=resume_step + 1, flush_secs=10)
+
+    def write(self, metrics: StepMetrics) -> None:
+        for tag, value in _curves(metrics).items():
+            self._events.add_scalar(tag, value, metrics.step)
+
+    def close(self) -> None:
+        self._events.close()
+
+
+def _curves(metrics: StepMetrics) -> dict[str, float]:
+    """Value of each TensorBoard curve; a curve has no point where there is no value."""
+    curves = {
+        "loss/train": metrics.loss,
+        "optimizer/learning_rate": metrics.learning_rate,
+        "optimizer/grad_norm": metrics.grad_norm,
+        "speed/iteration_s": metrics.iteration_s,
+        "speed/tokens_per_s": metrics.tokens_per_s,
+        "network/communication_s": metrics.communication_s,
+        "network/exposed_communication_s": metrics.exposed_communication_s,
+        "network/hidden_communication": metrics.hidden_communication,
+        "network/overlap_efficiency": metrics.overlap_efficiency,
+        "moe/tokens_per_expert_max_over_mean": metrics.tokens_per_expert_max_over_mean,
+    }
+    return curves if metrics.eval_loss is None else {**curves, "loss/eval": metrics.eval_loss}
+
+
+# ---------------------------------------------------------------- screen
+
+
+class Display(Protocol):
+    """One way to show a run. Between `start` and `stop` it may own the last line of the terminal."""
+
+    def start(self) -> None: ...
+
+    def show(self, metrics: StepMetrics, eta_s: float) -> None: ...
+
+    def say(self, message: str) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Progress:
+    """Shows a run while it goes on, on standard error: standard output belongs to a command's result.
+
+    On a terminal it is one line that changes::
+
+        ━━━━━━━━━━━━━━━━━━━━╺━━━━━ 160/200 loss 1.871  12,345 tokens/s  network hidden 93%  eta 0:01:12
+
+    Elsewhere, such as in a log file, it is a line every `every` steps, at every evaluation and at the end.
+    `quiet` shows nothing. `total_steps` counts from the very first step, also in a run that resumes.
+    """
+
+    def __init__(self, total_steps: int, *, every: int = 10, quiet: bool = False) -> None:
+        self._total_steps = total_steps
+        self._display = _choose_display(total_steps, every, quiet)
+        self._iteration_s: float | None = None
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Show a step that has ended."""
+        self._iteration_s = _smooth(self._iteration_s, metrics.iteration_s)
+        eta_s = (self._total_steps - metrics.step) * self._iteration_s
+        self._display.show(metrics, eta_s)
+
+    def say(self, message: str) -> None:
+        """Show a message that stays, above the line that changes."""
+        self._display.say(message)
+
+    def __enter__(self) -> Self:
+        self._display.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._display.stop()
+
+
+def _choose_display(total_steps: int, every: int, quiet: bool) -> Display:
+    if quiet:
+        return _Silence()
+    if sys.stderr.isatty():
+        return _LiveLine(total_steps)
+    return _PlainLines(total_steps, every, sys.stderr)
+
+
+def _smooth(mean_s: float | None, newest_s: float) -> float:
+    """Running mean over about ten steps, which forgets a slow first step soon."""
+    return newest_s if mean_s is None else 0.9 * mean_s + 0.1 * newest_s
+
+
+def describe(metrics: StepMetrics, eta_s: float) -> str:
+    """The step in words: loss, speed, how much of the network is hidden, time left."""
+    parts = [
+        f"loss {metrics.loss:.3f}",
+        f"{metrics.tokens_per_s:,.0f} tokens/s",
+        f"network hidden {metrics.hidden_communication:.0%}",
+        f"eta {timedelta(seconds=round(eta_s))}",
+    ]
+    if metrics.eval_loss is not None:
+        parts.insert(1, f"held-out loss {metrics.eval_loss:.3f}")
+    return "  ".join(parts)
+
+
+class _Silence:
+    def start(self) -> None:
+        """Nothing to begin."""
+
+    def show(self, metrics: StepMetrics, eta_s: float) -> None:
+        """Shows nothing, as asked."""
+
+    def say(self, message: str) -> None:
+        """Says nothing, as asked."""
+
+    def stop(self) -> None:
+        """Nothing to end."""
+
+
+class _PlainLines:
+    def __init__(self, total_steps: int, every: int, stream: TextIO) -> None:
+        self._total_steps = total_steps
+        self._every = every
+        self._stream = stream
+
+    def start(self) -> None:
+        """Lines need no preparation."""
+
+    def show(self, metrics: StepMetrics, eta_s: float) -> None:
+        is_last = metrics.step == self._total_steps
+        if is_last or metrics.step % self._every == 0 or metrics.eval_loss is not None:
+            self.say(f"step {metrics.step}/{self._total_steps}  {describe(metrics, eta_s)}")
+
+    def say(self, message: str) -> None:
+        print(message, file=self._stream, flush=True)
+
+    def stop(self) -> None:
+        """Every line is out already."""
+
+
+class _LiveLine:
+    def __init__(self, total_steps: int) -> None:
+        # Markup is off: a message may well hold brackets, and they are not styles.
+        self._console = Console(stderr=True, force_terminal=True, markup=False, highlight=False)
+        self._bar = RichProgress(
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}", markup=False),
+            console=self._console,
+            expand=True,
+            refresh_per_second=4,  # drawn by a thread that takes time from training
+            redirect_stdout=False,  # what is printed there must not end up on standard error
+        )
+        self._task = self._bar.add_task("", total=total_steps)
+
+    def start(self) -> None:
+        self._bar.start()
+
+    def show(self, metrics: StepMetrics, eta_s: float) -> None:
+        self._bar.update(self._task, completed=metrics.step, description=describe(metrics, eta_s))
+
+    def say(self, message: str) -> None:
+        self._console.print(message, soft_wrap=True)
+
+    def stop(self) -> None:
+        self._bar.stop()

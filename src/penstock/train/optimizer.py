@@ -1,0 +1,137 @@
+"""AdamW with a warm-up and cosine learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.config import ConfigError
+
+NamedParameter = tuple[str, nn.Parameter]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """How parameters are updated.
+
+    `lr`              learning rate after the warm-up
+    `min_lr_ratio`    learning rate of the last step, as a share of `lr`
+    `warmup_steps`    steps over which the learning rate rises to `lr`; 0 for none
+    `weight_decay`    decoupled weight decay of matrices; embeddings, norms and biases have none
+    `beta1, beta2`    decay of the running averages of the gradient and of its square
+    `eps`             added to the denominator of an update
+    `clip_grad_norm`  largest gradient norm over the whole model; None leaves gradients as they are
+
+    Raises `ConfigError` naming the field when a value cannot be used.
+    """
+
+    lr: float = 3e-3
+    min_lr_ratio: float = 0.1
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        share = "must be at least 0 and below 1"
+        _require(0 < self.lr < math.inf, "lr", self.lr, "must be above 0", "Try 3e-3.")
+        _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "must be 0 to 1", "Try 0.1.")
+        _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be 0 or more", "Try 20.")
+        decays = 0 <= self.weight_decay < math.inf
+        _require(decays, "weight_decay", self.weight_decay, "must be 0 or more", "Try 0.1.")
+        _require(0 <= self.beta1 < 1, "beta1", self.beta1, share, "Try 0.9.")
+        _require(0 <= self.beta2 < 1, "beta2", self.beta2, share, "Try 0.95.")
+        _require(0 < self.eps < math.inf, "eps", self.eps, "must be above 0", "Try 1e-8.")
+        clips = self.clip_grad_norm is None or 0 < self.clip_grad_norm < math.inf
+        _require(clips, "clip_grad_norm", self.clip_grad_norm, "must be above 0", "Try 1.0, or none.")
+
+
+def _require(holds: bool, key: str, value: object, why: str, hint: str) -> None:
+    if not holds:
+        raise ConfigError(key, value, why, hint)
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Learning rate of `step`, counted from 0: up a line to `lr`, then down half a cosine.
+
+    The last warm-up step has `lr`; the last of `total_steps`, and any after it, `min_lr_ratio * lr`. A run no
+    longer than its warm-up never comes down.
+    """
+    if step < config.warmup_steps:
+        return config.lr * ((step + 1) / config.warmup_steps)
+    steps_down = max(1, total_steps - config.warmup_steps)
+    progress = min(1.0, (step + 1 - config.warmup_steps) / steps_down)
+    height = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
+
+
+def build_adamw(named_parameters: Iterable[NamedParameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over the parameters that want a gradient: group 0 with weight decay, group 1 without.
+
+    Inside a group parameters are sorted by name, so that the order, and with it a saved state, does not
+    depend on how the model registers them. Names are kept in each group's `param_names`.
+
+    Raises `ValueError` when no parameter wants a gradient.
+    """
+    trained = sorted((item for item in named_parameters if item[1].requires_grad), key=itemgetter(0))
+    if not trained:
+        raise ValueError("no parameter wants a gradient; call requires_grad_(True) on those to train")
+    decay = [item for item in trained if _decays(*item)]
+    no_decay = [item for item in trained if not _decays(*item)]
+    return torch.optim.AdamW(
+        [_group(decay, config.weight_decay), _group(no_decay, 0.0)],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,  # one pass over memory: four to seven times as fast as the other two on a CPU
+    )
+
+
+def _group(named: Sequence[NamedParameter], weight_decay: float) -> dict[str, Any]:
+    # Names are given apart: AdamW would take (name, parameter) pairs, but finds no names in an empty group.
+    return {
+        "params": [parameter for _, parameter in named],
+        "param_names": [name for name, _ in named],
+        "weight_decay": weight_decay,
+    }
+
+
+def _decays(name: str, parameter: nn.Parameter) -> bool:
+    # The biases of all experts are stacked into one matrix, so the shape alone does not tell a bias.
+    is_bias = "bias" in name.rpartition(".")[2]
+    return parameter.ndim >= 2 and "embed" not in name and not is_bias
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Use `lr` for every group from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def initialise_state(optimizer: torch.optim.AdamW) -> None:
+    """Make the state exist before the first step, so that a checkpoint can be loaded into it in place.
+
+    AdamW creates a parameter's state at its first step; this creates the same zeros earlier, and training
+    goes on bit for bit as without it. State that is there already stays. Parameters are not touched.
+    """
+    for group in optimizer.param_groups:
+        assert group["fused"], "the fused kernel keeps its step count as a float32 beside the parameter"
+        for parameter in group["params"]:
+            if parameter not in optimizer.state:
+                optimizer.state[parameter] = _zero_state(parameter)
+
+
+def _zero_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+    }

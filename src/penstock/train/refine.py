@@ -1,0 +1,24 @@
+"""The order of a schedule, frozen again from measured durations once there are some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from penstock.cost import MeasuredCost
+from penstock.graph import Task
+from penstock.runtime import PipelinedStack
+from penstock.schedule import StepPlan, System
+from penstock.trace import TaskRecord
+
+
+def refine(
+    stack: PipelinedStack, system: System, records: Sequence[TaskRecord], fallback: Callable[[Task], float]
+) -> None:
+    """Order the same graph by the same rule with better costs. Results do not change, only waiting.
+
+    records: of this rank; all ranks exchange theirs, so that all freeze the same order.
+    """
+    everyone = stack.machinery.control.gather(list(records), "exchanging measured durations")
+    cost = MeasuredCost.from_records([r for records in everyone for r in records], fallback)
+    graph = stack.plan.graph
+    stack.adopt(StepPlan(graph, system.order(graph, cost)))

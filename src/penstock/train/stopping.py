@@ -1,0 +1,53 @@
+"""Stopping cleanly: Ctrl-C and SIGTERM are noted, and all ranks stop behind the same step."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+from penstock.topology import Control
+
+
+SAME_REQUEST_S = 2.0
+
+
+class StopRequests:
+    """While it is entered, SIGINT and SIGTERM ask for a stop; a second one acts as it would have before.
+
+    One Ctrl-C can arrive twice, from the terminal and from a launcher that passes it on, so a second signal
+    counts as one only `SAME_REQUEST_S` after the first.
+    """
+
+    def __init__(self, control: Control) -> None:
+        self._control, self._asked, self._asked_s = control, False, 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequests:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def agreed(self, step: int) -> bool:
+        """Whether any rank was asked to stop. One all-reduce of 8 bytes: every rank hears the same."""
+        return self._control.any(self._asked, f"agreeing whether to stop after step {step}")
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        now_s = time.monotonic()
+        if self._asked and now_s - self._asked_s > SAME_REQUEST_S:
+            self._restore()
+            signal.raise_signal(number)
+        elif not self._asked:
+            self._asked, self._asked_s = True, now_s
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

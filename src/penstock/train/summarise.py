@@ -1,0 +1,61 @@
+"""From the history of a run to the record that its summary is written from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from penstock.report import RunSummary
+from penstock.runtime import PipelinedStack
+from penstock.train.config import RunConfig
+from penstock.train.corpus import Corpus
+from penstock.train.metrics import StepMetrics
+
+WARM_UP_STEPS = 2
+"""First steps allocate buffers and open connections; medians leave them out."""
+
+
+def summarise(
+    config: RunConfig,
+    stack: PipelinedStack,
+    corpus: Corpus,
+    history: Sequence[StepMetrics],
+    *,
+    checkpoint: str | None,
+    simulated_s: float | None,
+) -> RunSummary:
+    """The summary of one start: medians over its steps, first and last losses."""
+    output, last = config.output, history[-1]
+    steady = history[WARM_UP_STEPS:] or history
+    return RunSummary(
+        schedule=config.schedule.name,
+        steps=last.step,
+        first_loss=history[0].loss,
+        last_loss=last.loss,
+        eval_loss=last.eval_loss,
+        unigram_entropy=corpus.unigram_entropy_nats,
+        tokens_per_s=median(m.tokens_per_s for m in steady),
+        iteration_s_median=median(m.iteration_s for m in steady),
+        overlap_efficiency=median(m.overlap_efficiency for m in steady),
+        exposed_communication_s=median(m.exposed_communication_s for m in steady),
+        communication_s=median(m.communication_s for m in steady),
+        processes=stack.machinery.layout.world_size,
+        num_experts=config.moe.num_experts,
+        num_local_experts=config.moe.num_experts // stack.machinery.layout.ep_size,
+        parameters=total_parameters(stack),
+        corpus=corpus.source,
+        checkpoint=checkpoint,
+        metrics=str(output.dir / "metrics.jsonl"),
+        trace=str(output.dir / "trace.json") if simulated_s is not None else None,
+        tensorboard=str(output.dir / "tensorboard") if output.tensorboard else None,
+        simulated_iteration_s=simulated_s,
+        interrupted=last.step < config.train.steps,
+    )
+
+
+def total_parameters(stack: PipelinedStack) -> int:
+    """Parameters of the whole model, every expert once."""
+    layers = range(len(stack.parts.parts))
+    replicated = sum(p.numel() for layer in layers for p in stack.parts.replicated_parameters(layer))
+    local = sum(p.numel() for layer in layers for p in stack.parts.expert_parameters(layer))
+    return replicated + local * stack.machinery.layout.ep_size

@@ -1,0 +1,37 @@
+"""`penstock schedule`: what it prints, and what it says to bad arguments."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from penstock.cli import main
+from penstock.schedule import SCHEDULES, Schedule
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_prints_grid_and_timeline(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", name, "--layers", "2", "--microbatches", "2", "--chunks", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "compute" in text and "inter" in text and "AT0" in text
+    assert "TIME (simulated)" in text
+
+
+def test_json_holds_the_schedule_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "flowmoe", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert Schedule.parse(found["schedule_text"]).name == "flowmoe"
+
+
+def test_unknown_name_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "flowmo"]) == 2
+    error = capsys.readouterr().err
+    assert "flowmo" in error and "flowmoe" in error
+
+
+def test_less_than_one_piece_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["schedule", "flowmoe", "--microbatches", "0"])
+    assert stop.value.code == 2
+    assert "use 1 or more" in capsys.readouterr().err

@@ -1,0 +1,242 @@
+"""`penstock train` as a user runs it: real processes, real files, real failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.graph import Lane
+from tests.support.runs import (
+    clean_environ,
+    command,
+    losses,
+    pid_of_rank,
+    run,
+    start,
+    wait_until,
+    write_config,
+)
+
+pytestmark = pytest.mark.slow
+
+KEYS = {
+    "schedule",
+    "steps",
+    "first_loss",
+    "last_loss",
+    "eval_loss",
+    "corpus_unigram_entropy",
+    "tokens_per_s",
+    "iteration_s_median",
+    "overlap_efficiency",
+    "exposed_communication_s",
+    "outputs",
+}
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of 20 steps from beginning to end: its folder and its JSON."""
+    folder = tmp_path_factory.mktemp("whole")
+    result = run("train", write_config(folder), "--json", "output.tensorboard=true")
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)  # exactly one object, nothing else on stdout
+    return folder / "run", found
+
+
+def test_json_and_files(whole_run: tuple[Path, dict[str, Any]]) -> None:
+    folder, found = whole_run
+    assert found.keys() >= KEYS
+    assert found["schedule"] == "flowmoe" and found["steps"] == 20
+    assert found["last_loss"] < found["first_loss"]
+    assert 0 < found["overlap_efficiency"] <= 1
+    assert list(losses(folder)) == list(range(1, 21))
+    for name in ("checkpoint", "metrics", "trace", "tensorboard"):
+        assert Path(found["outputs"][name]).exists(), name
+    assert list((folder / "tensorboard").glob("events*"))
+    assert (folder / "config.toml").exists()
+
+
+def test_trace_lays_the_measured_run_beside_the_simulated_one(whole_run: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = whole_run
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    titles = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert sorted(titles.values()) == sorted(
+        f"{r} rank {i}" for r in ("measured", "simulated") for i in range(4)
+    )
+    orders: dict[tuple[str, int, int], list[str]] = defaultdict(list)
+    for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"]):
+        orders[titles[event["pid"]], event["tid"], event["args"]["step"]].append(event["name"])
+    for rank in range(4):
+        for lane in (Lane.COMPUTE, Lane.INTER):
+            number = list(Lane).index(lane)
+            simulated = orders[f"simulated rank {rank}", number, 0]
+            for step in (19, 20):
+                assert orders[f"measured rank {rank}", number, step] == simulated
+
+
+def test_trace_shows_communication_under_computation(whole_run: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = whole_run
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    rank0 = [e for e in events if e["ph"] == "X" and e["pid"] == 0]
+    compute = [e for e in rank0 if e["tid"] == list(Lane).index(Lane.COMPUTE)]
+    network = [e for e in rank0 if e["tid"] == list(Lane).index(Lane.INTER)]
+    hidden = [
+        n["name"]
+        for n in network
+        for c in compute
+        if min(n["ts"] + n["dur"], c["ts"] + c["dur"]) > max(n["ts"], c["ts"])
+    ]
+    assert {name.split(".")[1] for name in hidden} & {"D", "C", "AR"}
+
+
+def test_schedules_agree_over_twenty_steps(whole_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """FlowMoE against the two others: 1e-5 relative at every step (dropless)."""
+    expected = losses(whole_run[0])
+    config = write_config(tmp_path)
+    for name in ("sequential", "moe_pipeline"):
+        folder = tmp_path / name
+        result = run("train", config, "--json", f"schedule.name={name}", f"output.dir={folder}")
+        assert result.returncode == 0, result.stderr
+        for step, loss in losses(folder).items():
+            assert abs(loss - expected[step]) <= 1e-5 * expected[step], f"{name} step {step}"
+
+
+def test_killed_rank_is_named_and_the_run_resumes_to_the_same_losses(
+    whole_run: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    config, errors, folder = write_config(tmp_path), tmp_path / "stderr", tmp_path / "run"
+    process = start("train", config, "train.checkpoint_every=4", stderr=errors)
+    wait_until(lambda: len(losses(folder)) >= 9, process)
+    os.kill(pid_of_rank(process.pid, 2), signal.SIGKILL)
+    assert process.wait(timeout=60) == 1
+    text = errors.read_text()
+    assert "rank 2 was killed by signal 9 (SIGKILL)" in text
+    assert "train.resume=true" in text
+    assert "Traceback" not in text
+    survivors = [line for line in text.splitlines() if line.startswith("penstock: rank") and "failed" in line]
+    assert survivors, text
+    assert all("task L" in line or "step" in line for line in survivors), text
+    resumed = run("train", config, "train.resume=true", "train.checkpoint_every=4")
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(folder) == losses(whole_run[0])  # the very same bits
+
+
+def test_stopped_rank_runs_into_the_timeout(tmp_path: Path) -> None:
+    config, errors, folder = write_config(tmp_path), tmp_path / "stderr", tmp_path / "run"
+    process = start("train", config, "train.steps=100000", "parallel.timeout_s=5", stderr=errors)
+    wait_until(lambda: len(losses(folder)) >= 3, process)
+    os.kill(pid_of_rank(process.pid, 1), signal.SIGSTOP)
+    assert process.wait(timeout=60) == 1
+    text = errors.read_text()
+    waited = [line for line in text.splitlines() if line.startswith("penstock: rank") and "failed" in line]
+    assert waited and all("task L" in line or "step" in line for line in waited), text
+    assert (
+        list(folder.glob("failure-rank*.txt")) == [] or ">" in next(folder.glob("failure-rank*")).read_text()
+    )
+
+
+def test_ctrl_c_saves_and_ends_cleanly(whole_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    config, errors, folder = write_config(tmp_path), tmp_path / "stderr", tmp_path / "run"
+    process = start("train", config, stderr=errors)
+    wait_until(lambda: len(losses(folder)) >= 5, process)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    assert process.wait(timeout=60) == 0, errors.read_text()
+    done = max(losses(folder))
+    assert (folder / "checkpoints" / f"step-{done:08d}").is_dir()
+    if done < 20:
+        resumed = run("train", config, "train.resume=true")
+        assert resumed.returncode == 0, resumed.stderr
+    assert losses(folder) == losses(whole_run[0])
+
+
+def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    arguments = ["penstock", "train", str(config), "--json", "train.steps=4"]
+    result = subprocess.run(
+        launcher + arguments, capture_output=True, text=True, timeout=120, env=clean_environ(), check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["processes"] == 2
+
+
+def test_checkpoint_of_four_ranks_continues_on_two(
+    whole_run: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """The same global batch on another layout: the same losses to rounding."""
+    config, folder = write_config(tmp_path), tmp_path / "run"
+    process = start("train", config, stderr=tmp_path / "stderr")
+    wait_until(lambda: len(losses(folder)) >= 5, process)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 0
+    two = ("parallel.processes=2", "data.batch_per_device=8", "schedule.microbatches=4")
+    resumed = run("train", config, "train.resume=true", *two)
+    assert resumed.returncode == 0, resumed.stderr
+    expected = losses(whole_run[0])
+    assert losses(folder).keys() == expected.keys()
+    for step, loss in losses(folder).items():
+        assert abs(loss - expected[step]) <= 1e-5 * expected[step], f"step {step}"
+
+
+def test_an_earlier_run_is_kept(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    for _ in range(2):
+        result = run("train", config, "parallel.processes=1", "train.steps=3")
+        assert result.returncode == 0, result.stderr
+    assert "it is kept as" in result.stderr
+    assert losses(tmp_path / "run") == losses(tmp_path / "run.1")
+    assert (tmp_path / "run.1" / "checkpoints" / "step-00000003").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("schedule.nam=flowmoe", ["schedule.nam", "schedule.name"]),
+        ("schedule.name=flowmo", ["schedule.name", "flowmoe"]),
+        ("train.steps=many", ["train.steps", "many", "whole number"]),
+        ("moe.top_k=9", ["moe.top_k", "Nearest valid: 4"]),
+        ("moe.capacity_factor=0", ["moe.capacity_factor", "none"]),
+        ("parallel.ep_size=3", ["parallel.ep_size", "Nearest valid"]),
+        ("data.path=/nowhere/at/all", ["data.path", "/nowhere/at/all"]),
+        ("schedule.microbatches=5", ["schedule.microbatches", "Nearest valid: 4"]),
+        ("model.preset=GPT2-Tiny", ["model.preset", "GPT2-Tiny-MoE"]),
+    ],
+)
+def test_bad_settings_are_named(tmp_path: Path, override: str, words: list[str]) -> None:
+    result = run("train", write_config(tmp_path), override, "parallel.processes=2", "moe.num_experts=4")
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    assert all(word in result.stderr for word in words), result.stderr
+    assert result.stderr.count("penstock: ") == 1, "said once, not by every rank"
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    alone = ("parallel.processes=1", "train.steps=100000")
+    process = start("train", config, *alone, stderr=tmp_path / "stderr")
+    try:
+        wait_until(lambda: len(losses(tmp_path / "run")) >= 1, process)
+        second = run("train", config, *alone)
+        assert second.returncode == 2
+        assert "another run is writing there" in second.stderr
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from penstock.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    check = code + "sys.exit('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, check=False)
+    assert result.returncode == 0
+    assert command("x")[0] == sys.executable

@@ -1,0 +1,133 @@
+"""The predicted cost of every task: what is cut costs in total what the whole costs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cost import ClusterConfig, StepCost, Workload
+from penstock.graph import Lane, Op, Phase, StepShape, Task, build_graph
+from tests.steps import shapes
+
+CLUSTER = ClusterConfig(
+    flops_per_s=1e9, memory_bytes_per_s=1e8, link_latency_s=1e-3, link_bytes_per_s=1e7, task_overhead_s=1e-2
+)
+
+
+def workload(shape: StepShape, *, ep_size: int = 2, capacity_factor: float | None = None) -> Workload:
+    layers = range(shape.num_layers)
+    return Workload(
+        batch=5,
+        seq_len=7,
+        hidden_size=16,
+        ffn_hidden_size=24,
+        vocab_size=50,
+        num_experts=4,
+        top_k=2,
+        expert_matrices=3,
+        capacity_factor=capacity_factor,
+        min_capacity=4,
+        world_size=4,
+        ep_size=ep_size,
+        element_bytes=4,
+        all_reduce_bytes=tuple(
+            4 * (1000 + layer) if shape.all_reduce_chunks[layer] else 0 for layer in layers
+        ),
+        expert_all_reduce_bytes=tuple(
+            4 * (500 + layer) if shape.expert_all_reduce_chunks[layer] else 0 for layer in layers
+        ),
+    )
+
+
+def cost_of(shape: StepShape) -> StepCost:
+    return StepCost(shape, workload(shape), CLUSTER)
+
+
+def alpha_s(task: Task, work: Workload) -> float:
+    """What the task costs however small it is."""
+    if task.lane is Lane.COMPUTE:
+        return CLUSTER.task_overhead_s
+    if task.op in (Op.COUNTS, Op.DISPATCH, Op.COMBINE):
+        return CLUSTER.all_to_all(work.ep_size).alpha_s
+    ranks = work.world_size // work.ep_size if task.op is Op.EXPERT_ALL_REDUCE else work.world_size
+    return CLUSTER.all_reduce(ranks).alpha_s
+
+
+def volume_s(shape: StepShape) -> dict[tuple[int, Op, Phase], float]:
+    """Seconds per layer, op and phase without start-ups."""
+    cost, total = cost_of(shape), defaultdict[tuple[int, Op, Phase], float](float)
+    for task in build_graph(shape).tasks:
+        total[task.layer, task.op, task.phase] += cost(task) - alpha_s(task, cost.workload)
+    return total
+
+
+@given(shapes(), st.integers(1, 5), st.integers(1, 4))
+def test_totals_do_not_depend_on_the_cut(shape: StepShape, microbatches: int, chunks: int) -> None:
+    """Bytes and floating-point operations are conserved; counts are sent by every microbatch."""
+    whole = replace(shape, microbatches=1, chunks=1, exchange_counts=False)
+    cut = replace(shape, microbatches=microbatches, chunks=chunks, exchange_counts=False)
+    assert volume_s(cut) == pytest.approx(volume_s(whole))
+
+
+@given(shapes(), st.lists(st.integers(1, 9), min_size=3, max_size=3))
+def test_an_all_reduce_moves_the_same_in_any_number_of_chunks(shape: StepShape, chunks: list[int]) -> None:
+    layers = shape.num_layers
+    whole = replace(shape, all_reduce_chunks=(1,) * layers, expert_all_reduce_chunks=(1,) * layers)
+    cut = replace(
+        whole, all_reduce_chunks=tuple(chunks[:layers]), expert_all_reduce_chunks=tuple(chunks[:layers])
+    )
+    assert volume_s(cut) == pytest.approx(volume_s(whole))
+
+
+@given(shapes())
+def test_backward_computes_twice_and_sends_the_same(shape: StepShape) -> None:
+    total = volume_s(shape)
+    for (layer, op, phase), seconds in total.items():
+        if phase is Phase.FORWARD and (layer, op, Phase.BACKWARD) in total:
+            factor = 1 if op in (Op.DISPATCH, Op.COMBINE) else 2
+            assert total[layer, op, Phase.BACKWARD] == pytest.approx(factor * seconds)
+
+
+@given(shapes(), st.sampled_from([1, 2, 4]), st.sampled_from([None, 0.5, 1.0]))
+def test_every_task_has_a_cost(shape: StepShape, ep_size: int, factor: float | None) -> None:
+    cost = StepCost(shape, workload(shape, ep_size=ep_size, capacity_factor=factor), CLUSTER)
+    for task in build_graph(shape).tasks:
+        minimum = CLUSTER.task_overhead_s if task.lane is Lane.COMPUTE else 0.0
+        assert minimum <= cost(task) < 60.0
+
+
+def test_one_rank_communicates_for_nothing() -> None:
+    shape = StepShape(moe_layers=(True,), expert_all_reduce_chunks=(1,))
+    cost = StepCost(shape, replace(workload(shape), world_size=1, ep_size=1), CLUSTER)
+    sent = [task for task in build_graph(shape).tasks if task.lane is Lane.INTER]
+    assert [cost(task) for task in sent] == [0.0] * len(sent)
+
+
+def test_seconds_written_out() -> None:
+    shape = StepShape(moe_layers=(True, False), chunks=5, all_reduce_chunks=(3, 1))
+    cost = cost_of(shape)
+    tokens, hidden_bytes = 5 * 7, 16 * 4
+    rows = tokens // 5 * 2
+
+    def seconds(name: str) -> float:
+        return cost(Task.parse(name))
+
+    assert seconds("L0.D.m0.c0.F") == pytest.approx(1e-3 + rows * hidden_bytes / 2 / 1e7)
+    assert seconds("L0.C.m0.c4.B") == seconds("L0.D.m0.c0.F")
+    assert seconds("L0.N.m0.F") == pytest.approx(1e-3 + 4 * 5 * 8 / 2 / 1e7)
+    expert = 6 * 16 * 24 * rows / 1e9 + 2 * rows * hidden_bytes / 1e8
+    assert seconds("L0.X.m0.c1.F") == pytest.approx(1e-2 + expert)
+    assert seconds("L0.X.m0.c1.B") == pytest.approx(1e-2 + 2 * expert)
+    assert seconds("L0.AR.c0.B") == pytest.approx(6e-3 + 1.5 * 4 * 334 / 1e7)
+    assert seconds("L0.AR.c2.B") == pytest.approx(6e-3 + 1.5 * 4 * 333 / 1e7)
+    assert seconds("L1.ST.F") == pytest.approx(6e-3 + 1.5 * (2 * 2 * 4 * 8) / 1e7)
+
+
+def test_a_dense_block_computes_its_feed_forward_part_itself() -> None:
+    cost = cost_of(StepShape(moe_layers=(True, False)))
+    moe, dense = (cost(Task(layer, Op.ATTENTION, Phase.FORWARD, 0)) for layer in (0, 1))
+    assert dense - moe == pytest.approx(6 * 16 * 24 * 35 / 1e9)

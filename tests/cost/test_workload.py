@@ -1,0 +1,101 @@
+"""The sizes of a step: pieces add up, and slots follow the capacity rule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cost import Workload, split_sizes
+from penstock.cost.workload import capacity_slots
+
+counts = st.integers(1, 64)
+
+WORK = Workload(
+    batch=6,
+    seq_len=10,
+    hidden_size=8,
+    ffn_hidden_size=16,
+    vocab_size=100,
+    num_experts=4,
+    top_k=2,
+    expert_matrices=2,
+    capacity_factor=None,
+    min_capacity=4,
+    world_size=4,
+    ep_size=2,
+    element_bytes=2,
+    all_reduce_bytes=(100,),
+    expert_all_reduce_bytes=(0,),
+)
+
+
+@given(st.integers(0, 300), counts)
+def test_pieces_are_those_of_tensor_split(total: int, pieces: int) -> None:
+    split = torch.tensor_split(torch.empty(total), pieces)
+    assert split_sizes(total, pieces) == tuple(len(piece) for piece in split)
+
+
+@given(st.integers(0, 10**12), counts)
+def test_pieces_are_nearly_equal_and_nothing_is_lost(total: int, pieces: int) -> None:
+    sizes = split_sizes(total, pieces)
+    assert (len(sizes), sum(sizes)) == (pieces, total)
+    assert sizes == tuple(sorted(sizes, reverse=True))
+    assert sizes[0] - sizes[-1] <= 1
+
+
+@given(st.integers(0, 10**5), counts, st.integers(1, 8), st.integers(1, 32), st.integers(0, 16))
+def test_capacity_is_the_share_of_an_expert_rounded_up(
+    tokens: int, num_experts: int, top_k: int, eighths: int, minimum: int
+) -> None:
+    share = Fraction(eighths, 8) * top_k * tokens / num_experts
+    slots = capacity_slots(tokens, num_experts, top_k, eighths / 8, minimum)
+    assert slots == max(minimum, math.ceil(share))
+
+
+@given(counts, counts, st.integers(1, 16), st.integers(1, 16))
+def test_tokens_and_rows_do_not_depend_on_the_cut(
+    batch: int, seq_len: int, microbatches: int, chunks: int
+) -> None:
+    work = replace(WORK, batch=batch, seq_len=seq_len)
+    tokens = [work.tokens(m, microbatches) for m in range(microbatches)]
+    rows = [work.rows(m, microbatches, c, chunks) for m in range(microbatches) for c in range(chunks)]
+    assert sum(tokens) == batch * seq_len
+    assert sum(rows) == batch * seq_len * work.top_k
+
+
+@given(counts, counts, st.integers(1, 16), st.sampled_from([0.5, 1.0, 1.25, 2.0]))
+def test_with_capacity_every_slot_is_sent_whatever_the_chunks(
+    batch: int, seq_len: int, chunks: int, factor: float
+) -> None:
+    work = replace(WORK, batch=batch, seq_len=seq_len, capacity_factor=factor)
+    slots = capacity_slots(batch * seq_len, work.num_experts, work.top_k, factor, work.min_capacity)
+    assert sum(work.rows(0, 1, c, chunks) for c in range(chunks)) == slots * work.num_experts
+
+
+def test_with_capacity_each_microbatch_has_its_own_slots() -> None:
+    work = replace(WORK, capacity_factor=1.0)
+    assert work.rows(0, 1, 0, 1) == 4 * math.ceil(2 * 60 / 4)
+    assert [work.rows(m, 4, 0, 1) for m in range(4)] == [40, 40, 20, 20]  # 20, 20, 10, 10 tokens
+    assert replace(work, min_capacity=7).rows(3, 4, 0, 1) == 4 * 7
+
+
+@pytest.mark.parametrize(("matrices", "flops"), [(2, 512), (3, 768)])
+def test_expert_flops_are_two_per_weight_and_row(matrices: int, flops: int) -> None:
+    assert replace(WORK, expert_matrices=matrices).expert_flops(1) == flops
+
+
+def test_flops_of_one_token() -> None:
+    assert WORK.head_flops(1) == 2 * 8 * 100
+    assert WORK.attention_flops(1) == 2 * (4 * 8 * 8) + 2 * 10 * 8 + 2 * 8 * 4
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6))
+def test_work_grows_linearly(first: int, second: int) -> None:
+    for work in (WORK.attention_flops, WORK.expert_flops, WORK.head_flops, WORK.hidden_bytes):
+        assert work(first) + work(second) == work(first + second)

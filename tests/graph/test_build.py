@@ -1,0 +1,244 @@
+"""The graph of an iteration: which tasks exist, and that backward mirrors forward."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from graphlib import TopologicalSorter
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from penstock.graph import Graph, Lane, Op, Phase, ScheduleError, StepShape, Task, build_graph
+from tests.steps import shapes
+
+F, B = Phase.FORWARD, Phase.BACKWARD
+TWINS = {Op.EMBED, Op.ATTENTION, Op.DISPATCH, Op.EXPERTS, Op.COMBINE, Op.UNORDER, Op.HEAD}
+"""Ops that run in both phases."""
+
+
+def task(name: str) -> Task:
+    return Task.parse(name)
+
+
+def needs(graph: Graph, name: str) -> set[str]:
+    return {str(need) for need in graph.needs[task(name)]}
+
+
+def ancestors(graph: Graph, start: Task) -> set[Task]:
+    found: set[Task] = set()
+    queue = [start]
+    while queue:
+        new = [need for need in graph.needs[queue.pop()] if need not in found]
+        found.update(new)
+        queue += new
+    return found
+
+
+def expected_tasks(shape: StepShape) -> Iterator[Task]:
+    """Every task, written down in no order from what a step is."""
+    for m in range(shape.microbatches):
+        for phase in (F, B):
+            yield Task(0, Op.EMBED, phase, m)
+            yield Task(shape.num_layers - 1, Op.HEAD, phase, m)
+            for layer, is_moe in enumerate(shape.moe_layers):
+                yield Task(layer, Op.ATTENTION, phase, m)
+                if is_moe:
+                    yield Task(layer, Op.UNORDER, phase, m)
+                    for op in (Op.DISPATCH, Op.EXPERTS, Op.COMBINE):
+                        yield from (Task(layer, op, phase, m, c) for c in range(shape.chunks))
+        if shape.exchange_counts:
+            yield from (Task(layer, Op.COUNTS, F, m) for layer, moe in enumerate(shape.moe_layers) if moe)
+    yield Task(shape.num_layers - 1, Op.STATISTICS, F)
+    for layer, is_moe in enumerate(shape.moe_layers):
+        yield from (Task(layer, Op.ALL_REDUCE, B, None, c) for c in range(shape.all_reduce_chunks[layer]))
+        if is_moe:
+            replicas = range(shape.expert_all_reduce_chunks[layer])
+            yield from (Task(layer, Op.EXPERT_ALL_REDUCE, B, None, c) for c in replicas)
+
+
+@given(shapes())
+def test_every_task_stands_once(shape: StepShape) -> None:
+    assert Counter(build_graph(shape).tasks) == Counter(expected_tasks(shape))
+
+
+@given(shapes())
+def test_dependencies_are_in_the_graph_and_have_no_cycle(shape: StepShape) -> None:
+    graph = build_graph(shape)
+    order = list(TopologicalSorter(graph.needs).static_order())  # raises CycleError
+    assert set(order) == set(graph.tasks)
+
+
+@given(shapes())
+def test_program_order_puts_dependencies_first(shape: StepShape) -> None:
+    done: set[Task] = set()
+    graph = build_graph(shape)
+    for each in graph.tasks:
+        assert done.issuperset(graph.needs[each])
+        done.add(each)
+
+
+@given(shapes())
+def test_readers_are_needs_turned_round(shape: StepShape) -> None:
+    graph = build_graph(shape)
+    pairs = Counter((need, each) for each in graph.tasks for need in graph.needs[each])
+    assert pairs == Counter((each, reader) for each in graph.tasks for reader in graph.readers[each])
+    assert max(pairs.values()) == 1
+
+
+@given(shapes())
+def test_only_the_first_tasks_wait_for_nothing_and_only_the_last_are_waited_for_by_nothing(
+    shape: StepShape,
+) -> None:
+    graph = build_graph(shape)
+    assert {t.op for t in graph.tasks if not graph.needs[t]} == {Op.EMBED}
+    ends = {t.op for t in graph.tasks if not graph.readers[t]}
+    assert ends <= {Op.ALL_REDUCE, Op.EXPERT_ALL_REDUCE, Op.EMBED}
+
+
+@given(shapes())
+def test_lanes(shape: StepShape) -> None:
+    graph = build_graph(shape)
+    computing = {Op.EMBED, Op.ATTENTION, Op.EXPERTS, Op.UNORDER, Op.HEAD}
+    for each in graph.tasks:
+        assert each.lane is (Lane.COMPUTE if each.op in computing else Lane.INTER)
+
+
+@given(shapes())
+def test_backward_mirrors_forward(shape: StepShape) -> None:
+    """A hidden state that flows from a to b forward is a gradient that flows from b to a backward.
+
+    Who knows the sizes of the pieces (the routing) is no hidden state.
+    """
+    graph = build_graph(shape)
+    forward, backward = set(), set()
+    for reader in graph.tasks:
+        for need in graph.needs[reader]:
+            if need.phase is reader.phase is F and {need.op, reader.op} <= TWINS:
+                if need.op is not Op.ATTENTION or reader.op not in (Op.EXPERTS, Op.COMBINE):
+                    forward.add((need, reader))
+            elif need.phase is reader.phase is B and {need.op, reader.op} <= TWINS:
+                backward.add((need, reader))
+    assert backward == {(replace(b, phase=B), replace(a, phase=B)) for a, b in forward}
+
+
+@given(shapes())
+def test_backward_computation_reads_what_its_forward_kept(shape: StepShape) -> None:
+    graph = build_graph(shape)
+    for each in graph.tasks:
+        if each.phase is B and each.lane is Lane.COMPUTE:
+            assert replace(each, phase=F) in graph.needs[each]
+
+
+@given(shapes())
+def test_an_all_reduce_waits_for_every_gradient_of_its_layer(shape: StepShape) -> None:
+    graph = build_graph(shape)
+    for each in graph.tasks:
+        if each.op in (Op.ALL_REDUCE, Op.EXPERT_ALL_REDUCE):
+            replicated = each.op is Op.ALL_REDUCE
+            made = {
+                other
+                for other in graph.tasks
+                if other.phase is B and other.lane is Lane.COMPUTE and other.layer == each.layer
+                if replicated or other.op is Op.EXPERTS
+            }
+            assert made <= ancestors(graph, each)
+
+
+@given(shapes())
+def test_no_gradient_before_all_statistics(shape: StepShape) -> None:
+    """Loss and balance terms are divided by sums over all microbatches and ranks."""
+    graph = build_graph(shape)
+    statistics = Task(shape.last, Op.STATISTICS, F)
+    known = ancestors(graph, statistics)
+    assert {t for t in graph.tasks if t.op in (Op.HEAD, Op.ATTENTION) and t.phase is F} <= known
+    for each in graph.tasks:
+        if each.phase is B:
+            assert statistics in ancestors(graph, each)
+
+
+def test_an_moe_layer_with_counts() -> None:
+    graph = build_graph(StepShape(moe_layers=(True, True), microbatches=2, chunks=2))
+    assert needs(graph, "L1.AT.m1.F") == {"L0.U.m1.F"}
+    assert needs(graph, "L1.N.m1.F") == {"L1.AT.m1.F"}
+    assert needs(graph, "L1.D.m1.c0.F") == {"L1.AT.m1.F", "L1.N.m1.F"}
+    assert needs(graph, "L1.X.m1.c0.F") == {"L1.D.m1.c0.F", "L1.N.m1.F"}
+    assert needs(graph, "L1.C.m1.c0.F") == {"L1.X.m1.c0.F", "L1.N.m1.F"}
+    assert needs(graph, "L1.U.m1.F") == {"L1.AT.m1.F", "L1.C.m1.c0.F", "L1.C.m1.c1.F"}
+
+
+def test_capacity_mode_has_no_counts_and_reads_the_sizes_from_the_attention() -> None:
+    graph = build_graph(StepShape(moe_layers=(True,), exchange_counts=False))
+    assert all(each.op is not Op.COUNTS for each in graph.tasks)
+    assert needs(graph, "L0.D.m0.c0.F") == {"L0.AT.m0.F"}
+    assert needs(graph, "L0.X.m0.c0.F") == {"L0.D.m0.c0.F", "L0.AT.m0.F"}
+    assert needs(graph, "L0.D.m0.c0.B") == {"L0.X.m0.c0.B", "L0.AT.m0.F"}
+
+
+def test_first_and_last_layer() -> None:
+    graph = build_graph(StepShape(moe_layers=(True, True), microbatches=2))
+    assert needs(graph, "L0.AT.m1.F") == {"L0.EM.m1.F"}
+    assert needs(graph, "L1.HD.m1.F") == {"L1.U.m1.F"}
+    assert needs(graph, "L1.HD.m1.B") == {"L1.HD.m1.F", "L1.ST.F"}
+    assert needs(graph, "L1.U.m1.B") == {"L1.U.m1.F", "L1.HD.m1.B"}
+    assert needs(graph, "L0.U.m1.B") == {"L0.U.m1.F", "L1.AT.m1.B"}
+    assert needs(graph, "L1.AR.c0.B") == {"L1.AT.m0.B", "L1.AT.m1.B"}
+    assert needs(graph, "L0.AR.c0.B") == {"L0.AT.m0.B", "L0.AT.m1.B", "L0.EM.m0.B", "L0.EM.m1.B"}
+
+
+def test_a_dense_block_is_its_attention_alone() -> None:
+    graph = build_graph(StepShape(moe_layers=(True, False, False)))
+    assert [str(t) for t in graph.tasks if t.layer == 1] == ["L1.AT.m0.F", "L1.AT.m0.B", "L1.AR.c0.B"]
+    assert needs(graph, "L1.AT.m0.F") == {"L0.U.m0.F"}
+    assert needs(graph, "L2.AT.m0.F") == {"L1.AT.m0.F"}
+    assert needs(graph, "L2.HD.m0.F") == {"L2.AT.m0.F"}
+    assert needs(graph, "L2.AT.m0.B") == {"L2.AT.m0.F", "L2.HD.m0.B"}
+    assert needs(graph, "L0.U.m0.B") == {"L0.U.m0.F", "L1.AT.m0.B"}
+    assert needs(graph, "L2.ST.F") == {"L0.AT.m0.F", "L2.HD.m0.F"}
+
+
+def test_number_of_tasks() -> None:
+    shape = StepShape(
+        moe_layers=(True, False, True), microbatches=2, chunks=3, expert_all_reduce_chunks=(2, 2, 2)
+    )
+    per_microbatch = 2 * 2 + 2 * 3 + 2 * (1 + 2 * (3 * 3 + 1))  # ends, attention; counts and MoE pieces
+    assert len(build_graph(shape).tasks) == 2 * per_microbatch + 1 + 3 + 2 * 2
+
+
+def test_without_a_word_about_it_a_layer_has_one_all_reduce_and_no_expert_replicas() -> None:
+    shape = StepShape(moe_layers=(True, False))
+    assert (shape.all_reduce_chunks, shape.expert_all_reduce_chunks) == ((1, 1), (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"moe_layers": ()}, "at least one layer"),
+        ({"microbatches": 0}, "at least one layer, one microbatch"),
+        ({"chunks": 0}, "one chunk"),
+        ({"all_reduce_chunks": (1,)}, r"all_reduce_chunks needs one number per layer \(2\)"),
+        ({"expert_all_reduce_chunks": (1, 1, 1)}, r"expert_all_reduce_chunks needs one number"),
+    ],
+)
+def test_a_shape_that_is_no_step_is_refused(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ScheduleError, match=why):
+        StepShape(**{"moe_layers": (True, True), **changes})
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("L0.EM.m0.F L0.EM.m0.F", "a task stands twice"),
+        ("L0.AT.m0.F", "L0.AT.m0.F needs L0.EM.m0.F, which is not in the graph"),
+        ("L0.AT.m0.F L0.EM.m0.F", "L0.AT.m0.F needs L0.EM.m0.F, which comes after it"),
+    ],
+)
+def test_a_wrong_program_is_found_when_the_graph_is_built(
+    monkeypatch: pytest.MonkeyPatch, program: str, why: str
+) -> None:
+    monkeypatch.setattr("penstock.graph.build._program", lambda _: map(Task.parse, program.split()))
+    with pytest.raises(ScheduleError, match=re.escape(why)):
+        build_graph(StepShape(moe_layers=(False,)))

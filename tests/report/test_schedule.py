@@ -1,0 +1,129 @@
+"""What `penstock schedule` prints: the whole text once, then the facts behind it for every schedule."""
+
+import json
+
+import pytest
+
+from penstock.config import ConfigError
+from penstock.cost import ClusterConfig
+from penstock.report import ScheduleDescription, describe_schedule
+from penstock.schedule import SCHEDULES, Schedule
+
+SETTING = """\
+model        1 MoE layer, hidden 512, 8 GELU experts of 1024, top-2, dropless, vocabulary 256
+step         batch 4 x 256 tokens per rank, float32, on 4 ranks with 2 experts each (ep 4)
+cluster      link 50 MB/s, latency 0.2 ms; per rank 30 GFLOP/s, memory 4 GB/s
+pieces       1 microbatch, 1 chunk per MoE layer, 1 all-reduce chunk per layer
+note         sequential ignores microbatches = 2 and runs with 1
+note         sequential ignores all_reduce_chunks = 3 and runs with 1
+
+ORDER
+sequential: one column = one slot, · = idle
+forward
+"""
+
+RESULT = """\
+iteration    1.11 s
+network      383 ms of communication: 0 ms hidden under computation, 383 ms exposed
+efficiency   65 %: lane compute alone has 727 ms of work, however well the rest hides under it
+lower bound  1.11 s for these pieces in any order (critical path 1.11 s); this one takes 1.00 x that
+"""
+
+
+def describe(
+    name: str,
+    *,
+    microbatches: int = 2,
+    chunks: int = 2,
+    cluster: ClusterConfig | None = None,
+    width: int = 110,
+) -> ScheduleDescription:
+    return describe_schedule(
+        name,
+        layers=2,
+        microbatches=microbatches,
+        chunks=chunks,
+        all_reduce_chunks=4,
+        cluster=cluster,
+        width=width,
+    )
+
+
+def test_text_of_a_schedule() -> None:
+    description = describe_schedule("sequential", layers=1, microbatches=2, chunks=1, all_reduce_chunks=3)
+    text = description.to_text()
+    assert text.startswith("sequential: ")
+    assert SETTING in text
+    assert description.grid.rstrip() in text
+    assert description.timeline.rstrip() in text
+    assert text.endswith("\n\n" + RESULT)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_described_within_its_bounds(name: str) -> None:
+    description = describe(name)
+    assert description.iteration_s >= description.bound.seconds * (1 - 1e-9)
+    assert 0 < description.efficiency <= description.order_efficiency <= 1 + 1e-9
+    assert -1e-12 < description.exposed_communication_s < description.communication_s + 1e-12
+    assert Schedule.parse(description.schedule_text).name == name
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("width", [60, 110, 150])
+def test_text_is_never_wider_than_asked(name: str, width: int) -> None:
+    assert max(map(len, describe(name, width=width).to_text().splitlines())) <= width
+
+
+def test_notes_say_what_a_schedule_does_not_read() -> None:
+    assert describe("flowmoe").notes == ("flowmoe ignores chunks = 2 and runs with 1",)
+    assert describe("flowmoe", chunks=1).notes == ()
+    assert "moe_pipeline ignores microbatches = 2 and runs with 1" in describe("moe_pipeline").notes
+
+
+def test_speedup_is_over_sequential_on_the_same_cluster() -> None:
+    assert describe("sequential").speedup == 1
+    slow, fast = (describe("flowmoe", cluster=ClusterConfig(link_bytes_per_s=rate)) for rate in (5e7, 1e12))
+    assert slow.speedup > 1.2
+    assert slow.speedup > fast.speedup
+    assert slow.sequential_iteration_s == pytest.approx(describe("sequential").iteration_s)
+    assert "link 1e+06 MB/s" in fast.to_text()
+
+
+def test_every_microbatch_has_a_sample() -> None:
+    assert describe("flowmoe", microbatches=6).workload.batch == 6
+
+
+def test_dict_is_plain_data() -> None:
+    description = describe("flowmoe")
+    data = json.loads(json.dumps(description.to_dict()))
+    assert data["schedule"] == "flowmoe"
+    assert data["speedup_over_sequential"] == description.speedup
+    assert data["lower_bound"]["busiest_lane"] == "compute"
+    assert data["lower_bound"]["seconds"] == description.bound.seconds
+    assert data["shape"]["microbatches"] == 2
+    assert Schedule.parse(data["schedule_text"]).text() == description.schedule_text
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("flow-moe", "Did you mean flowmoe?"), ("Sequental", "sequential?"), ("zzz", "There are")],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match="no such schedule") as error:
+        describe(name)
+    assert hint in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", ["layers", "microbatches", "chunks", "all_reduce_chunks"])
+def test_nothing_is_cut_into_less_than_one_piece(wrong: str) -> None:
+    def count(key: str) -> int:
+        return 0 if key == wrong else 1
+
+    with pytest.raises(ConfigError, match=f"{wrong} = 0: must be at least 1"):
+        describe_schedule(
+            "sequential",
+            layers=count("layers"),
+            microbatches=count("microbatches"),
+            chunks=count("chunks"),
+            all_reduce_chunks=count("all_reduce_chunks"),
+        )

@@ -1,0 +1,108 @@
+"""The words at the end of a run: one whole text, then what changes when a run was less fortunate."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from penstock.report import RunSummary
+
+SUMMARY = RunSummary(
+    schedule="flowmoe",
+    steps=1200,
+    first_loss=5.601,
+    last_loss=1.981,
+    eval_loss=2.104,
+    unigram_entropy=3.241,
+    tokens_per_s=51234.0,
+    iteration_s_median=0.0782,
+    overlap_efficiency=0.912,
+    exposed_communication_s=0.0051,
+    communication_s=0.0312,
+    processes=4,
+    num_experts=8,
+    num_local_experts=2,
+    parameters=3_412_992,
+    corpus="a library of Python source, 12.4 MB",
+    checkpoint="runs/first/checkpoints/step-1200",
+    metrics="runs/first/metrics.jsonl",
+    trace="runs/first/trace.json",
+    tensorboard="runs/first/tensorboard",
+)
+
+TEXT = """\
+trained     3.4 million parameters, 8 experts per MoE layer (2 on each process), for 1,200 steps on
+            4 processes, schedule flowmoe
+on          a library of Python source, 12.4 MB
+loss        5.601 nats per byte at the first step, 1.981 at the last
+held out    2.104 on text the model has not seen. Guessing every byte by its frequency costs 3.241;
+            the model needs 2.104, so it has learned from context.
+speed       51,234 tokens/s; a step takes 78.2 ms (median)
+network     31.2 ms of communication per step, 84 % of it under computation; for the other 5.1 ms
+            nothing was computed. Overlap efficiency 0.91 (1.00: a step takes no longer than its
+            computation or its communication alone, whichever is longer)
+checkpoint  runs/first/checkpoints/step-1200
+metrics     runs/first/metrics.jsonl (one line of JSON per step)
+curves      tensorboard --logdir runs/first/tensorboard
+trace       runs/first/trace.json
+            Open https://ui.perfetto.dev and drag that file in. Look at the rows compute and inter:
+            where both are busy at the same time, the network is hidden.
+"""
+
+
+def test_text_of_a_good_run() -> None:
+    assert SUMMARY.to_text() == TEXT
+
+
+@pytest.mark.parametrize("eval_loss", [3.241, 3.5])
+def test_a_model_no_better_than_byte_frequencies_is_called_that(eval_loss: float) -> None:
+    text = " ".join(replace(SUMMARY, eval_loss=eval_loss).to_text().split())
+    assert f"{eval_loss:.3f} on text the model has not seen" in text
+    assert "so the model is not better than that yet" in text
+    assert "learned" not in text
+
+
+@pytest.mark.parametrize("eval_loss", [float("nan"), float("inf")])
+def test_a_diverged_run_is_called_that(eval_loss: float) -> None:
+    text = replace(SUMMARY, eval_loss=eval_loss).to_text()
+    assert "the training diverged" in text
+    assert "learned" not in text
+
+
+def test_a_run_without_evaluation_claims_nothing() -> None:
+    text = replace(SUMMARY, eval_loss=None).to_text()
+    assert "not evaluated" in text
+    assert "learned" not in text
+
+
+def test_a_single_process_has_nothing_to_hide() -> None:
+    alone = replace(
+        SUMMARY, processes=1, num_local_experts=8, steps=1, communication_s=0.0, exposed_communication_s=0.0
+    )
+    text = alone.to_text()
+    assert alone.hidden_communication == 1.0
+    assert "there was no communication to hide" in text
+    assert "8 experts per MoE layer, for 1 step on 1 process," in text
+
+
+def test_only_files_that_exist_are_named() -> None:
+    text = replace(SUMMARY, checkpoint=None, trace=None, tensorboard=None).to_text()
+    assert "runs/first/metrics.jsonl" in text
+    assert not any(word in text for word in ("checkpoint", "perfetto", "tensorboard"))
+
+
+def test_a_long_path_stays_in_one_piece() -> None:
+    path = "/" + "a-long folder-".replace(" ", "_") * 12 + "/trace.json"
+    assert path in replace(SUMMARY, trace=path).to_text()
+
+
+def test_dict_is_plain_data() -> None:
+    data = json.loads(json.dumps(SUMMARY.to_dict()))
+    assert data["corpus_unigram_entropy"] == 3.241
+    assert data["hidden_communication"] == pytest.approx(1 - 0.0051 / 0.0312)
+    assert data["outputs"] == {
+        "checkpoint": "runs/first/checkpoints/step-1200",
+        "metrics": "runs/first/metrics.jsonl",
+        "trace": "runs/first/trace.json",
+        "tensorboard": "runs/first/tensorboard",
+    }

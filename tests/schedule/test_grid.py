@@ -1,0 +1,100 @@
+"""The picture of a schedule: golden text, the marked cell, and how it wraps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.graph import Lane, Phase, StepShape, Task, build_graph
+from penstock.schedule import Schedule
+from tests.steps import example_plan, of_phase, random_orders, seeds, shapes
+
+GOLDEN = {
+    "sequential": """\
+sequential: one column = one slot, · = idle
+forward
+layer    L0                  L1
+compute  EM0 AT0 ·  X0 ·  U0 AT0 ·  X0 ·  U0 HD0 ·
+inter    ·   ·   D0 ·  C0 ·  ·   D0 ·  C0 ·  ·   ST
+backward
+layer    L1                  L0
+compute  HD0 U0 ·  X0 ·  AT0 U0 ·  X0 ·  AT0 EM0 ·     ·
+inter    ·   ·  C0 ·  D0 ·   ·  C0 ·  D0 ·   ·   AR0.0 AR1.0
+""",
+    "moe_pipeline": """\
+moe_pipeline: one column = one slot, · = idle
+forward
+layer    L0                           L1
+compute  EM0 AT0 ·  X0   X0.1 ·    U0 AT0 ·  X0   X0.1 ·    U0 HD0 ·
+inter    ·   ·   D0 D0.1 C0   C0.1 ·  ·   D0 D0.1 C0   C0.1 ·  ·   ST
+backward
+layer    L1                           L0
+compute  HD0 U0 ·  X0   X0.1 ·    AT0 U0 ·  X0   X0.1 ·    AT0 EM0 ·     ·
+inter    ·   ·  C0 C0.1 D0   D0.1 ·   ·  C0 C0.1 D0   D0.1 ·   ·   AR0.0 AR1.0
+""",
+    "flowmoe": """\
+flowmoe: one column = one slot, · = idle
+forward
+layer    L0                          L1
+compute  EM0 EM1 AT0 AT1 X0 X1 U0 U1 AT0 AT1 X0 X1 U0 U1 HD0 HD1 ·
+inter    ·   ·   ·   D0  D1 C0 C1 ·  ·   D0  D1 C0 C1 ·  ·   ·   ST
+backward
+layer    L1                          L0
+compute  HD1 HD0 U1 U0 X1 X0 AT1 AT0 U1    U0 X1 X0 AT1 AT0   EM1 EM0 ·     ·
+inter    ·   ·   ·  C1 C0 D1 D0  ·   AR1.0 C1 C0 D1 D0  AR1.1 ·   ·   AR0.0 AR0.1
+""",
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_pictures(name: str) -> None:
+    plan = example_plan(name, exchange_counts=False)
+    assert plan.schedule.grid(plan.graph) == GOLDEN[name]
+
+
+def test_a_marked_task_stands_in_brackets_and_nothing_else_changes() -> None:
+    plan = example_plan("sequential", exchange_counts=False)
+    lines = plan.schedule.grid(plan.graph, mark=Task.parse("L1.X.m0.c0.B")).splitlines()
+    golden = GOLDEN["sequential"].splitlines()
+    assert lines[:6] == golden[:6]
+    assert lines[6:] == [
+        "layer    L1                    L0",
+        "compute  HD0 U0 ·  >X0< ·  AT0 U0 ·  X0 ·  AT0 EM0 ·     ·",
+        "inter    ·   ·  C0 ·    D0 ·   ·  C0 ·  D0 ·   ·   AR0.0 AR1.0",
+    ]
+
+
+def test_a_picture_wraps_between_slots() -> None:
+    plan = example_plan("sequential", exchange_counts=False)
+    assert plan.schedule.grid(plan.graph, width=36).split("backward")[0].splitlines() == [
+        "sequential: one column = one slot, · = idle",
+        "forward",
+        "layer    L0                  L1",
+        "compute  EM0 AT0 ·  X0 ·  U0 AT0 ·",
+        "inter    ·   ·   D0 ·  C0 ·  ·   D0",
+        "",
+        "layer",
+        "compute  X0 ·  U0 HD0 ·",
+        "inter    ·  C0 ·  ·   ST",
+    ]
+
+
+@given(shapes(), seeds, st.integers(30, 110))
+def test_no_row_is_wider_than_asked_for_and_no_cell_is_lost(shape: StepShape, seed: int, width: int) -> None:
+    graph = build_graph(shape)
+    schedule = Schedule("s", random_orders(graph, seed))
+    title, *lines = schedule.grid(graph, width=width).splitlines()
+    assert title.startswith("s: ")
+    assert max(map(len, lines)) <= width
+    backward = lines.index("backward")
+    for phase, rows in ((Phase.FORWARD, lines[1:backward]), (Phase.BACKWARD, lines[backward + 1 :])):
+        for lane in schedule.lanes:
+            cells = [cell for row in rows if row.startswith(lane) for cell in row.split()[1:] if cell != "·"]
+            assert cells == [task.cell for task in of_phase(schedule.lanes[lane], phase)]
+
+
+def test_a_lane_without_tasks_has_no_row() -> None:
+    plan = example_plan("flowmoe")
+    padded = Schedule(plan.schedule.name, {**plan.schedule.lanes, Lane.INTRA: ()})
+    assert padded.grid(plan.graph) == plan.schedule.grid(plan.graph)

@@ -1,0 +1,97 @@
+"""Shapes, durations and example plans that the tests of the planning layers share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+
+from hypothesis import strategies as st
+
+from penstock.graph import Graph, Lane, Phase, StepShape, Task
+from penstock.schedule import SCHEDULES, Pieces, StepPlan, plan_step, unit_cost
+
+PICTURE_WIDTH = 106
+"""Columns of a picture inside a class docstring: 110 less the indentation."""
+
+Times = Mapping[Task, tuple[float, float]]
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def shapes(
+    draw: st.DrawFn, *, layers: int = 3, dense: bool = True, pieces: int = 3, chunks: int = 3
+) -> StepShape:
+    """Any shape with at most so many layers, microbatches and chunks; some without all-reduces."""
+    kinds = st.booleans() if dense else st.just(True)
+    moe_layers = draw(st.lists(kinds, min_size=1, max_size=layers))
+    per_layer = st.tuples(*[st.integers(0, 3)] * len(moe_layers))
+    return StepShape(
+        moe_layers=tuple(moe_layers),
+        microbatches=draw(st.integers(1, pieces)),
+        chunks=draw(st.integers(1, chunks)),
+        exchange_counts=draw(st.booleans()),
+        all_reduce_chunks=draw(per_layer),
+        expert_all_reduce_chunks=draw(per_layer),
+    )
+
+
+def random_seconds(graph: Graph, seed: int) -> dict[Task, float]:
+    """A duration for every task, log-uniform over two decades."""
+    rng = random.Random(seed)
+    return {task: 10 ** rng.uniform(-2, 0) for task in graph.tasks}
+
+
+def random_orders(graph: Graph, seed: int) -> dict[Lane, tuple[Task, ...]]:
+    """Lane orders cut from one random order in which every task stands after its dependencies."""
+    rng = random.Random(seed)
+    missing = {task: len(graph.needs[task]) for task in graph.tasks}
+    ready = [task for task in graph.tasks if not missing[task]]
+    done: list[Task] = []
+    while ready:
+        done.append(ready.pop(rng.randrange(len(ready))))
+        for reader in graph.readers[done[-1]]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                ready.append(reader)
+    return {
+        lane: tuple(task for task in done if task.lane is lane)
+        for lane in Lane
+        if any(t.lane is lane for t in done)
+    }
+
+
+def pieces_for(shape: StepShape, *, microbatches: int = 2, chunks: int = 2) -> Pieces:
+    """Pieces that give FlowMoE as many all-reduce chunks per layer as `shape` has."""
+    return Pieces(
+        microbatches=microbatches,
+        chunks=chunks,
+        all_reduce_chunk_bytes=1024,
+        all_reduce_bytes=tuple(1024 * count for count in shape.all_reduce_chunks),
+        expert_all_reduce_bytes=tuple(1024 * count for count in shape.expert_all_reduce_chunks),
+    )
+
+
+def example_plan(name: str, *, exchange_counts: bool = True) -> StepPlan:
+    """The plan in the pictures: two MoE layers, two microbatches or chunks, two all-reduce chunks."""
+    shape = StepShape(moe_layers=(True, True), exchange_counts=exchange_counts, all_reduce_chunks=(2, 2))
+    return plan_step(SCHEDULES[name], shape, pieces_for(shape), lambda _: unit_cost)
+
+
+def ready_s(task: Task, graph: Graph, times: Times) -> float:
+    """When the last input of the task is there."""
+    return max((times[need][1] for need in graph.needs[task]), default=0.0)
+
+
+def overlapping(times: Times) -> Iterator[tuple[Task, Task]]:
+    """Pairs of a compute task and a communication task that run at the same time."""
+    compute = [task for task in times if task.lane is Lane.COMPUTE]
+    network = [task for task in times if task.lane is not Lane.COMPUTE]
+    for first in compute:
+        for second in network:
+            if max(times[first][0], times[second][0]) < min(times[first][1], times[second][1]):
+                yield first, second
+
+
+def of_phase(tasks: tuple[Task, ...], phase: Phase) -> list[Task]:
+    return [task for task in tasks if task.phase is phase]

@@ -1,0 +1,253 @@
+"""One step on P ranks against one step of the reference: loss, gradients, norm, parameters afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.cost import split_sizes
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.runtime import Machinery, PipelinedStack
+from penstock.schedule import ScheduleConfig
+from penstock.topology import Layout, ParallelConfig
+from penstock.train.assemble import build_machinery, build_stack
+from penstock.train.clip import clip_grad_norm
+from penstock.train.config import RunConfig, TrainConfig
+from penstock.train.corpus import DataConfig
+from penstock.train.optimizer import OptimizerConfig, build_adamw
+from tests.support.reference import Settings, Weights, reference_loss
+
+CLIP = 0.05
+LEARNING_RATE = 1e-2
+# A first AdamW step is g / (|g| + eps): with the usual tiny eps it is the sign of g, which turns the rounding
+# of an almost-zero gradient into a full step. A larger eps keeps the comparison well-conditioned.
+EPS = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step to compare. bias: added to the gate's rows, to send tokens where a test wants them."""
+
+    world_size: int
+    ep_size: int | None
+    schedule: ScheduleConfig
+    model: ModelConfig
+    moe: MoEConfig
+    batch: int
+    seed: int = 0
+    double: bool = False
+    ignore_labels: bool = False
+    idle_expert: int | None = None
+    busy_experts: tuple[int, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.double else torch.float32
+
+    @property
+    def config(self) -> RunConfig:
+        return RunConfig(
+            model=self.model,
+            moe=self.moe,
+            schedule=self.schedule,
+            parallel=ParallelConfig(processes=self.world_size, ep_size=self.ep_size),
+            data=DataConfig(batch_per_device=self.batch),
+            optimizer=OptimizerConfig(lr=LEARNING_RATE, eps=EPS),
+            train=TrainConfig(seed=self.seed),
+        )
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step left behind, by logical name; experts as `name.EXPERT`."""
+
+    loss: float
+    norm: float
+    gradients: Weights
+    parameters: Weights
+    executed_as_simulated: bool
+
+
+def batch_of(case: Case) -> tuple[Tensor, Tensor]:
+    """Tokens and labels of the whole batch of all ranks."""
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    shape = (case.world_size * case.batch, case.model.seq_len)
+    tokens = torch.randint(case.model.vocab_size, shape, generator=generator)
+    labels = torch.randint(case.model.vocab_size, shape, generator=generator)
+    if case.ignore_labels:  # unevenly over ranks: a mean of local means would be wrong
+        labels[0, : shape[1] // 2] = -100
+    return tokens, labels
+
+
+def prepare(stack: PipelinedStack, case: Case) -> None:
+    """Larger weights than a fresh model has, so that every gradient matters; and the wanted routing."""
+    with torch.no_grad():
+        for name, parameter in stack.model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(6.0)
+            if name.endswith("feed_forward_norm.bias"):
+                parameter.fill_(0.5)  # makes the gate's row sums count, see below
+            if name.endswith("router.gate"):
+                _steer(parameter, case)
+
+
+def _steer(gate_EM: Tensor, case: Case) -> None:
+    if case.idle_expert is not None:
+        gate_EM[case.idle_expert] -= 2.0
+    for expert in case.busy_experts:
+        gate_EM[expert] += 2.0
+
+
+@cache
+def machinery(world_size: int, ep_size: int, rank: int) -> Machinery:
+    """Groups and lanes of a rank; kept, since a pool runs many cases."""
+    layout = Layout(world_size=world_size, ep_size=ep_size, rank=rank)
+    return build_machinery(layout, torch.device("cpu"), 60.0, "float32")
+
+
+def stack_of(rank: int, case: Case) -> PipelinedStack:
+    ep_size = case.ep_size or case.world_size
+    stack = build_stack(case.config, machinery(case.world_size, ep_size, rank), case.dtype)
+    prepare(stack, case)
+    return stack
+
+
+def run_step(rank: int, case: Case) -> StepResult:
+    """One step on this rank, as a training loop would do it."""
+    stack = stack_of(rank, case)
+    tokens, labels = batch_of(case)
+    mine = slice(rank * case.batch, (rank + 1) * case.batch)
+    optimizer = build_adamw(stack.model.named_parameters(), case.config.optimizer)
+    loss = stack(tokens[mine], labels[mine])
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
+    norm = clip_grad_norm(stack, CLIP)
+    optimizer.step()
+    parameters = {n: p.detach().clone() for n, p in stack.model.named_parameters()}
+    return StepResult(
+        loss=loss.item(),
+        norm=float(norm),
+        gradients=logical(stack, gradients),
+        parameters=logical(stack, parameters),
+        executed_as_simulated=executed_as_planned(stack),
+    )
+
+
+def executed_as_planned(stack: PipelinedStack) -> bool:
+    """Whether every lane ran exactly its list, in its order."""
+    ran = sorted(stack.records(), key=lambda record: record.start_s)
+    lanes = stack.plan.schedule.lanes
+    return all([r.task for r in ran if r.lane is lane] == list(order) for lane, order in lanes.items())
+
+
+def logical(stack: PipelinedStack, tensors: Weights) -> Weights:
+    """Local names to names that do not depend on the layout."""
+    found: Weights = {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            found[name] = tensor
+            continue
+        moe = stack.parts.parts[int(name.split(".")[1])].moe
+        assert moe is not None
+        found.update({f"{name}.{moe.first_expert + i}": part for i, part in enumerate(tensor.unbind())})
+    return found
+
+
+def reference_step(case: Case) -> StepResult:
+    """The same step by the reference, in one process."""
+    alone = replace(case, world_size=1, ep_size=1)
+    stack = stack_of(0, alone)
+    weights = {n: p.detach().clone().requires_grad_() for n, p in stack.model.named_parameters()}
+    tokens, labels = batch_of(case)
+    loss = reference_loss(weights, settings_of(case), tokens, labels)
+    loss.backward()
+    gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in weights.items()}
+    norm = torch.cat([g.flatten().double() for g in gradients.values()]).norm()
+    after = _adamw(weights, gradients, min(1.0, CLIP / (float(norm) + 1e-6)), case.config.optimizer)
+    return StepResult(loss.item(), float(norm), logical(stack, gradients), logical(stack, after), True)
+
+
+def settings_of(case: Case) -> Settings:
+    pieces = case.schedule.microbatches if case.schedule.name == "flowmoe" else 1
+    cuts: list[list[int]] = []
+    for rank in range(case.world_size):
+        samples = iter(range(rank * case.batch, (rank + 1) * case.batch))
+        cuts += [[next(samples) for _ in range(size)] for size in split_sizes(case.batch, pieces)]
+    layers = range(case.model.num_layers)
+    return Settings(
+        num_layers=case.model.num_layers,
+        num_heads=case.model.num_heads,
+        moe_layers=frozenset(layer for layer in layers if case.model.is_moe(layer)),
+        num_experts=case.moe.num_experts,
+        top_k=case.moe.top_k,
+        swiglu=case.moe.expert == "swiglu",
+        renormalise=case.moe.top_k > 1 if case.moe.norm_topk_prob is None else case.moe.norm_topk_prob,
+        capacity_factor=case.moe.capacity_factor,
+        min_capacity=case.moe.min_capacity,
+        aux_coeff=case.moe.aux_loss_coeff,
+        aux_global=case.moe.aux_loss_group == "global",
+        z_coeff=case.moe.z_loss_coeff,
+        pieces=cuts,
+    )
+
+
+def _adamw(weights: Weights, gradients: Weights, scale: float, config: OptimizerConfig) -> Weights:
+    """The first AdamW step written out: both moments are bias-corrected back to g and g^2."""
+    after: Weights = {}
+    for name, weight in weights.items():
+        g = gradients[name] * scale
+        decays = weight.dim() >= 2 and "embed" not in name
+        decayed = weight * (1 - config.lr * config.weight_decay) if decays else weight
+        after[name] = (decayed - config.lr * g / (g.abs() + config.eps)).detach()
+    return after
+
+
+def merge(results: list[StepResult]) -> StepResult:
+    """One result of all ranks; asserts that what should be equal on several ranks is."""
+    first = results[0]
+    gradients, parameters = dict(first.gradients), dict(first.parameters)
+    for result in results:
+        assert result.loss == first.loss, "the loss differs between ranks"
+        assert result.norm == first.norm, "the gradient norm differs between ranks"
+        assert result.executed_as_simulated, "a lane ran another order than its list"
+        for mine, all_ranks in ((result.gradients, gradients), (result.parameters, parameters)):
+            for name, tensor in mine.items():
+                assert torch.equal(all_ranks.setdefault(name, tensor), tensor), (
+                    f"{name} differs between ranks"
+                )
+    return StepResult(first.loss, first.norm, gradients, parameters, True)
+
+
+def check_parity(pools: Any, case: Case) -> StepResult:
+    """Run the case on real ranks and compare with the reference (DESIGN section 4)."""
+    result = merge(pools(case.world_size).run(run_step, case))
+    expected = reference_step(case)
+    tolerance = 1e-10 if case.double else 1e-5
+    assert abs(result.loss - expected.loss) <= tolerance * abs(expected.loss), "loss"
+    assert abs(result.norm - expected.norm) <= tolerance * expected.norm, "gradient norm"
+    for what in ("gradients", "parameters"):
+        ours, theirs = getattr(result, what), getattr(expected, what)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            check_close(ours[name], tensor, tolerance, f"{what} of {name}")
+    return result
+
+
+def check_close(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> None:
+    """Relative norm of the difference; a tensor that should be zero must be zero to rounding."""
+    difference, size = float((ours - theirs).double().norm()), float(theirs.double().norm())
+    assert difference <= tolerance * max(size, 1e-7), f"{what}: {difference:.3g} against {size:.3g}"
+
+
+def digest(weights: Weights) -> str:
+    """A hash of the bits of all tensors."""
+    total = hashlib.sha256()
+    for name in sorted(weights):
+        total.update(name.encode() + weights[name].contiguous().numpy().tobytes())
+    return total.hexdigest()

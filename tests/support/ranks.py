@@ -1,0 +1,109 @@
+"""Real ranks for tests: processes that have joined over Gloo and run functions when asked."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT_S = 120.0
+
+
+@dataclass
+class RankFailed:
+    """What a rank sends instead of a result."""
+
+    text: str
+
+
+class RankPool:
+    """`world_size` processes. `run(function, ...)` calls `function(rank, ...)` on all of them.
+
+    Functions must be importable. A failed call breaks the pool; `alive` says so.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        from torch._C._distributed_c10d import TCPStore
+
+        context = multiprocessing.get_context("spawn")
+        self.world_size, self.alive = world_size, True
+        self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self._pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, rank, world_size, self._store.port)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Results by rank; AssertionError with the traceback of every rank that failed."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        results = [self._receive(rank) for rank in range(self.world_size)]
+        failures = [r.text for r in results if isinstance(r, RankFailed)]
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
+        return results
+
+    def _receive(self, rank: int) -> Any:
+        try:
+            if self._pipes[rank].poll(TIMEOUT_S):
+                return self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return RankFailed(f"rank {rank} died with exit code {self.processes[rank].exitcode}")
+        return RankFailed(f"rank {rank} did not answer within {TIMEOUT_S} s")
+
+    def close(self) -> None:
+        self.alive = False
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
+
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, None, False)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(function(rank, *arguments))
+        except Exception:
+            pipe.send(RankFailed(f"rank {rank}:\n{traceback.format_exc()}"))
+
+
+class Pools:
+    """One pool per number of ranks, made when first asked for, made again after a failure."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(self, world_size: int) -> RankPool:
+        pool = self._pools.get(world_size)
+        if pool is None or not pool.alive:
+            pool = self._pools[world_size] = RankPool(world_size)
+        return pool
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()

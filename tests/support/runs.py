@@ -1,0 +1,126 @@
+"""Real runs of the command for tests: a tiny configuration on a text of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TINY = """
+[model]
+num_layers = 2
+hidden_size = 16
+num_heads = 2
+seq_len = 16
+
+[moe]
+num_experts = 4
+moe_ffn_hidden_size = 24
+
+[parallel]
+processes = 4
+timeout_s = 20
+
+[data]
+path = "{text}"
+batch_per_device = 4
+held_out_fraction = 0.1
+
+[optimizer]
+warmup_steps = 3
+
+[train]
+steps = 20
+eval_every = 0
+checkpoint_every = 0
+eval_batches = 1
+
+[output]
+dir = "{folder}/run"
+tensorboard = false
+"""
+
+
+def write_config(folder: Path) -> Path:
+    """A configuration and the text it trains on, both in `folder`."""
+    text = folder / "text.txt"
+    lines = (f"line {i}: {i * i} is the square of {i}, {i * i * i} its cube.\n" for i in range(900))
+    text.write_text("".join(lines))
+    path = folder / "tiny.toml"
+    path.write_text(TINY.format(text=text, folder=folder))
+    return path
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "penstock", *map(str, arguments)]
+
+
+def clean_environ() -> dict[str, str]:
+    """Our environment without anything that a launcher sets."""
+    started = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "TORCHELASTIC", "PENSTOCK")
+    return {key: value for key, value in os.environ.items() if not key.startswith(started)}
+
+
+def run(*arguments: str | Path, timeout_s: float = 150) -> subprocess.CompletedProcess[str]:
+    """Run `penstock` to its end."""
+    return subprocess.run(
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=clean_environ(),
+        check=False,
+    )
+
+
+def start(*arguments: str | Path, stderr: Path) -> subprocess.Popen[bytes]:
+    """Start `penstock` in its own process group, as a shell would."""
+    with stderr.open("wb") as errors:
+        return subprocess.Popen(
+            command(*arguments),
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=clean_environ(),
+            start_new_session=True,
+        )
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Training loss by step, from the metrics file."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {entry["step"]: entry["loss"] for entry in map(_parse, lines) if entry}
+
+
+def _parse(line: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(line)
+    except json.JSONDecodeError:  # the line that is being written right now
+        return {}
+    return found
+
+
+def wait_until(
+    condition: Callable[[], bool], process: subprocess.Popen[bytes], timeout_s: float = 90
+) -> None:
+    """Poll until the condition holds; fails if the process ends first."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, f"the run ended early with code {process.returncode}"
+        assert time.monotonic() < deadline, "the run did not get there"
+        time.sleep(0.01)
+
+
+def pid_of_rank(parent: int, rank: int) -> int:
+    """The child process of the launcher that is `rank`."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    for child in children:
+        environ = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in environ:
+            return int(child)
+    raise AssertionError(f"rank {rank} is not among {children}")

@@ -1,0 +1,353 @@
+"""Configuration: what is accepted, what every refusal says, and that saving and loading are inverse."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import UNSET, ConfigError, load, to_dict, to_toml
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoE:
+    num_experts: int = 8
+    top_k: int = 2
+    capacity_factor: float | None = 1.25
+    aux_loss_coeff: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            why = f"must be between 1 and num_experts ({self.num_experts})"
+            raise ConfigError("top_k", self.top_k, why, f"Use {self.num_experts} or fewer.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    hidden_size: int = 64
+    moe: MoE = field(default_factory=MoE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    steps: int
+    schedule: Literal["sequential", "flowmoe", "fsmoe"] = "flowmoe"
+    degree: Literal[1, 2, 4] = 1
+    resume: bool = False
+    out: Path = Path("runs")
+    name: str | None = None
+    files: tuple[str, ...] = ()
+    betas: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    rate: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    train: Train
+    seed: int = 0
+    model: Model = field(default_factory=Model)
+    big: MoE = field(default_factory=lambda: MoE(num_experts=64, capacity_factor=None))
+    link: Link | None = None
+    links: tuple[Link, ...] = ()
+
+
+Load = Callable[..., Config]
+
+
+@pytest.fixture
+def load_text(tmp_path: Path) -> Load:
+    """Loads the given TOML text from a file, with overrides."""
+
+    def from_text(text: str, *overrides: str) -> Config:
+        path = tmp_path / "config.toml"
+        path.write_text(text)
+        return load(Config, path, overrides)
+
+    return from_text
+
+
+def refusal(*overrides: str, text: str | None = None, tmp_path: Path | None = None) -> ConfigError:
+    """The error that loading raises."""
+    path = None
+    if text is not None and tmp_path is not None:
+        path = tmp_path / "config.toml"
+        path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(Config, path, overrides)
+    return caught.value
+
+
+# ---- accepted ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_fills_nested_sections_and_leaves_defaults(load_text: Load) -> None:
+    config = load_text('seed = 3\n[train]\nsteps = 10\nout = "a/b"\n[model.moe]\ntop_k = 4\n')
+    assert (config.seed, config.train.steps, config.train.out) == (3, 10, Path("a/b"))
+    assert config.model == Model(moe=MoE(top_k=4))
+
+
+def test_overrides_beat_the_file_and_the_last_one_counts(load_text: Load) -> None:
+    config = load_text("[train]\nsteps = 10\n", "train.steps=20", " train.steps = 30 ", "model.moe.top_k=1")
+    assert config.train.steps == 30
+    assert config.model.moe.top_k == 1
+
+
+def test_a_file_is_not_needed() -> None:
+    assert load(Config, None, ["train.steps=1"]) == Config(train=Train(steps=1))
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("train.name=first", lambda c: c.train.name == "first"),
+        ('train.name="two words"', lambda c: c.train.name == "two words"),
+        ("train.name=7", lambda c: c.train.name == "7"),
+        ("train.name=2026-01-31", lambda c: c.train.name == "2026-01-31"),
+        ("train.name=a=b", lambda c: c.train.name == "a=b"),
+        ("train.name=x\nother = 1", lambda c: c.train.name == "x\nother = 1"),
+        ("train.out=runs/7", lambda c: c.train.out == Path("runs/7")),
+        ("train.resume=true", lambda c: c.train.resume is True),
+        ("train.schedule=fsmoe", lambda c: c.train.schedule == "fsmoe"),
+        ("train.degree=4", lambda c: c.train.degree == 4),
+        ('train.files=["a", "b"]', lambda c: c.train.files == ("a", "b")),
+        ("train.betas=[0.9, 1]", lambda c: c.train.betas == (0.9, 1.0)),
+        ("train.betas=None", lambda c: c.train.betas is None),
+        ("model.moe.capacity_factor=none", lambda c: c.model.moe.capacity_factor is None),
+        ("model.moe.aux_loss_coeff=1", lambda c: isinstance(c.model.moe.aux_loss_coeff, float)),
+        ("model.moe.aux_loss_coeff=1e-3", lambda c: c.model.moe.aux_loss_coeff == 0.001),
+        ("big.top_k=64", lambda c: c.big == MoE(num_experts=64, capacity_factor=None, top_k=64)),
+        ("link.rate=2.5", lambda c: c.link == Link(rate=2.5)),
+        ("links=[{rate = 2}, {}]", lambda c: c.links == (Link(rate=2.0), Link())),
+    ],
+)
+def test_an_override_reads_as(override: str, read: Callable[[Config], bool]) -> None:
+    assert read(load(Config, None, ["train.steps=1", override]))
+
+
+def test_a_section_said_to_be_none_may_be_set_again(load_text: Load) -> None:
+    assert load_text('link = "none"\n[train]\nsteps = 1\n').link is None
+    assert load_text('link = "none"\n[train]\nsteps = 1\n', "link.rate=3").link == Link(rate=3.0)
+    assert load_text("[train]\nsteps = 1\n[link]\n", "link=none").link is None
+
+
+# ---- refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "model.moe.top_k=9",
+            "model.moe.top_k = 9: must be between 1 and num_experts (8). Use 8 or fewer.",
+        ),
+        (
+            "model.moe.topk=2",
+            "model.moe.topk = 2: there is no such setting. Did you mean model.moe.top_k?",
+        ),
+        ("trian.steps=1", "trian = 1: there is no such setting. Did you mean train?"),
+        (
+            "top_k=2",
+            "top_k = 2: there is no such setting. Did you mean model.moe.top_k?",
+        ),
+        (
+            "model.moe.xyz=2",
+            "model.moe.xyz = 2: there is no such setting. "
+            "[model.moe] has num_experts, top_k, capacity_factor, aux_loss_coeff.",
+        ),
+        (
+            "zzz=2",
+            "zzz = 2: there is no such setting. The top level has train, seed, model, big, link, links.",
+        ),
+        ("seed=abc", 'seed = "abc": must be a whole number. For example seed=8.'),
+        ("seed=1.0", "seed = 1.0: must be a whole number. For example seed=8."),
+        ("seed=true", "seed = true: must be a whole number. For example seed=8."),
+        ("seed=none", 'seed = "none": must be a whole number. For example seed=8.'),
+        ("train.resume=1", "train.resume = 1: must be true or false. For example train.resume=true."),
+        (
+            "model.moe.aux_loss_coeff=true",
+            "model.moe.aux_loss_coeff = true: must be a number. For example model.moe.aux_loss_coeff=0.5.",
+        ),
+        (
+            "model.moe.capacity_factor=much",
+            'model.moe.capacity_factor = "much": must be a number, or none. '
+            "For example model.moe.capacity_factor=0.5.",
+        ),
+        (
+            "train.schedule=flomoe",
+            'train.schedule = "flomoe": must be one of sequential, flowmoe, fsmoe. Did you mean flowmoe?',
+        ),
+        (
+            "train.schedule=9",
+            "train.schedule = 9: must be one of sequential, flowmoe, fsmoe. "
+            'For example train.schedule="sequential".',
+        ),
+        ("train.degree=true", "train.degree = true: must be one of 1, 2, 4. For example train.degree=1."),
+        (
+            "train.files=a",
+            'train.files = "a": must be a list, each item of which must be text. '
+            'For example train.files=["first"].',
+        ),
+        (
+            'train.betas=[0.9, "x"]',
+            'train.betas[1] = "x": must be a number. For example train.betas[1]=0.5.',
+        ),
+        (
+            "train=5",
+            "train = 5: is a section of settings and cannot be set as one. "
+            "Set what is inside it, such as train.steps=8.",
+        ),
+        (
+            "train={steps = 5}",
+            "train = {steps = 5}: is a section of settings and cannot be set as one. "
+            "Set what is inside it, such as train.steps=8.",
+        ),
+        ("seed.x.y=1", "seed.x.y: seed is not a section. Set seed itself."),
+        ("seed", "seed: is not a setting with a value. Write section.key=value, such as train.steps=8."),
+        ("=4", "=4: is not a setting with a value. Write section.key=value, such as train.steps=8."),
+        ("links=[{speed = 2}]", "links[0].speed = 2: there is no such setting. [links[0]] has rate."),
+    ],
+)
+def test_a_refused_override_says(override: str, message: str) -> None:
+    assert str(refusal("train.steps=1", override)) == message
+
+
+def test_a_missing_setting_is_named() -> None:
+    message = "train.steps: is missing; it must be a whole number. For example train.steps=8."
+    assert str(refusal()) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train = 5", "train = 5: is a section of settings and cannot be set as one."),
+        ("[trains]\nsteps = 5", "trains: there is no such section. Did you mean train?"),
+        ("[train]\nsteps = 1\nnam = 2", "train.nam = 2: there is no such setting. Did you mean train.name?"),
+        ("[train]\nsteps = 2026-01-31", "train.steps = 2026-01-31: must be a whole number."),
+        ("[train]\nsteps = 1\n[train.name]\na = 1", "train.name = {a = 1}: must be text, or none."),
+    ],
+)
+def test_a_refused_file_says(text: str, message: str, tmp_path: Path) -> None:
+    assert str(refusal(text=text, tmp_path=tmp_path)).startswith(message)
+
+
+def test_an_override_inside_a_section_the_file_gives_as_a_value(tmp_path: Path) -> None:
+    error = refusal("train.steps=3", text="train = 5", tmp_path=tmp_path)
+    assert str(error).startswith("train = 5: is a section of settings")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: there is no such file\. Check the path\."):
+        load(Config, tmp_path / "nowhere.toml")
+
+
+def test_a_directory_is_not_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\)"):
+        load(Config, tmp_path)
+
+
+def test_broken_toml_names_the_line(tmp_path: Path) -> None:
+    error = refusal(text="seed = 1\n[train]\nsteps 5\n", tmp_path=tmp_path)
+    assert "config.toml: is not valid TOML" in str(error)
+    assert "line 3" in str(error)
+
+
+def test_a_file_in_another_encoding_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "latin.toml"
+    path.write_bytes(b"seed = 1\n# caf\xe9\n")
+    with pytest.raises(ConfigError, match=r"is not UTF-8 text \(line 2\)\. Save it as UTF-8"):
+        load(Config, path)
+
+
+def test_an_error_carries_its_parts_and_survives_pickling() -> None:
+    error = ConfigError("top_k", 9, "must be at most 8", "Use 8.").under("moe").under("")
+    assert (error.key, error.value, error.why, error.hint) == ("moe.top_k", 9, "must be at most 8", "Use 8.")
+    assert str(pickle.loads(pickle.dumps(error))) == "moe.top_k = 9: must be at most 8. Use 8."
+    assert str(ConfigError("a", UNSET, "is odd")) == "a: is odd."
+    assert str(ConfigError("a", None, "is odd")) == "a = none: is odd."
+
+
+# ---- saved -------------------------------------------------------------------------------------------------
+
+FLOATS = st.floats(allow_nan=False)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+NAMES = TEXT.filter(lambda text: text.lower() != "none")
+
+
+@st.composite
+def moes(draw: st.DrawFn) -> MoE:
+    num_experts = draw(st.integers(1, 1000))
+    return MoE(
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, num_experts)),
+        capacity_factor=draw(st.none() | FLOATS),
+        aux_loss_coeff=draw(FLOATS),
+    )
+
+
+LINKS = st.builds(Link, rate=FLOATS)
+TRAINS = st.builds(
+    Train,
+    steps=st.integers(),
+    schedule=st.sampled_from(["sequential", "flowmoe", "fsmoe"]),
+    degree=st.sampled_from([1, 2, 4]),
+    resume=st.booleans(),
+    out=TEXT.map(Path),
+    name=st.none() | NAMES,
+    files=st.lists(TEXT, max_size=3).map(tuple),
+    betas=st.none() | st.lists(FLOATS, max_size=2).map(tuple),
+)
+CONFIGS = st.builds(
+    Config,
+    train=TRAINS,
+    seed=st.integers(),
+    model=st.builds(Model, hidden_size=st.integers(), moe=moes()),
+    big=moes(),
+    link=st.none() | LINKS,
+    links=st.lists(LINKS, max_size=2).map(tuple),
+)
+
+
+@given(config=CONFIGS)
+def test_what_is_saved_loads_as_the_same(config: Config, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "round.toml"
+    path.write_text(to_toml(config), encoding="utf-8", newline="")
+    assert load(Config, path) == config
+
+
+@given(config=CONFIGS)
+def test_plain_data_is_json(config: Config) -> None:
+    data = to_dict(config)
+    assert json.loads(json.dumps(data)) == data
+    assert data["train"]["name"] == config.train.name
+    assert list(data) == ["train", "seed", "model", "big", "link", "links"]
+
+
+def test_none_is_left_out_only_where_it_is_the_default() -> None:
+    text = to_toml(Config(train=Train(steps=1), model=Model(moe=MoE(capacity_factor=None))))
+    assert text.count("capacity_factor") == 1
+    assert 'capacity_factor = "none"' in text
+    assert "name" not in text
+    assert "link =" not in text
+
+
+def test_a_text_that_reads_as_none_is_not_saved() -> None:
+    with pytest.raises(ConfigError, match=r'train\.name = "None": cannot be saved'):
+        to_toml(Config(train=Train(steps=1, name="None")))
+
+
+def test_configuration_does_not_load_torch() -> None:
+    code = "import sys, penstock.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

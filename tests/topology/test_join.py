@@ -1,0 +1,293 @@
+"""Joining: what the environment says about us, and real processes that find each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import ConfigError
+from penstock.topology.join import ALONE, ProcessInfo, detect, join, leave, rendezvous_env
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
+OTHERS = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "PENSTOCK_LAUNCHED", "SLURM_STEP_NUM_TASKS")
+CPU = torch.device("cpu")
+
+WORKER = """
+import os, torch, torch.distributed as dist
+from penstock.topology.join import detect, join, leave
+info = detect(os.environ)
+join(info, 60.0, torch.device("cpu"))
+total = torch.tensor([info.rank + 1.0])
+dist.all_reduce(total)
+print(info.launcher, info.rank, info.local_rank, int(total), torch.get_num_threads(), flush=True)
+leave()
+leave()
+"""
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment in which nothing started us, and which is as before when the test ends."""
+    for name in (*TORCHRUN, *SLURM, *OTHERS):
+        monkeypatch.setenv(name, "")  # so that what join sets is undone, even where nothing was set before
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# ---- detect ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "info"),
+    [
+        ({}, None),
+        ({"PENSTOCK_LAUNCHED": "1"}, None),
+        (TORCHRUN, ProcessInfo(rank=1, world_size=4, local_rank=0, launcher="torchrun")),
+        (
+            TORCHRUN | {"PENSTOCK_LAUNCHED": "1"},
+            ProcessInfo(rank=1, world_size=4, local_rank=0, launcher="penstock"),
+        ),
+        (SLURM, ProcessInfo(rank=3, world_size=4, local_rank=1, launcher="slurm")),
+        (SLURM | TORCHRUN, ProcessInfo(rank=1, world_size=4, local_rank=0, launcher="torchrun")),
+        (SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
+        # A step that is part of a larger job, and the interactive step in which a user types.
+        (
+            SLURM | {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4"},
+            ProcessInfo(rank=3, world_size=4, local_rank=1, launcher="slurm"),
+        ),
+        (SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
+        # A batch script, and a task that srun started inside one.
+        (SLURM | {"SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}, None),
+        (
+            SLURM | {"ENVIRONMENT": "BATCH", "SLURM_STEP_ID": "0"},
+            ProcessInfo(rank=3, world_size=4, local_rank=1, launcher="slurm"),
+        ),
+        # salloc without srun describes a job but starts nothing.
+        ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}, None),
+    ],
+)
+def test_who_started_us(environ: dict[str, str], info: ProcessInfo | None) -> None:
+    assert detect(environ) == info
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE: is not set"),
+        ({"WORLD_SIZE": "2"}, "RANK: is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK: is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": ""}, "LOCAL_RANK: is not set"),
+        (TORCHRUN | {"RANK": "one"}, 'RANK = "one": must be a whole number'),
+        (TORCHRUN | {"RANK": "-1"}, 'RANK = "-1": must be a whole number'),
+        (TORCHRUN | {"RANK": "4"}, r"RANK = 4: must be below WORLD_SIZE \(4\)"),
+        (TORCHRUN | {"LOCAL_RANK": "9"}, r"LOCAL_RANK = 9: must be below WORLD_SIZE \(4\)"),
+        (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE = 0: must be at least 1"),
+        (SLURM | {"SLURM_NTASKS": "many"}, 'SLURM_NTASKS = "many": must be a whole number'),
+        (SLURM | {"SLURM_PROCID": "4"}, r"SLURM_PROCID = 4: must be below SLURM_NTASKS \(4\)"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "SLURM_LOCALID: is not set"),
+    ],
+)
+def test_contradictions_name_the_variable(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        detect(environ)
+
+
+@given(world=st.integers(1, 4096), data=st.data())
+def test_any_consistent_numbers_are_taken(world: int, data: st.DataObject) -> None:
+    rank, local = data.draw(st.integers(0, world - 1)), data.draw(st.integers(0, world - 1))
+    info = detect({"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)})
+    assert info == ProcessInfo(rank=rank, world_size=world, local_rank=local, launcher="torchrun")
+
+
+# ---- Slurm's rendezvous ------------------------------------------------------------------------------------
+
+
+def master(nodelist: str) -> str:
+    return rendezvous_env(SLURM | {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": nodelist})["MASTER_ADDR"]
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[003-008,12],other1", "node003"),
+        ("node[12,003-008]", "node12"),
+        ("rack[1-2]-node[7,9]", "rack1-node7"),
+        ("gpu-[01-04].cluster.local,login", "gpu-01.cluster.local"),
+    ],
+)
+def test_the_first_host_of_a_list(nodelist: str, first: str) -> None:
+    assert master(nodelist) == first
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 999), st.integers(0, 99)), min_size=1, max_size=4)
+HOSTS = st.from_regex(r"[a-z][a-z0-9-]{0,8}[a-z]", fullmatch=True)
+
+
+@given(prefix=HOSTS, spans=SPANS, width=st.integers(1, 4), others=st.lists(HOSTS, max_size=3))
+def test_the_first_host_of_any_list(
+    prefix: str, spans: list[tuple[int, int]], width: int, others: list[str]
+) -> None:
+    """Slurm packs equal prefixes into brackets of padded numbers and ranges."""
+    items = [f"{low:0{width}}-{low + more:0{width}}" if more else f"{low:0{width}}" for low, more in spans]
+    nodelist = ",".join([f"{prefix}[{','.join(items)}]", *others])
+    assert master(nodelist) == f"{prefix}{spans[0][0]:0{width}}"
+
+
+@pytest.mark.parametrize("nodelist", ["node[1-", "[]", ",", "a]b"])
+def test_a_broken_list_names_the_variable(nodelist: str) -> None:
+    with pytest.raises(ConfigError, match=r"^SLURM_STEP_NODELIST = .*: is not a list of hosts"):
+        master(nodelist)
+
+
+def test_what_slurm_tasks_share() -> None:
+    environ = SLURM | {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "job[1-2]"}
+    found = rendezvous_env(environ)
+    assert found == {
+        "MASTER_ADDR": "job1",
+        "MASTER_PORT": "23456",
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+    }
+    assert rendezvous_env(environ | {"SLURM_STEP_NODELIST": "job2"})["MASTER_ADDR"] == "job2"
+
+
+def test_what_the_user_set_is_kept() -> None:
+    found = rendezvous_env(SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"})
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.0.0.1", "5")
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (SLURM | {"SLURM_JOB_ID": "1"}, "MASTER_ADDR: is not set, and Slurm lists no nodes"),
+        (SLURM | {"MASTER_ADDR": "a"}, "SLURM_JOB_ID: is not set"),
+        (TORCHRUN, "SLURM_PROCID: this process was not started by srun"),
+    ],
+)
+def test_without_slurms_variables_there_is_no_rendezvous(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        rendezvous_env(environ)
+
+
+# ---- join --------------------------------------------------------------------------------------------------
+
+
+def test_alone_needs_no_address_and_all_reduces_with_itself(clean: pytest.MonkeyPatch) -> None:
+    del clean
+    threads = torch.get_num_threads()
+    join(ALONE, 10.0, CPU)
+    try:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert (total.item(), dist.get_world_size(), torch.get_num_threads()) == (1.0, 1, threads)
+    finally:
+        leave()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"MASTER_PORT": "1"}, "MASTER_ADDR: is not set"),
+        ({"MASTER_ADDR": "localhost"}, "MASTER_PORT: is not set"),
+        ({"MASTER_ADDR": "localhost", "MASTER_PORT": "70000"}, "MASTER_PORT = 70000: must be between"),
+        ({"MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, 'MASTER_PORT = "x": must be a whole number'),
+    ],
+)
+def test_joining_needs_an_address(clean: pytest.MonkeyPatch, variables: dict[str, str], message: str) -> None:
+    for name, value in variables.items():
+        clean.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        join(ProcessInfo(rank=1, world_size=2, local_rank=1, launcher="torchrun"), 1.0, CPU)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_when_the_others_do_not_come(clean: pytest.MonkeyPatch, rank: int) -> None:
+    port = free_port()
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        clean.setenv(name, value)
+    info = ProcessInfo(rank=rank, world_size=2, local_rank=rank, launcher="torchrun")
+    with pytest.raises(RuntimeError, match=rf"rank {rank} of 2 could not .* 127\.0\.0\.1:{port} within 1 s"):
+        join(info, 1.0, CPU)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("address", "interface"),
+    [("127.0.0.1", "lo"), ("127.1.2.3", "lo"), ("localhost", "lo"), ("::1", "lo"), ("192.0.2.1", None)],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface has another name elsewhere")
+def test_loopback_traffic_needs_no_host_name(
+    clean: pytest.MonkeyPatch, address: str, interface: str | None
+) -> None:
+    clean.setenv("MASTER_ADDR", address)
+    clean.setenv("MASTER_PORT", "1")
+    with pytest.raises(RuntimeError, match="could not join"):
+        join(ProcessInfo(rank=1, world_size=2, local_rank=1, launcher="torchrun"), 0.01, CPU)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
+
+
+def test_an_interface_the_user_chose_is_kept(clean: pytest.MonkeyPatch) -> None:
+    clean.setenv("GLOO_SOCKET_IFNAME", "nothing0")
+    with pytest.raises(RuntimeError, match="could not join"):
+        join(ALONE, 1.0, CPU)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "nothing0"
+
+
+# ---- real processes ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def worker(tmp_path: Path, clean: pytest.MonkeyPatch) -> Path:
+    """A script that joins, adds up ranks, and prints what it saw; processes it starts inherit `clean`."""
+    del clean
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    return path
+
+
+def test_two_processes_of_torchrun(worker: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*command, str(worker)], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["torchrun 0 0 3 1", "torchrun 1 1 3 1"]
+
+
+def test_two_tasks_of_slurm(worker: Path) -> None:
+    shared = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, str(worker)],
+            env=os.environ | shared | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [task.communicate(timeout=90)[0] for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert printed == ["slurm 0 0 3 1\n", "slurm 1 1 3 1\n"]
+    assert [task.returncode for task in tasks] == [0, 0]

@@ -1,0 +1,183 @@
+"""Which text a rank sees at a step.
+
+The text is random, so that a sample tells which window it was cut from.
+Shapes: B samples per rank, L sequence length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import ConfigError
+from penstock.train.batches import Batch, BatchStream, split_windows
+from penstock.train.corpus import Corpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A corpus of `windows` windows, and who shares a global batch."""
+
+    windows: int = 100
+    seq_len: int = 8
+    global_batch: int = 12
+    seed: int = 0
+    held_out_fraction: float = 0.25
+
+    def stream(self, rank: int = 0, world_size: int = 1) -> BatchStream:
+        return BatchStream(
+            random_corpus(self.windows * self.seq_len + 1),
+            seq_len=self.seq_len,
+            batch_per_device=self.global_batch // world_size,
+            rank=rank,
+            world_size=world_size,
+            seed=self.seed,
+            held_out_fraction=self.held_out_fraction,
+        )
+
+
+cases = st.builds(
+    Case,
+    windows=st.integers(60, 300),
+    seq_len=st.integers(4, 12),
+    seed=st.integers(0, 2**40),
+    held_out_fraction=st.sampled_from([0.2, 0.25, 0.5]),
+)
+
+
+def random_corpus(length: int) -> Corpus:
+    text = np.random.default_rng(7).integers(0, 256, size=length, dtype=np.uint8)
+    return Corpus(text=text, source="test")
+
+
+def windows_of(case: Case, batch: Batch) -> list[int]:
+    """Which windows of the corpus the samples of `batch` are."""
+    text = random_corpus(case.windows * case.seq_len + 1).text
+    window_of = {
+        text[w * case.seq_len : (w + 1) * case.seq_len + 1].tobytes(): w for w in range(case.windows)
+    }
+    assert len(window_of) == case.windows
+    whole_BL = torch.cat([batch.tokens_BL, batch.labels_BL[:, -1:]], dim=1)
+    return [window_of[bytes(row)] for row in whole_BL.tolist()]
+
+
+def same(left: Batch, right: Batch) -> bool:
+    return (
+        torch.equal(left.tokens_BL, right.tokens_BL)
+        and torch.equal(left.labels_BL, right.labels_BL)
+        and torch.equal(left.sample_ids_B, right.sample_ids_B)
+    )
+
+
+def union(batches: list[Batch]) -> Batch:
+    return Batch(
+        tokens_BL=torch.cat([batch.tokens_BL for batch in batches]),
+        labels_BL=torch.cat([batch.labels_BL for batch in batches]),
+        sample_ids_B=torch.cat([batch.sample_ids_B for batch in batches]),
+    )
+
+
+@given(cases, st.integers(0, 50))
+def test_labels_are_the_next_tokens(case: Case, step: int) -> None:
+    batch = case.stream().batch(step)
+    assert batch.tokens_BL.shape == batch.labels_BL.shape == (case.global_batch, case.seq_len)
+    assert batch.tokens_BL.dtype == batch.labels_BL.dtype == batch.sample_ids_B.dtype == torch.int64
+    assert torch.equal(batch.tokens_BL[:, 1:], batch.labels_BL[:, :-1])
+    assert len(windows_of(case, batch)) == case.global_batch  # every sample is cut from the corpus
+
+
+@given(cases, st.integers(0, 50), st.sampled_from([2, 3, 4, 6, 12]))
+def test_all_ranks_together_see_the_same_whatever_their_number(
+    case: Case, step: int, world_size: int
+) -> None:
+    ranks = [case.stream(rank, world_size) for rank in range(world_size)]
+    assert same(union([rank.batch(step) for rank in ranks]), case.stream().batch(step))
+    shares = zip(*(rank.held_out_batches(5) for rank in ranks), strict=True)  # strict: equally many per rank
+    for parts, whole in zip(shares, case.stream().held_out_batches(5), strict=True):
+        assert same(union(list(parts)), whole)
+
+
+@given(cases, st.lists(st.integers(0, 60), min_size=2, max_size=8))
+def test_a_batch_depends_on_the_step_alone(case: Case, steps: list[int]) -> None:
+    used = case.stream()
+    for step in steps:
+        assert same(used.batch(step), case.stream().batch(step))
+
+
+@given(cases)
+def test_an_epoch_visits_every_training_window_once_and_no_held_out_one(case: Case) -> None:
+    training_W, held_out_W = split_windows(case.windows, case.held_out_fraction)
+    stream = case.stream()
+    epochs = 3
+    steps = -(-epochs * training_W.size // case.global_batch)
+    seen = [window for step in range(steps) for window in windows_of(case, stream.batch(step))]
+    visits = [seen[epoch * training_W.size : (epoch + 1) * training_W.size] for epoch in range(epochs)]
+    assert all(sorted(visit) == training_W.tolist() for visit in visits)
+    assert visits[0] != visits[1] != visits[2]
+    assert stream.steps_per_epoch == training_W.size // case.global_batch
+    assert not set(seen) & set(held_out_W.tolist())
+
+
+@given(cases)
+def test_held_out_batches_repeat_and_hold_no_training_text(case: Case) -> None:
+    _, held_out_W = split_windows(case.windows, case.held_out_fraction)
+    stream = case.stream()
+    batches = list(stream.held_out_batches(1000))
+    seen = [window for batch in batches for window in windows_of(case, batch)]
+    assert len(batches) == held_out_W.size // case.global_batch
+    assert len(set(seen)) == len(seen)
+    assert set(seen) <= set(held_out_W.tolist())
+    stream.batch(0)
+    assert all(same(a, b) for a, b in zip(batches, stream.held_out_batches(1000), strict=True))
+    assert len(list(stream.held_out_batches(1))) == 1
+
+
+@given(cases)
+def test_sample_ids_never_repeat(case: Case) -> None:
+    stream = case.stream()
+    batches = [*(stream.batch(step) for step in range(40)), *stream.held_out_batches(1000)]
+    ids = union(batches).sample_ids_B
+    assert ids.unique().numel() == ids.numel()
+    assert torch.equal(ids[: 40 * case.global_batch], torch.arange(40 * case.global_batch))
+
+
+def test_the_seed_changes_the_order_and_not_the_evaluation() -> None:
+    first, second = Case(seed=1).stream(), Case(seed=2).stream()
+    assert not same(first.batch(0), second.batch(0))
+    assert same(next(first.held_out_batches(1)), next(second.held_out_batches(1)))
+
+
+@given(st.integers(0, 5000), st.sampled_from([0.05, 0.1, 0.3, 0.5]))
+def test_every_window_is_either_training_or_held_out(window_count: int, fraction: float) -> None:
+    training_W, held_out_W = split_windows(window_count, fraction)
+    assert sorted([*training_W.tolist(), *held_out_W.tolist()]) == list(range(window_count))
+
+
+def test_blocks_are_held_out_of_a_long_corpus_and_windows_of_a_short_one() -> None:
+    _, long_W = split_windows(32 * 8, 0.25)
+    assert long_W.tolist() == [*range(32 * 3, 32 * 4), *range(32 * 7, 32 * 8)]
+    _, short_W = split_windows(9, 0.25)
+    assert short_W.tolist() == [3, 7]
+
+
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        (Case(windows=0), "batch_per_device"),
+        (Case(windows=14), "batch_per_device"),
+        (Case(windows=20), "held_out_fraction"),
+        (Case(held_out_fraction=1e-6), "held_out_fraction"),
+        (Case(seq_len=0), "seq_len"),
+        (Case(seed=-1), "seed"),
+    ],
+)
+def test_what_cannot_be_batched_is_refused_by_name(case: Case, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        case.stream()
+    assert caught.value.key == key
+    assert caught.value.hint

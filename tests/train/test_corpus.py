@@ -1,0 +1,146 @@
+"""The text to train on."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import ConfigError
+from penstock.train.corpus import MIN_TEXT_BYTES, Corpus, DataConfig, load_corpus
+
+TEXT = b"Water runs downhill.\n" * 100
+
+
+def corpus_of(text: bytes) -> Corpus:
+    return Corpus(text=np.frombuffer(text, dtype=np.uint8), source="test")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"path": ""},
+        {"batch_per_device": 0},
+        {"held_out_fraction": 0.0},
+        {"held_out_fraction": 0.6},
+        {"held_out_fraction": math.nan},
+        {"suffixes": ()},
+        {"suffixes": ("txt",)},
+        {"suffixes": (".",)},
+    ],
+)
+def test_a_bad_setting_is_named(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DataConfig(**bad)
+    assert caught.value.key == next(iter(bad))
+    assert caught.value.hint
+
+
+def test_without_a_path_the_standard_library_is_the_text() -> None:
+    corpus = load_corpus(DataConfig())
+    assert corpus.text.dtype == np.uint8
+    assert corpus.text.size > 1_000_000
+    assert f"{corpus.text.size:,} bytes" in corpus.source
+    assert 2.5 < corpus.unigram_entropy_nats < 4.0
+
+
+def test_the_standard_library_leaves_out_packages_and_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (
+        "os.py",
+        "json/decoder.py",
+        "test/a.py",
+        "json/tests/b.py",
+        "site-packages/c.py",
+        "readme.txt",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode() * 200)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    text = load_corpus(DataConfig()).text.tobytes()
+    assert text == b"json/decoder.py" * 200 + b"\n" + b"os.py" * 200
+
+
+def test_an_interpreter_without_sources_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(ConfigError, match="sources of Python's standard library") as caught:
+        load_corpus(DataConfig())
+    assert caught.value.key == "path"
+
+
+def test_a_file_is_read_whatever_its_ending(tmp_path: Path) -> None:
+    file = tmp_path / "text.log"
+    file.write_bytes(TEXT)
+    corpus = load_corpus(DataConfig(path=str(file)))
+    assert corpus.text.tobytes() == TEXT
+    assert corpus.source == f"{file}: 1 file, 2,100 bytes"
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
+    contents = {"b.txt": b"B" * 600, "a/z.md": b"A" * 600, "c.bin": b"C" * 600, "a.txt": b"D" * 600}
+    for name, content in contents.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    corpus = load_corpus(DataConfig(path=str(tmp_path)))
+    assert corpus.text.tobytes() == b"\n".join([contents["a.txt"], contents["a/z.md"], contents["b.txt"]])
+    assert "3 files" in corpus.source
+    only = load_corpus(DataConfig(path=str(tmp_path), suffixes=(".md", ".bin")))
+    assert only.text.tobytes() == contents["a/z.md"] + b"\n" + contents["c.bin"]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"x" * (MIN_TEXT_BYTES - 1)])
+def test_a_path_without_enough_text_is_an_error(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_corpus(DataConfig(path=str(tmp_path)))
+    assert caught.value.key == "path"
+    assert caught.value.hint
+
+
+def test_a_missing_path_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*nowhere: No such file"):
+        load_corpus(DataConfig(path=str(tmp_path / "nowhere")))
+
+
+def test_an_unreadable_file_is_an_error_and_not_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(TEXT)
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(ConfigError, match=r"cannot read .*b\.txt"):
+        load_corpus(DataConfig(path=str(tmp_path)))
+
+
+def test_an_unreadable_folder_is_an_error_and_not_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_bytes(TEXT)
+    (tmp_path / "closed").mkdir()
+    list_folder = os.scandir
+
+    def refuse_closed(folder: str | Path) -> Any:  # permissions would not stop an administrator
+        if Path(folder).name == "closed":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        return list_folder(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse_closed)
+    with pytest.raises(ConfigError, match=r"cannot read .*closed"):
+        load_corpus(DataConfig(path=str(tmp_path)))
+
+
+@given(st.binary(min_size=1, max_size=300))
+def test_entropy_lies_between_one_byte_and_all_bytes(text: bytes) -> None:
+    entropy_nats = corpus_of(text).unigram_entropy_nats
+    assert -1e-12 <= entropy_nats <= math.log(len(set(text))) + 1e-12
+
+
+def test_entropy_of_equally_frequent_bytes() -> None:
+    assert corpus_of(bytes(range(256)) * 3).unigram_entropy_nats == pytest.approx(math.log(256))

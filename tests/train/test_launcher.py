@@ -1,0 +1,334 @@
+"""The launcher, with real processes: how ranks end, who is stopped, and that nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.train.launcher import Failure, LaunchOutcome, launch
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the parent-death signal")
+
+# A launcher in a process of its own; arguments: grace, then the ranks' script and its arguments. As leader of
+# a session without a terminal it makes the one on its stdin, if any, the terminal it is controlled by.
+PARENT = """
+import os, sys
+from penstock.train.launcher import launch
+if os.isatty(0):
+    os.open(os.ttyname(0), os.O_RDWR)
+outcome = launch([sys.executable, *sys.argv[2:]], 2, grace_s=float(sys.argv[1]))
+print(outcome.exit_codes, outcome.interrupted_by and outcome.interrupted_by.name, outcome.first_failure)
+sys.exit(outcome.exit_code)
+"""
+
+# A rank that says it is ready by leaving its process id in a file, and then does nothing.
+SLEEPER = """
+import os, pathlib, signal, sys, time
+here, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+def be_ready():
+    (here / f"half{rank}").write_text(str(os.getpid()))
+    (here / f"half{rank}").rename(here / f"pid{rank}")
+    time.sleep(60)
+"""
+PLAIN = SLEEPER + "be_ready()"
+
+# One that notes every signal, takes a moment to save what it has, and exits with 0.
+SAVER = (
+    SLEEPER
+    + """
+caught = []
+def save(number, frame):
+    caught.append(signal.Signals(number).name)
+    (here / f"caught{rank}").write_text(" ".join(caught))
+    if len(caught) == 1:
+        time.sleep(0.4)
+        sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGINT, save)
+be_ready()
+"""
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., LaunchOutcome]:
+    """Launches a script from this process, with `tmp_path` as its only argument."""
+
+    def launch_script(text: str, processes: int = 2, grace_s: float = 10.0) -> LaunchOutcome:
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return launch([sys.executable, str(path), str(tmp_path)], processes, grace_s=grace_s)
+
+    return launch_script
+
+
+Run = Callable[..., LaunchOutcome]
+
+
+def wait_for(what: Callable[[], object], timeout_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a dead one whose parent has not noticed yet does not count."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+class Parent:
+    """A running launcher with two ranks that are ready."""
+
+    def __init__(self, folder: Path, child: str, grace_s: float, stdin: int = subprocess.DEVNULL) -> None:
+        (folder / "parent.py").write_text(PARENT)
+        (folder / "child.py").write_text(child)
+        command = [sys.executable, f"{folder}/parent.py", str(grace_s), f"{folder}/child.py", str(folder)]
+        self.process = subprocess.Popen(
+            command, stdin=stdin, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        files = [folder / f"pid{rank}" for rank in range(2)]
+        wait_for(lambda: all(file.exists() for file in files))
+        self.pids = [int(file.read_text()) for file in files]
+
+    def end(self) -> tuple[int, str]:
+        """Its exit code and what it printed, once its ranks are gone too."""
+        printed, _ = self.process.communicate(timeout=30)
+        wait_for(lambda: not any(map(alive, self.pids)), timeout_s=5.0)
+        return self.process.returncode, printed.strip()
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    """A terminal: the end on which one types, and the end of the programs."""
+    ends = pty.openpty()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+# ---- how ranks end -----------------------------------------------------------------------------------------
+
+
+def test_ranks_know_who_they_are(run: Run, tmp_path: Path) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "PENSTOCK_LAUNCHED")
+    outcome = run(
+        "import os, pathlib, sys\n"
+        f"said = ' '.join(os.environ[name] for name in {names})\n"
+        "(pathlib.Path(sys.argv[1]) / f'rank{os.environ[\"RANK\"]}').write_text(said)\n",
+        3,
+    )
+    assert outcome.exit_codes == (0, 0, 0)
+    assert (outcome.exit_code, outcome.first_failure, outcome.stopped) == (0, None, frozenset())
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    said = [(tmp_path / f"rank{rank}").read_text() for rank in range(3)]
+    assert said == [f"{rank} {rank} 3 3 {threads} 1" for rank in range(3)]
+
+
+def test_a_given_environment_replaces_ours(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os; assert 'HOME' not in os.environ and os.environ['OMP_NUM_THREADS'] == '7'")
+    outcome = launch([sys.executable, str(script)], 1, grace_s=1.0, environ={"OMP_NUM_THREADS": "7"})
+    assert outcome.exit_code == 0
+
+
+def test_an_exit_code_is_the_first_failure_and_the_others_are_stopped(run: Run) -> None:
+    start_s = time.monotonic()
+    outcome = run("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)", 3, 0.3)
+    assert time.monotonic() - start_s < 10
+    assert outcome.exit_codes == (-signal.SIGTERM, 3, -signal.SIGTERM)
+    assert outcome.first_failure == Failure(rank=1, returncode=3)
+    assert (outcome.stopped, outcome.exit_code) == (frozenset({0, 2}), 1)
+
+
+def test_a_killed_rank_is_named_with_its_signal(run: Run) -> None:
+    text = "import os, time\nif os.environ['RANK'] == '2': os.kill(os.getpid(), 9)\ntime.sleep(60)"
+    outcome = run(text, 3, 0.3)
+    assert outcome.first_failure is not None
+    assert outcome.first_failure.describe() == "rank 2 was killed by signal 9 (SIGKILL)"
+    assert outcome.exit_codes == (-signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL)
+
+
+def test_the_others_may_end_by_themselves_within_the_grace(run: Run) -> None:
+    text = "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(2)\ntime.sleep(0.5)\nsys.exit(4)"
+    outcome = run(text)
+    assert (outcome.exit_codes, outcome.stopped) == ((2, 4), frozenset())
+    assert outcome.first_failure == Failure(rank=0, returncode=2)
+    assert outcome.exit_code == 1
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.train.launcher.KILL_AFTER_TERM_S", 0.2)
+    outcome = run(
+        "import os, pathlib, signal, sys, time\n"
+        "ready = pathlib.Path(sys.argv[1]) / 'ready'\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    while not ready.exists(): time.sleep(0.01)\n"
+        "    sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "ready.touch()\n"
+        "time.sleep(60)",
+        grace_s=0.1,
+    )
+    assert outcome.exit_codes == (-signal.SIGKILL, 1)
+
+
+def test_bad_usage_everywhere_is_bad_usage(run: Run) -> None:
+    assert run("import sys; sys.exit(2)").exit_code == 2
+
+
+def test_of_two_that_end_at_once_the_killed_one_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its death is what the other one failed of; the launcher finds both dead when it looks."""
+    monkeypatch.setattr("penstock.train.launcher.POLL_S", 1.0)
+    outcome = launch(["sh", "-c", 'sleep 0.3; [ "$RANK" = 0 ] && exit 1; kill -9 $$'], 2, grace_s=5.0)
+    assert outcome.exit_codes == (1, -9)
+    assert outcome.first_failure == Failure(rank=1, returncode=-9)
+
+
+@pytest.mark.parametrize("processes", [0, -1])
+def test_at_least_one_process(processes: int) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        launch(["true"], processes, grace_s=1.0)
+
+
+def test_a_command_that_does_not_exist() -> None:
+    with pytest.raises(FileNotFoundError, match="no-such-command"):
+        launch(["no-such-command"], 2, grace_s=1.0)
+
+
+def test_another_thread_may_launch() -> None:
+    outcomes: list[LaunchOutcome] = []
+    thread = threading.Thread(target=lambda: outcomes.append(launch(["true"], 2, grace_s=1.0)))
+    thread.start()
+    thread.join(timeout=20)
+    assert [outcome.exit_code for outcome in outcomes] == [0]
+
+
+@pytest.mark.parametrize(
+    ("failure", "text"),
+    [
+        (Failure(rank=0, returncode=3), "rank 0 exited with code 3"),
+        (Failure(rank=2, returncode=-11), "rank 2 was killed by signal 11 (SIGSEGV)"),
+        (Failure(rank=2, returncode=-40), "rank 2 was killed by signal 40 (a real-time signal)"),
+    ],
+)
+def test_a_failure_describes_itself(failure: Failure, text: str) -> None:
+    assert failure.describe() == text
+
+
+def outcome_of(*codes: int, stopped: tuple[int, ...] = (), by: signal.Signals | None = None) -> LaunchOutcome:
+    return LaunchOutcome(exit_codes=codes, first_failure=None, stopped=frozenset(stopped), interrupted_by=by)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        (outcome_of(0, 0), 0),
+        (outcome_of(0, 1), 1),
+        (outcome_of(2, 2), 2),
+        (outcome_of(2, 1), 1),
+        (outcome_of(2, -15, stopped=(1,)), 2),
+        (outcome_of(-9, 0), 1),
+        (outcome_of(0, 0, by=signal.SIGINT), 0),
+        (outcome_of(-2, -2, by=signal.SIGINT), 130),
+        (outcome_of(-15, 0, stopped=(0,), by=signal.SIGTERM), 143),
+    ],
+)
+def test_the_exit_code_of_a_launch(outcome: LaunchOutcome, code: int) -> None:
+    assert outcome.exit_code == code
+
+
+# ---- the store ---------------------------------------------------------------------------------------------
+
+
+def test_ranks_meet_at_the_parents_store(run: Run, tmp_path: Path) -> None:
+    outcome = run(
+        "import os, pathlib, sys, torch, torch.distributed as dist\n"
+        "os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')\n"
+        "dist.init_process_group('gloo', init_method='env://')\n"
+        "total = torch.tensor([dist.get_rank() + 1])\n"
+        "dist.all_reduce(total)\n"
+        "(pathlib.Path(sys.argv[1]) / f'total{dist.get_rank()}').write_text(str(int(total)))\n"
+        "dist.destroy_process_group()\n"
+    )
+    assert outcome.exit_codes == (0, 0)
+    assert [(tmp_path / f"total{rank}").read_text() for rank in range(2)] == ["3", "3"]
+
+
+@linux_only
+def test_the_store_is_reachable_from_this_machine_only(run: Run, tmp_path: Path) -> None:
+    run(
+        "import os, pathlib, sys\n"
+        "port = format(int(os.environ['MASTER_PORT']), '04X')\n"
+        "tables = [pathlib.Path('/proc/net', name).read_text() for name in ('tcp', 'tcp6')]\n"
+        "sockets = [row.split() for table in tables for row in table.splitlines()[1:]]\n"
+        "addresses = [at for _, at, _, state, *_ in sockets if state == '0A' and at.endswith(':' + port)]\n"
+        "(pathlib.Path(sys.argv[1]) / 'listening').write_text(' '.join(addresses))\n",
+        1,
+    )
+    assert (tmp_path / "listening").read_text().startswith("0100007F:")
+    assert len((tmp_path / "listening").read_text().split()) == 1
+
+
+# ---- interruption ------------------------------------------------------------------------------------------
+
+
+@linux_only
+def test_sigterm_is_passed_on(tmp_path: Path) -> None:
+    parent = Parent(tmp_path, PLAIN, grace_s=20.0)
+    parent.process.send_signal(signal.SIGTERM)
+    assert parent.end() == (143, "(-15, -15) SIGTERM None")
+
+
+@linux_only
+def test_ranks_may_save_and_end_well_on_sigterm(tmp_path: Path) -> None:
+    parent = Parent(tmp_path, SAVER, grace_s=20.0)
+    parent.process.send_signal(signal.SIGTERM)
+    assert parent.end() == (0, "(0, 0) SIGTERM None")
+    assert [(tmp_path / f"caught{rank}").read_text() for rank in range(2)] == ["SIGTERM", "SIGTERM"]
+
+
+@linux_only
+def test_sigint_without_a_terminal_is_passed_on(tmp_path: Path) -> None:
+    parent = Parent(tmp_path, SAVER, grace_s=20.0)
+    parent.process.send_signal(signal.SIGINT)
+    assert parent.end() == (0, "(0, 0) SIGINT None")
+    assert [(tmp_path / f"caught{rank}").read_text() for rank in range(2)] == ["SIGINT", "SIGINT"]
+
+
+@linux_only
+def test_ctrl_c_at_a_terminal_reaches_each_rank_once(tmp_path: Path, terminal: tuple[int, int]) -> None:
+    keyboard, screen = terminal
+    parent = Parent(tmp_path, SAVER, grace_s=20.0, stdin=screen)
+    os.write(keyboard, b"\x03")
+    assert parent.end() == (0, "(0, 0) SIGINT None")
+    assert [(tmp_path / f"caught{rank}").read_text() for rank in range(2)] == ["SIGINT", "SIGINT"]
+
+
+@linux_only
+def test_a_second_interruption_ends_the_grace(tmp_path: Path) -> None:
+    parent = Parent(tmp_path, SLEEPER + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nbe_ready()", 60.0)
+    for _ in range(2):
+        parent.process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    assert parent.end() == (130, "(-15, -15) SIGINT None")
+
+
+@linux_only
+def test_killing_the_parent_takes_the_ranks_with_it(tmp_path: Path) -> None:
+    parent = Parent(tmp_path, PLAIN, grace_s=20.0)
+    parent.process.kill()
+    assert parent.end() == (-9, "")

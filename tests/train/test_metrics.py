@@ -1,0 +1,213 @@
+"""What a run writes down and what it shows."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+import tempfile
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.train.metrics import MetricsWriter, Progress, StepMetrics, describe, read_metrics
+
+EXAMPLE = StepMetrics(
+    step=1,
+    loss=2.5,
+    learning_rate=1e-3,
+    grad_norm=0.75,
+    iteration_s=0.5,
+    tokens_per_s=12345.6,
+    exposed_communication_s=0.07,
+    communication_s=1.0,
+    overlap_efficiency=0.9,
+    tokens_per_expert_max_over_mean=1.25,
+)
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+records = st.builds(
+    StepMetrics,
+    step=st.integers(1, 10**9),
+    loss=finite,
+    learning_rate=finite,
+    grad_norm=finite,
+    iteration_s=finite,
+    tokens_per_s=finite,
+    exposed_communication_s=finite,
+    communication_s=finite,
+    overlap_efficiency=finite,
+    tokens_per_expert_max_over_mean=finite,
+    eval_loss=st.none() | finite,
+)
+
+
+class Terminal(io.StringIO):
+    """A stream that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def step(number: int, eval_loss: float | None = None) -> StepMetrics:
+    return replace(EXAMPLE, step=number, eval_loss=eval_loss)
+
+
+def record(folder: Path, numbers: range, resume_step: int) -> Path:
+    with MetricsWriter(folder, tensorboard=False, resume_step=resume_step) as writer:
+        for number in numbers:
+            writer.write(step(number))
+    return folder / "metrics.jsonl"
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+# ---------------------------------------------------------------- the record
+
+
+@pytest.mark.parametrize(
+    ("exposed_s", "total_s", "hidden"), [(0.0, 2.0, 1.0), (0.5, 2.0, 0.75), (0.0, 0.0, 1.0)]
+)
+def test_hidden_communication(exposed_s: float, total_s: float, hidden: float) -> None:
+    metrics = replace(EXAMPLE, exposed_communication_s=exposed_s, communication_s=total_s)
+    assert metrics.hidden_communication == hidden
+
+
+@given(records)
+def test_a_step_is_read_as_it_was_written(metrics: StepMetrics) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        with MetricsWriter(Path(folder), tensorboard=False, resume_step=0) as writer:
+            writer.write(metrics)
+        assert read_metrics(Path(folder, "metrics.jsonl")) == [metrics]
+
+
+def test_a_line_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "new" / "run", tensorboard=False, resume_step=0) as writer:
+        writer.write(step(1))
+        assert steps_in(tmp_path / "new" / "run" / "metrics.jsonl") == [1]
+
+
+def test_a_number_that_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False, resume_step=0) as writer:
+        writer.write(replace(EXAMPLE, loss=math.nan, grad_norm=math.inf))
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line["loss"] is None
+    assert line["grad_norm"] is None
+    assert math.isnan(read_metrics(tmp_path / "metrics.jsonl")[0].loss)
+
+
+@given(st.integers(0, 12), st.integers(0, 14))
+def test_no_step_appears_twice_after_resuming(written: int, resume_step: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = record(Path(folder), range(1, written + 1), resume_step=0)
+        kept = [*range(1, min(written, resume_step) + 1)]
+        record(Path(folder), range(resume_step + 1, resume_step + 4), resume_step)
+        assert steps_in(path) == [*kept, *range(resume_step + 1, resume_step + 4)]
+        assert [entry.name for entry in Path(folder).iterdir()] == ["metrics.jsonl"]
+
+
+def test_steps_must_ascend(tmp_path: Path) -> None:
+    record(tmp_path, range(1, 5), resume_step=0)
+    with MetricsWriter(tmp_path, tensorboard=False, resume_step=3) as writer:
+        with pytest.raises(AssertionError, match="step 3 after step 3"):
+            writer.write(step(3))
+        writer.write(step(4))
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
+
+
+@given(st.integers(0, 300))
+def test_a_last_line_cut_anywhere_is_dropped(cut: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = record(Path(folder), range(1, 4), resume_step=0)
+        *whole, last = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(whole) + last[: min(cut, len(last) - 1)])
+        record(Path(folder), range(3, 5), resume_step=2)
+        assert steps_in(path) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"{",
+        b"",
+        b"3",
+        b"\xff",
+        b'{"step": 2}',
+        json.dumps({**vars(EXAMPLE), "step": 2.5}).encode(),
+        json.dumps({**vars(EXAMPLE), "loss": "much"}).encode(),
+        json.dumps({**vars(EXAMPLE), "surprise": 1}).encode(),
+    ],
+)
+def test_a_broken_line_elsewhere_is_an_error_with_its_place(tmp_path: Path, broken: bytes) -> None:
+    path = record(tmp_path, range(1, 4), resume_step=0)
+    first, _, third = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + broken + b"\n" + third)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not a training step"):
+        MetricsWriter(tmp_path, tensorboard=False, resume_step=3)
+    assert path.read_bytes() == before
+
+
+def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=True, resume_step=0) as writer:
+        for number in range(1, 5):
+            writer.write(step(number, eval_loss=3.0 if number == 2 else None))
+    with MetricsWriter(tmp_path, tensorboard=True, resume_step=2) as writer:
+        writer.write(replace(step(3), loss=7.0))
+    reader = import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss/train")] == [(1, 2.5), (2, 2.5), (3, 7.0)]
+    assert [(e.step, e.value) for e in events.Scalars("loss/eval")] == [(2, 3.0)]
+    assert events.Scalars("network/hidden_communication")[0].value == pytest.approx(0.93)
+
+
+# ---------------------------------------------------------------- the screen
+
+
+def test_a_step_in_words() -> None:
+    words = describe(step(3, eval_loss=2.75), eta_s=72.4)
+    assert words == "loss 2.500  held-out loss 2.750  12,346 tokens/s  network hidden 93%  eta 0:01:12"
+
+
+def test_outside_a_terminal_every_few_steps_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(total_steps=11, every=5) as progress:
+        progress.say("plan [FlowMoE] chosen")
+        for number in range(1, 12):
+            progress.update(step(number, eval_loss=2.75 if number == 7 else None))
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    heads = [line.split("  ")[0] for line in shown.err.splitlines()]
+    assert heads == ["plan [FlowMoE] chosen", "step 5/11", "step 7/11", "step 10/11", "step 11/11"]
+    assert "eta 0:00:03" in shown.err  # six steps of half a second
+
+
+def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(total_steps=2, every=1, quiet=True) as progress:
+        progress.say("plan")
+        progress.update(step(1))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_gets_a_live_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Progress(total_steps=20) as progress:
+        progress.say("plan [FlowMoE] chosen")
+        progress.update(step(4))
+        print("the result")
+    shown = terminal.getvalue()
+    assert "plan [FlowMoE] chosen" in shown
+    assert "4/20" in shown
+    assert "network hidden 93%  eta 0:00:08" in shown
+    assert capsys.readouterr().out == "the result\n"
