@@ -221,6 +221,7 @@ def test_joining_needs_an_address(clean: pytest.MonkeyPatch, variables: dict[str
         join(ProcessInfo(rank=1, world_size=2, local_rank=1, launcher="torchrun"), 1.0, CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_when_the_others_do_not_come(clean: pytest.MonkeyPatch, rank: int) -> None:
     port = free_port()
@@ -266,6 +267,7 @@ def worker(tmp_path: Path, clean: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_two_processes_of_torchrun(worker: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run([*command, str(worker)], capture_output=True, text=True, timeout=90, check=False)
@@ -273,6 +275,7 @@ def test_two_processes_of_torchrun(worker: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["torchrun 0 0 3 1", "torchrun 1 1 3 1"]
 
 
+@pytest.mark.slow
 def test_two_tasks_of_slurm(worker: Path) -> None:
     shared = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
     tasks = [

@@ -20,6 +20,8 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and
 
 # A launcher in a process of its own; arguments: grace, then the ranks' script and its arguments. As leader of
 # a session without a terminal it makes the one on its stdin, if any, the terminal it is controlled by.
+pytestmark = pytest.mark.slow
+
 PARENT = """
 import os, sys
 from penstock.train.launcher import launch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,8 +50,8 @@ class MoEConfig:
             raise ConfigError("top_k", self.top_k, why, f"Nearest valid: {nearest}.")
         if self.moe_ffn_hidden_size < 1:
             raise ConfigError("moe_ffn_hidden_size", self.moe_ffn_hidden_size, "must be positive", "Use 256.")
-        if self.capacity_factor is not None and not self.capacity_factor > 0:
-            why = "no expert would take any token"
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
+            why = "must be a positive number: with 0 no expert would take any token"
             raise ConfigError("capacity_factor", self.capacity_factor, why, "For dropless routing use none.")
         if self.norm_topk_prob and self.top_k == 1:
             why = "with top_k = 1 every weight would be 1 and the router would learn nothing from the loss"
@@ -58,8 +59,9 @@ class MoEConfig:
         if self.min_capacity < 1:
             raise ConfigError("min_capacity", self.min_capacity, "an expert needs a slot", "Use 1 or more.")
         for key in ("aux_loss_coeff", "z_loss_coeff"):
-            if getattr(self, key) < 0:
-                raise ConfigError(key, getattr(self, key), "must not be negative", "Use 0 to switch it off.")
+            if not 0 <= getattr(self, key) < math.inf:
+                why = "must be a number and not negative"
+                raise ConfigError(key, getattr(self, key), why, "Use 0 to switch it off.")
 
     @property
     def renormalise(self) -> bool:

@@ -13,22 +13,27 @@ from torch import Tensor, nn
 
 from penstock.moe.config import MoEConfig
 
+ROW_ALIGNMENT_BYTES = 16
 GROUPED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def grouped_product(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
     """rows of expert e times weight e, for all experts at once. sizes: rows per expert. Returns [R, H].
 
-    Equal sizes become one batched product, uneven ones PyTorch's grouped product; only types that it does
-    not know (float64) are multiplied expert by expert.
+    Equal sizes become one batched product, uneven ones PyTorch's grouped product; only what that does not
+    take (float64, rows that are not a multiple of 16 bytes) is multiplied expert by expert.
     """
     if len(set(sizes)) == 1:
         return torch.bmm(rows_RM.unflatten(0, (len(sizes), sizes[0])), weight_EMH).flatten(0, 1)
-    if rows_RM.dtype in GROUPED_TYPES:
+    if rows_RM.dtype in GROUPED_TYPES and _aligned(weight_EMH):
         ends = torch.tensor(sizes, device=rows_RM.device).cumsum(0).to(torch.int32)
         return F.grouped_mm(rows_RM, weight_EMH, offs=ends)
     parts = rows_RM.split(list(sizes))
     return torch.cat([part @ weight for part, weight in zip(parts, weight_EMH.unbind(0), strict=True)])
+
+
+def _aligned(weight_EMH: Tensor) -> bool:
+    return all(size * weight_EMH.element_size() % ROW_ALIGNMENT_BYTES == 0 for size in weight_EMH.shape[1:])
 
 
 class GeluExperts(nn.Module):

@@ -38,7 +38,7 @@ class MoELayer(nn.Module):
         if config.num_experts % ep_size:
             raise ValueError(
                 f"num_experts = {config.num_experts} cannot be shared evenly by ep_size = {ep_size} ranks; "
-                f"nearest valid: {max(1, config.num_experts // ep_size) * ep_size}"
+                f"nearest valid: {max(1, round(config.num_experts / ep_size)) * ep_size}"
             )
         self.ep_size, self.num_local_experts = ep_size, config.num_experts // ep_size
         self.first_expert = ep_rank * self.num_local_experts

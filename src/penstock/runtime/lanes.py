@@ -65,9 +65,10 @@ class ThreadLanes:
             worker.start(run.walk)
         try:
             run.walk(Lane.COMPUTE)
-        finally:
-            for worker in busy:
-                worker.finish()
+        except BaseException as error:  # an interrupt between two tasks
+            run.interrupt(Lane.COMPUTE, error)
+        for worker in busy:
+            _settle(worker, run)
         if run.failure is not None:
             raise run.failure from run.failure.__cause__
         return lambda: run.ran
@@ -83,11 +84,21 @@ class ThreadLanes:
         return self._workers[lane]
 
 
+def _settle(worker: _Worker, run: _ThreadRun) -> None:
+    """Wait until a lane has ended, also if an interrupt comes while waiting: that stops all lanes first."""
+    while True:
+        try:
+            worker.finish()
+            return
+        except BaseException as error:
+            run.interrupt(worker.lane, error)
+
+
 class _Worker:
     """The thread of one communication lane; lives as long as its lanes."""
 
     def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+        self.lane = lane
         self._jobs: SimpleQueue[Callable[[Lane], None] | None] = SimpleQueue()
         self._finished: SimpleQueue[None] = SimpleQueue()
         self._thread = Thread(target=self._loop, name=f"penstock-{lane}", daemon=True)
@@ -107,7 +118,7 @@ class _Worker:
     def _loop(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                job(self._lane)
+                job(self.lane)
             finally:
                 self._finished.put(None)
 
@@ -142,6 +153,11 @@ class _ThreadRun:
                 return
             self._finish(Ran(task, start_s, time.perf_counter()))
 
+    def interrupt(self, lane: Lane, error: BaseException) -> None:
+        """Stop all lanes for something that came from outside while `lane` was under way."""
+        under_way = [task for task in self._orders[lane] if task not in self._done]
+        self._fail((under_way or self._orders[lane])[0], 0.0, error)
+
     def _wait(self, task: Task) -> bool:
         missing = [need for need in self._needs(task) if need in self._inside]
         with self._changed:
@@ -164,7 +180,14 @@ class _ThreadRun:
                 self.failure.__cause__ = error
             self._changed.notify_all()
         if first:
+            self._wake_sleepers()
+
+    def _wake_sleepers(self) -> None:
+        assert self.failure is not None
+        try:
             self._on_failure()
+        except Exception as error:  # the first failure is the one to report
+            self.failure.add_note(f"while stopping the other lanes: {type(error).__name__}: {error}")
 
 
 class StreamLanes:

@@ -37,7 +37,7 @@ class Segment:
     def __init__(self, device: torch.device) -> None:
         self._caught: list[Tensor | None] = []
         self._anchor = torch.empty(0, device=device, requires_grad=True)
-        self._edges: list[GradientEdge] = []
+        self._edges: list[GradientEdge | None] = []
 
     def enter(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The inputs, cut off from whatever made them, to compute with."""
@@ -45,14 +45,19 @@ class Segment:
         return entered
 
     def leave(self, *outputs: Tensor) -> tuple[Tensor, ...]:
-        """Remember how the outputs were made; returns them without their history."""
-        self._edges = [get_gradient_edge(output) for output in outputs]
+        """Remember how the outputs were made; returns them without their history.
+
+        An output that depends on nothing trainable (a frozen embedding) has no history and gets no gradient.
+        """
+        self._edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
         return tuple(output.detach() for output in outputs)
 
     def backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients of the inputs for gradients of the outputs; parameter gradients are accumulated."""
-        torch.autograd.backward(self._edges, list(grads))
+        reached = [(edge, grad) for edge, grad in zip(self._edges, grads, strict=True) if edge is not None]
         self._edges = []
+        if reached:
+            torch.autograd.backward([edge for edge, _ in reached], [grad for _, grad in reached])
         return self._caught
 
 

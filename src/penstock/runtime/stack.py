@@ -57,6 +57,8 @@ class PipelinedStack(nn.Module):
     mark them: they belong to this rank (and to the `edp` replicas), not to everybody.
     """
 
+    parts: ModelParts
+
     def __init__(
         self,
         model: nn.Module,
@@ -68,14 +70,16 @@ class PipelinedStack(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.model, self.parts, self.moe, self.machinery, self.seed = model, parts, moe, machinery, seed
+        self.model, self.moe, self.machinery, self.seed = model, moe, machinery, seed
+        # Usually `parts` is `model` itself: registered a second time, every parameter would have two names.
+        object.__setattr__(self, "parts", parts)
         self.balance = build_balance(moe.aux_loss_group)
         self.codec = StatisticsCodec(moe, self.balance)
         self.buckets = self._build_buckets()
         self.execution: Execution | None = None
         self.statistics: StepStatistics | None = None
         self._samples_seen = 0
-        self.plan = self.adopt(make_plan(self._base_shape(), *self.buckets.sizes_bytes))
+        self.plan = self.adopt(make_plan(self.base_shape, *self.buckets.sizes_bytes))
 
     def adopt(self, plan: StepPlan) -> StepPlan:
         """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ."""
@@ -123,7 +127,9 @@ class PipelinedStack(nn.Module):
             keys=[SampleKeys(self.seed, ids) for ids in sample_ids_B.tensor_split(pieces)],
         )
 
-    def _base_shape(self) -> StepShape:
+    @property
+    def base_shape(self) -> StepShape:
+        """The uncut shape of a step, before a system transforms it."""
         moe_layers = tuple(part.moe is not None for part in self.parts.parts)
         dynamic = any(part.moe is not None and part.moe.order.dynamic for part in self.parts.parts)
         return StepShape(moe_layers=moe_layers, exchange_counts=dynamic)
@@ -144,7 +150,7 @@ class _Step:
     """One iteration: its handlers and its execution."""
 
     def __init__(self, stack: PipelinedStack, batch: Batch, training: bool) -> None:
-        self.stack, self.training = stack, training
+        self.stack, self.training, self.finished = stack, training, False
         machinery, shape = stack.machinery, stack.plan.graph.shape
         self.compute = ComputeHandlers(
             stack.parts,
@@ -172,6 +178,9 @@ class _Step:
         return statistics.loss
 
     def backward(self, loss_gradient: Tensor) -> None:
+        if self.finished:
+            raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
+        self.finished = True
         self.compute.loss_gradient = loss_gradient
         buckets = (*self.stack.buckets.replicated, *self.stack.buckets.experts)
         for bucket in buckets:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -31,8 +32,13 @@ class Transport(Protocol):
         """Number of ranks in the group."""
         ...
 
+    @property
+    def traffic(self) -> Counter[int]:
+        """Bytes of payload that this rank has sent, by receiving rank."""
+        ...
+
     def abort(self) -> None:
-        """Wake every thread of every rank that waits in one of this transport's collectives."""
+        """Wake whoever waits for this rank, here and on its direct peers; those abort in turn."""
         ...
 
 
@@ -50,11 +56,42 @@ class LocalTransport:
         del group
         return 1
 
+    @property
+    def traffic(self) -> Counter[int]:
+        return Counter()
+
     def abort(self) -> None:
         pass
 
 
-class GlooTransport:
+class _Groups:
+    """The process groups of a transport, and what this rank has sent through them."""
+
+    def __init__(self, groups: dict[Group, dist.ProcessGroup]) -> None:
+        self._groups = groups
+        self._members = {kind: dist.get_process_group_ranks(group) for kind, group in groups.items()}
+        self.traffic: Counter[int] = Counter()
+
+    def size(self, group: Group) -> int:
+        return self._groups[group].size()
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> None:
+        size = self._groups[group].size()
+        if size == 1:
+            return
+        members = self._members[group]
+        neighbour = members[(self._groups[group].rank() + 1) % size]
+        self.traffic[neighbour] += 2 * (size - 1) * tensor.nbytes // size  # what a ring sends
+        dist.all_reduce(tensor, group=self._groups[group])
+
+    def _count_all_to_all(self, rows: Tensor, input_splits: Sequence[int]) -> None:
+        row_bytes = rows[:1].nbytes
+        for member, (peer, count) in enumerate(zip(self._members[Group.EXPERT], input_splits, strict=True)):
+            if member != self._groups[Group.EXPERT].rank():
+                self.traffic[peer] += count * row_bytes
+
+
+class GlooTransport(_Groups):
     """CPU tensors over Gloo.
 
     An all-to-all is point-to-point operations with every receive posted before the first send: Gloo's own
@@ -63,12 +100,13 @@ class GlooTransport:
 
     def __init__(self, make_groups: Callable[[], dict[Group, dist.ProcessGroup]]) -> None:
         before = _connections()
-        self._groups = make_groups()
+        super().__init__(make_groups())
         self._sockets = _connections() - before
 
     def all_to_all(self, rows: Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
+        self._count_all_to_all(rows, input_splits)
         group = self._groups[Group.EXPERT]
-        rank, size = dist.get_rank(group), group.size()
+        rank, size = group.rank(), group.size()
         received = rows.new_empty(sum(output_splits), *rows.shape[1:])
         inbox, outbox = received.split(list(output_splits)), rows.contiguous().split(list(input_splits))
         sources = [(rank - i) % size for i in range(1, size)]
@@ -80,13 +118,6 @@ class GlooTransport:
             assert transfer is not None
             transfer.wait()
         return received
-
-    def all_reduce(self, tensor: Tensor, group: Group) -> None:
-        if self._groups[group].size() > 1:
-            dist.all_reduce(tensor, group=self._groups[group])
-
-    def size(self, group: Group) -> int:
-        return self._groups[group].size()
 
     def abort(self) -> None:
         """Cut this transport's connections: Gloo has no other way to end a wait before its timeout.
@@ -102,25 +133,19 @@ class GlooTransport:
         self._sockets = set()
 
 
-class NcclTransport:
+class NcclTransport(_Groups):
     """CUDA tensors over NCCL, on the stream that is current in the lane."""
 
     def __init__(self, make_groups: Callable[[], dict[Group, dist.ProcessGroup]]) -> None:
-        self._groups = make_groups()
+        super().__init__(make_groups())
 
     def all_to_all(self, rows: Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
+        self._count_all_to_all(rows, input_splits)
         received = rows.new_empty(sum(output_splits), *rows.shape[1:])
         dist.all_to_all_single(
             received, rows.contiguous(), list(output_splits), list(input_splits), self._groups[Group.EXPERT]
         )
         return received
-
-    def all_reduce(self, tensor: Tensor, group: Group) -> None:
-        if self._groups[group].size() > 1:
-            dist.all_reduce(tensor, group=self._groups[group])
-
-    def size(self, group: Group) -> int:
-        return self._groups[group].size()
 
     def abort(self) -> None:
         for group in self._groups.values():

@@ -36,10 +36,10 @@ class Control:
         """One picklable object of every rank, by rank."""
         if self._group is None:
             return [mine]
-        everyone: list[T | None] = [None] * self.world_size
+        everyone = [mine] * self.world_size
         with self.naming(purpose):
             dist.all_gather_object(everyone, mine, group=self._group)
-        return [one for one in everyone if one is not None]
+        return everyone
 
     def barrier(self, purpose: str) -> None:
         """Wait for all ranks."""

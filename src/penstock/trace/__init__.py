@@ -1,6 +1,6 @@
 """Records of a run, simulated or measured, in one form. Pure Python: no torch."""
 
-from penstock.trace.analysis import Occupation, TaskDifference, compare, occupation
+from penstock.trace.analysis import Occupation, TaskDifference, compare, occupation, overhead_s
 from penstock.trace.chrome import write_chrome_trace
 from penstock.trace.records import TaskRecord
 
@@ -10,5 +10,6 @@ __all__ = [
     "TaskRecord",
     "compare",
     "occupation",
+    "overhead_s",
     "write_chrome_trace",
 ]

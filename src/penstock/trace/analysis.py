@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.graph import Lane, Task
@@ -44,6 +44,23 @@ def occupation(records: Iterable[TaskRecord]) -> Occupation:
         communication_s=_length(network),
         exposed_s=_length(everything) - _length(compute),
     )
+
+
+def overhead_s(records: Iterable[TaskRecord], needs: Mapping[Task, Sequence[Task]], lane: Lane) -> float:
+    """Seconds that one rank's lane stood still although its next task was ready: the scheduler's own cost.
+
+    A task could start when the task before it on the lane and everything it needs had ended.
+    """
+    records = list(records)
+    ends = {record.task: record.end_s for record in records}
+    total, free_s = 0.0, None
+    for record in sorted((r for r in records if r.lane is lane), key=lambda r: r.start_s):
+        inputs = [ends[need] for need in needs[record.task] if need in ends]
+        possible = [*inputs] if free_s is None else [*inputs, free_s]
+        if possible:
+            total += max(0.0, record.start_s - max(possible))
+        free_s = record.end_s
+    return total
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from typing import Any
 
 from penstock.topology import Control
 
-
 SAME_REQUEST_S = 2.0
 
 

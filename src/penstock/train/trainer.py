@@ -140,7 +140,7 @@ class Trainer:
 
     def _open_output(self, closing: ExitStack) -> None:
         """Rank 0 prepares the folder; the others look into it only behind the barrier."""
-        problem = None
+        problem: ConfigError | None = None
         if self.leader:
             folder = OutputFolder(self.config.output.dir, resume=self.config.train.resume)
             try:
@@ -149,9 +149,9 @@ class Trainer:
                 problem = error
             if folder.moved_to is not None:
                 self.progress.say(f"{folder.path} held an earlier run; it is kept as {folder.moved_to}")
-        problems = self.control.gather([problem], "preparing output.dir")
-        if problems[0][0] is not None:
-            raise problems[0][0]
+        problem = self.control.gather(problem, "preparing output.dir")[0]
+        if problem is not None:
+            raise problem
 
     def _open_metrics(self, closing: ExitStack, first: int) -> MetricsWriter | None:
         if not self.leader:

@@ -1,0 +1,62 @@
+"""Section `[model]`: what it refuses, and with which way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import ConfigError
+from penstock.models import ModelConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "hint"),
+    [
+        ({"num_layers": 0}, "num_layers", "1 or more"),
+        ({"hidden_size": 0}, "hidden_size", "1 or more"),
+        ({"num_heads": 0}, "num_heads", "1 or more"),
+        ({"seq_len": 0}, "seq_len", "1 or more"),
+        ({"vocab_size": 0}, "vocab_size", "1 or more"),
+        ({"hidden_size": 128, "num_heads": 5}, "num_heads", "Nearest valid: 4."),
+        ({"hidden_size": 12, "num_heads": 20}, "num_heads", "Nearest valid: 12."),
+        ({"dropout": 1.0}, "dropout", "0"),
+        ({"dropout": -0.1}, "dropout", "0"),
+        ({"dropout": float("nan")}, "dropout", "0"),
+        ({"ffn_hidden_size": 0}, "ffn_hidden_size", "none"),
+        ({"moe_layers": ()}, "moe_layers", "none"),
+        ({"num_layers": 3, "moe_layers": (0, 3)}, "moe_layers", "Nearest: 2."),
+        ({"num_layers": 3, "moe_layers": (-1,)}, "moe_layers", "Nearest: 0."),
+    ],
+)
+def test_refuses_with_a_way_out(settings: dict[str, Any], key: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig(**settings)
+    assert caught.value.key == key
+    assert hint in caught.value.hint
+
+
+@given(st.integers(1, 64), st.integers(1, 80))
+def test_the_nearest_number_of_heads_is_valid_and_near(hidden_size: int, num_heads: int) -> None:
+    if hidden_size % num_heads == 0:
+        assert ModelConfig(hidden_size=hidden_size, num_heads=num_heads).num_heads == num_heads
+        return
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig(hidden_size=hidden_size, num_heads=num_heads)
+    nearest = int(caught.value.hint.removeprefix("Nearest valid: ").removesuffix("."))
+    assert ModelConfig(hidden_size=hidden_size, num_heads=nearest).num_heads == nearest
+    distance = abs(nearest - num_heads)
+    assert all(hidden_size % n for n in range(max(1, num_heads - distance + 1), num_heads + distance))
+
+
+def test_all_layers_are_moe_unless_some_are_named() -> None:
+    assert [ModelConfig(num_layers=3).is_moe(layer) for layer in range(3)] == [True] * 3
+    some = ModelConfig(num_layers=3, moe_layers=(1,))
+    assert [some.is_moe(layer) for layer in range(3)] == [False, True, False]
+
+
+def test_dense_layers_are_four_times_as_wide_by_default() -> None:
+    assert ModelConfig(hidden_size=96).dense_hidden_size == 384
+    assert ModelConfig(hidden_size=96, ffn_hidden_size=100).dense_hidden_size == 100

@@ -1,0 +1,52 @@
+"""Section `[moe]`: what it refuses, and with which way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.config import ConfigError
+from penstock.moe import MoEConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "hint"),
+    [
+        ({"num_experts": 0}, "num_experts", "1 or more"),
+        ({"top_k": 0}, "top_k", "Nearest valid: 1."),
+        ({"num_experts": 4, "top_k": 5}, "top_k", "Nearest valid: 4."),
+        ({"moe_ffn_hidden_size": 0}, "moe_ffn_hidden_size", "256"),
+        ({"capacity_factor": 0.0}, "capacity_factor", "none"),
+        ({"capacity_factor": -1.0}, "capacity_factor", "none"),
+        ({"capacity_factor": float("nan")}, "capacity_factor", "none"),
+        ({"top_k": 1, "norm_topk_prob": True}, "norm_topk_prob", "Use false"),
+        ({"min_capacity": 0}, "min_capacity", "1 or more"),
+        ({"aux_loss_coeff": -0.1}, "aux_loss_coeff", "0"),
+        ({"z_loss_coeff": -0.1}, "z_loss_coeff", "0"),
+    ],
+)
+def test_refuses_with_a_way_out(settings: dict[str, Any], key: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        MoEConfig(**settings)
+    assert caught.value.key == key
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("top_k", "norm_topk_prob", "renormalise"),
+    [(1, None, False), (1, False, False), (2, None, True), (2, True, True), (2, False, False)],
+)
+def test_weights_are_renormalised_by_default_from_two_choices_on(
+    top_k: int, norm_topk_prob: bool | None, renormalise: bool
+) -> None:
+    assert MoEConfig(top_k=top_k, norm_topk_prob=norm_topk_prob).renormalise is renormalise
+
+
+def test_matrices_per_expert() -> None:
+    assert MoEConfig(expert="gelu").expert_matrices == 2
+    assert MoEConfig(expert="swiglu").expert_matrices == 3
+
+
+def test_every_expert_may_be_chosen() -> None:
+    assert MoEConfig(num_experts=3, top_k=3).top_k == 3

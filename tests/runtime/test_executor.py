@@ -1,0 +1,222 @@
+"""The interpreter: any valid order gives the same numbers, and a failure names its task."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.graph import Graph, Lane, Op, Phase, StepShape, Task, build_graph
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.runtime import TaskError
+from penstock.runtime.executor import Execution, Inputs
+from penstock.runtime.lanes import ThreadLanes
+from penstock.runtime.results import Outcome
+from penstock.schedule import Schedule, ScheduleConfig, StepPlan, freeze
+from tests.steps import example_plan, random_orders, random_seconds
+from tests.support.parity import (
+    Case,
+    StepResult,
+    batch_of,
+    check_close,
+    executed_as_planned,
+    logical,
+    merge,
+    reference_step,
+    stack_of,
+)
+from tests.support.ranks import Pools
+
+# ---- any order ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a step is cut and ordered. frozen: by the list scheduler, otherwise drawn as it comes."""
+
+    microbatches: int
+    chunks: int
+    all_reduce_chunks: int
+    seed: int
+    frozen: bool
+
+
+cuts = st.builds(
+    Cut,
+    microbatches=st.integers(1, 3),
+    chunks=st.integers(1, 3),
+    all_reduce_chunks=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+    frozen=st.booleans(),
+)
+
+
+def random_plan(shape: StepShape, cut: Cut) -> StepPlan:
+    """The same on every rank, since it follows from the seed."""
+    replicas = tuple(cut.all_reduce_chunks if n else 0 for n in shape.expert_all_reduce_chunks)
+    graph = build_graph(
+        replace(
+            shape,
+            microbatches=cut.microbatches,
+            chunks=cut.chunks,
+            all_reduce_chunks=(cut.all_reduce_chunks,) * shape.num_layers,
+            expert_all_reduce_chunks=replicas,
+        )
+    )
+    return StepPlan(graph, random_schedule(graph, cut))
+
+
+def random_schedule(graph: Graph, cut: Cut) -> Schedule:
+    if not cut.frozen:
+        return Schedule("random", random_orders(graph, cut.seed))
+    rng = random.Random(cut.seed)
+    keys = {task: (rng.randrange(4),) for task in graph.tasks}
+    return freeze("random", graph, random_seconds(graph, cut.seed).__getitem__, keys.__getitem__)
+
+
+def run_cut(rank: int, case: Case, cut: Cut) -> StepResult:
+    stack = stack_of(rank, case)
+    stack.adopt(random_plan(stack.plan.graph.shape, cut))
+    tokens, labels = batch_of(case)
+    mine = slice(rank * case.batch, (rank + 1) * case.batch)
+    loss = stack(tokens[mine], labels[mine])
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
+    return StepResult(loss.item(), 0.0, logical(stack, gradients), {}, executed_as_planned(stack))
+
+
+def case_of(world_size: int, ep_size: int) -> Case:
+    return Case(
+        world_size=world_size,
+        ep_size=ep_size,
+        schedule=ScheduleConfig(name="sequential"),
+        model=ModelConfig(
+            num_layers=3, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11, moe_layers=(0, 2)
+        ),
+        moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=8, aux_loss_coeff=0.1, z_loss_coeff=0.01),
+        batch=3,
+        double=True,
+    )
+
+
+@pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (2, 2), (2, 1)])
+def test_any_valid_order_gives_the_same_loss_and_gradients(
+    ranks: Pools, world_size: int, ep_size: int
+) -> None:
+    case = case_of(world_size, ep_size)
+    expected = reference_step(case)
+
+    @settings(max_examples=20)
+    @given(cuts)
+    def check(cut: Cut) -> None:
+        result = merge(ranks(world_size).run(run_cut, case, cut))  # asserts executed == planned
+        assert abs(result.loss - expected.loss) <= 1e-10 * expected.loss
+        assert result.gradients.keys() == expected.gradients.keys()
+        for name, gradient in expected.gradients.items():
+            check_close(result.gradients[name], gradient, 1e-10, name)
+
+    check()
+
+
+# ---- results and records -----------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Handlers that hand on who was read, and fail at one task."""
+
+    def __init__(
+        self, plan: StepPlan, failing: Task | None = None, error: BaseException | None = None
+    ) -> None:
+        self.plan, self.failing, self.error = plan, failing, error
+        self.seen: dict[Task, list[Any]] = {}
+
+    def __call__(self, task: Task, inputs: Inputs) -> Outcome:
+        self.seen[task] = [inputs[need] for need in self.plan.graph.needs[task]]
+        if task == self.failing:
+            assert self.error is not None
+            raise self.error
+        return Outcome(f"value of {task}", f"saved by {task}")
+
+    def table(self) -> dict[tuple[Op, Phase], Any]:
+        return {(op, phase): self for op in Op for phase in Phase}
+
+
+def execution_of(recorder: Recorder, *, training: bool = True) -> tuple[Execution, ThreadLanes]:
+    lanes = ThreadLanes(lambda: None)
+    return Execution(recorder.plan, lanes, recorder.table(), 3, training=training), lanes
+
+
+@pytest.mark.parametrize("name", ["sequential", "moe_pipeline", "flowmoe"])
+def test_handlers_get_the_results_of_their_dependencies(name: str) -> None:
+    recorder = Recorder(example_plan(name))
+    execution, lanes = execution_of(recorder)
+    for phase in Phase:
+        execution.run(phase)
+    lanes.close()
+    for task, needs in recorder.plan.graph.needs.items():
+        wanted = [f"value of {n}" if n.phase is task.phase else f"saved by {n}" for n in needs]
+        assert recorder.seen[task] == wanted
+    assert len(execution.results) == 0
+    records = execution.records(step=7)
+    assert sorted(str(r.task) for r in records) == sorted(str(t) for t in recorder.plan.graph.tasks)
+    assert {(r.rank, r.step) for r in records} == {(3, 7)}
+    assert all(0 <= r.start_s <= r.end_s for r in records)
+
+
+def test_evaluation_runs_the_forward_tasks_and_keeps_nothing() -> None:
+    recorder = Recorder(example_plan("flowmoe"))
+    execution, lanes = execution_of(recorder, training=False)
+    execution.run(Phase.FORWARD)
+    lanes.close()
+    assert {task.phase for task in recorder.seen} == {Phase.FORWARD}
+    assert len(execution.results) == 0
+
+
+# ---- failures ----------------------------------------------------------------------------------------------
+
+FAILING = ["L0.AT.m1.F", "L1.D.m0.c0.F", "L1.ST.F", "L0.X.m0.c0.B", "L1.AR.c1.B"]
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_failure_names_task_rank_and_cell(name: str) -> None:
+    task, error = Task.parse(name), OSError("the cable\nis cut")
+    recorder = Recorder(example_plan("flowmoe"), task, error)
+    execution, lanes = execution_of(recorder)
+    with pytest.raises(TaskError) as caught:
+        for phase in Phase:
+            execution.run(phase)
+    lanes.close()
+    assert (caught.value.task, caught.value.rank) == (task, 3)
+    assert caught.value.__cause__ is error
+    first, _, grid = str(caught.value).partition("\n\n")
+    assert first.startswith(f"rank 3: task {task} ({task.spec.title}) failed on lane {task.lane}")
+    assert first.endswith("OSError: the cable")
+    assert grid == recorder.plan.schedule.grid(recorder.plan.graph, mark=task)
+    assert grid.count(f">{task.cell}<") == 1
+    if task.lane is Lane.INTER:
+        assert f"with the {task.spec.group} group" in first
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(2)], ids=repr)
+def test_an_interrupt_stays_an_interrupt(error: BaseException) -> None:
+    recorder = Recorder(example_plan("flowmoe"), Task.parse(FAILING[1]), error)
+    execution, lanes = execution_of(recorder)
+    with pytest.raises(type(error)) as caught:
+        execution.run(Phase.FORWARD)
+    lanes.close()
+    assert caught.value is error
+
+
+def test_an_error_in_the_model_names_its_task() -> None:
+    """A token that the vocabulary does not have: the embedding's task fails, before any transfer."""
+    stack = stack_of(0, case_of(1, 1))
+    with pytest.raises(TaskError) as caught:
+        stack(torch.full((3, 5), 999), torch.zeros(3, 5, dtype=torch.int64))
+    assert str(caught.value.task) == "L0.EM.m0.F"
+    assert ">EM0<" in str(caught.value)

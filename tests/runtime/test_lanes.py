@@ -1,0 +1,298 @@
+"""Thread lanes: order, overlap, and what happens to everybody else when one task fails."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+
+from penstock.graph import Graph, Group, Lane, StepShape, Task, build_graph
+from penstock.runtime.lanes import LaneError, ThreadLanes, tensors_in
+from penstock.runtime.results import Outcome
+from penstock.runtime.transport import GlooTransport
+from penstock.topology import Layout, lane_groups
+from tests.steps import random_orders, seeds, shapes
+from tests.support.ranks import Pools
+
+PATIENCE_S = 60.0
+"""For waits that end at once unless something is broken."""
+
+COMPUTE = Task.parse("L0.AT.m0.F"), Task.parse("L0.X.m0.c0.F")
+INTER = Task.parse("L0.D.m0.c0.F"), Task.parse("L0.C.m0.c0.F")
+
+
+@dataclass
+class Spy:
+    """Counts failures; its event is what a blocked handler waits for."""
+
+    calls: int = 0
+    failed: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self) -> None:
+        self.calls += 1
+        self.failed.set()
+
+
+@pytest.fixture
+def spy() -> Spy:
+    return Spy()
+
+
+@pytest.fixture
+def lanes(spy: Spy) -> Iterator[ThreadLanes]:
+    made = ThreadLanes(spy)
+    yield made
+    made.close()
+
+
+def independent(task: Task) -> tuple[Task, ...]:
+    del task
+    return ()
+
+
+def run(lanes: ThreadLanes, handlers: dict[Task, Callable[[], Any]], needs: Any = independent) -> list[Task]:
+    """Run the tasks of `handlers`, on their lanes, in their order; returns those that ended."""
+    orders = {lane: [t for t in handlers if t.lane is lane] for lane in Lane}
+    return [ran.task for ran in lanes.run(orders, needs, lambda task: handlers[task]())()]
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def handler() -> None:
+        raise error
+
+    return handler
+
+
+# ---- order -------------------------------------------------------------------------------------------------
+
+
+def events_of(graph: Graph, orders: dict[Lane, tuple[Task, ...]]) -> list[tuple[str, Task]]:
+    """Starts and ends of all tasks as they happened."""
+    lanes, events = ThreadLanes(lambda: None), list[tuple[str, Task]]()
+
+    def execute(task: Task) -> None:
+        events.append(("start", task))
+        events.append(("end", task))
+
+    try:
+        ran = lanes.run(orders, graph.needs.__getitem__, execute)()
+    finally:
+        lanes.close()
+    assert sorted(map(str, (r.task for r in ran))) == sorted(map(str, graph.tasks))
+    return events
+
+
+@settings(max_examples=30)
+@given(shapes(layers=2), seeds)
+def test_every_lane_runs_its_list_and_nothing_starts_before_its_inputs(shape: StepShape, seed: int) -> None:
+    graph = build_graph(shape)
+    orders = random_orders(graph, seed)
+    events = events_of(graph, orders)
+    for lane, order in orders.items():
+        assert tuple(t for what, t in events if what == "start" and t.lane is lane) == order
+    place = {event: i for i, event in enumerate(events)}
+    for task in graph.tasks:
+        for need in graph.needs[task]:
+            assert place["end", need] < place["start", task]
+
+
+def test_lanes_run_at_the_same_time(lanes: ThreadLanes) -> None:
+    """Both tasks must be inside at once for either to get out."""
+    meeting = threading.Barrier(2)
+
+    def meet() -> None:
+        meeting.wait(PATIENCE_S)
+
+    assert set(run(lanes, {COMPUTE[0]: meet, INTER[0]: meet})) == {COMPUTE[0], INTER[0]}
+
+
+def test_computation_stays_on_the_thread_of_the_caller(lanes: ThreadLanes) -> None:
+    threads: dict[Task, threading.Thread] = {}
+    tasks = [*COMPUTE, *INTER]
+
+    def note(task: Task) -> None:
+        threads[task] = threading.current_thread()
+
+    for _ in range(2):
+        run(lanes, {t: partial(note, t) for t in tasks})
+        assert {threads[t] for t in COMPUTE} == {threading.main_thread()}
+        communication = {threads[t] for t in INTER}
+        assert len(communication) == 1
+        assert threading.main_thread() not in communication
+
+
+def test_inputs_from_an_earlier_run_are_not_waited_for(lanes: ThreadLanes) -> None:
+    assert run(lanes, {COMPUTE[1]: lambda: None}, lambda _: (INTER[0],)) == [COMPUTE[1]]
+
+
+def test_times_are_ordered(lanes: ThreadLanes) -> None:
+    orders = {Lane.COMPUTE: COMPUTE, Lane.INTER: INTER}
+    ran = {r.task: r for r in lanes.run(orders, independent, lambda _: None)()}
+    for first, second in (COMPUTE, INTER):
+        assert ran[first].start_s <= ran[first].end_s <= ran[second].start_s <= ran[second].end_s
+
+
+# ---- failures ----------------------------------------------------------------------------------------------
+
+
+def test_an_error_in_communication_reaches_the_caller(lanes: ThreadLanes, spy: Spy) -> None:
+    """The compute lane waits for the task that fails; it is stopped, and nothing behind it runs."""
+    error, ran = OSError("cable"), list[Task]()
+    needs = {COMPUTE[0]: (), COMPUTE[1]: (INTER[0],), INTER[0]: (COMPUTE[0],), INTER[1]: ()}
+    handlers: dict[Task, Callable[[], Any]] = {t: partial(ran.append, t) for t in needs}
+    handlers[INTER[0]] = raising(error)
+    with pytest.raises(LaneError) as caught:
+        run(lanes, handlers, needs.__getitem__)
+    assert caught.value.task == INTER[0]
+    assert caught.value.__cause__ is error
+    assert caught.value.waited_s >= 0
+    assert ran == [COMPUTE[0]]
+    assert spy.calls == 1
+
+
+def test_an_error_in_computation_wakes_blocked_communication(lanes: ThreadLanes, spy: Spy) -> None:
+    """The first failure is the one that is reported, though the woken task fails as well."""
+    inside = threading.Event()
+
+    def blocked() -> None:
+        inside.set()
+        assert spy.failed.wait(PATIENCE_S)
+        raise OSError("connection closed")
+
+    def broken() -> None:
+        assert inside.wait(PATIENCE_S)
+        raise ValueError("computation")
+
+    with pytest.raises(LaneError) as caught:
+        run(lanes, {COMPUTE[0]: broken, INTER[0]: blocked})
+    assert caught.value.task == COMPUTE[0]
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert spy.calls == 1
+
+
+@pytest.mark.parametrize("failing", [COMPUTE[0], INTER[0]], ids=str)
+def test_after_a_failure_the_lanes_are_idle_and_usable(lanes: ThreadLanes, failing: Task) -> None:
+    handlers: dict[Task, Callable[[], Any]] = dict.fromkeys([*COMPUTE, *INTER], lambda: None)
+    for _ in range(2):
+        with pytest.raises(LaneError):
+            run(lanes, handlers | {failing: raising(OSError())})
+        assert len(run(lanes, handlers)) == 4
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_close_ends_the_threads(spy: Spy, fails: bool) -> None:
+    before = set(threading.enumerate())
+    lanes = ThreadLanes(spy)
+    if fails:
+        with pytest.raises(LaneError):
+            run(lanes, {INTER[0]: raising(OSError())})
+    else:
+        run(lanes, {INTER[0]: lambda: None})
+    (worker,) = set(threading.enumerate()) - before
+    lanes.close()
+    assert not worker.is_alive()
+
+
+@pytest.mark.parametrize("task", [COMPUTE[0], INTER[0]], ids=str)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=repr)
+def test_interrupts_stop_all_lanes_too(
+    lanes: ThreadLanes, spy: Spy, task: Task, error: BaseException
+) -> None:
+    with pytest.raises(LaneError) as caught:
+        run(lanes, dict.fromkeys([*COMPUTE, *INTER], lambda: None) | {task: raising(error)})
+    assert caught.value.task == task
+    assert caught.value.__cause__ is error
+    assert spy.calls == 1
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, whatever handler the test run has."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupting(spy: Spy) -> Callable[[], None]:
+    """Ctrl-C, then blocks as a collective does, until the lanes' failure wakes it."""
+
+    def handler() -> None:
+        time.sleep(0.05)  # the caller has reached its wait by now; the outcome must be the same if not
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        spy.failed.wait(5.0)
+
+    return handler
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_ctrl_c_while_computation_waits_for_an_input_stops_all_lanes(lanes: ThreadLanes, spy: Spy) -> None:
+    needs = {INTER[0]: (), COMPUTE[1]: (INTER[0],)}
+    with pytest.raises(LaneError) as caught:
+        run(lanes, {INTER[0]: interrupting(spy), COMPUTE[1]: lambda: None}, needs.__getitem__)
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+    assert spy.calls == 1
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_ctrl_c_while_only_communication_is_left_stops_all_lanes(lanes: ThreadLanes, spy: Spy) -> None:
+    """The usual place: every step ends with all-reduces that nothing computes under."""
+    with pytest.raises((LaneError, KeyboardInterrupt)):
+        run(lanes, {COMPUTE[0]: lambda: None, INTER[0]: interrupting(spy)})
+    assert spy.calls == 1, "the communication thread was left in its collective"
+    assert run(lanes, {INTER[1]: lambda: None}) == [INTER[1]]
+
+
+# ---- a real receive ----------------------------------------------------------------------------------------
+
+
+def fail_beside_a_receive(rank: int) -> tuple[str, str, bool]:
+    """Rank 0 fails in computation while its communication thread waits in Gloo for a rank that stays away."""
+    layout = Layout(world_size=2, ep_size=2, rank=rank)
+    transport = GlooTransport(lambda: lane_groups(layout, 3600.0))
+    dist.barrier()
+    answer = ("", "", False)
+    if rank == 0:
+        lanes, inside, woken = ThreadLanes(transport.abort), threading.Event(), list[BaseException]()
+
+        def receive() -> None:
+            inside.set()
+            try:
+                transport.all_reduce(torch.ones(10), Group.WORLD)
+            except RuntimeError as error:
+                woken.append(error)
+                raise
+
+        def compute() -> None:
+            inside.wait()
+            raise ValueError("in computation")
+
+        try:
+            run(lanes, {COMPUTE[0]: compute, INTER[0]: receive})
+        except LaneError as error:
+            answer = (str(error.task), repr(error.__cause__), bool(woken))
+        lanes.close()  # joins the thread: it is not inside Gloo any more
+    dist.barrier()
+    return answer
+
+
+def test_an_error_in_computation_ends_a_gloo_receive(ranks: Pools) -> None:
+    first, _ = ranks(2).run(fail_beside_a_receive)
+    assert first == (str(COMPUTE[0]), "ValueError('in computation')", True)
+
+
+# ---- tensors inside results --------------------------------------------------------------------------------
+
+
+def test_tensors_in_finds_every_tensor_of_a_result() -> None:
+    first, second, third = (torch.full((1,), float(i)) for i in range(3))
+    found = list(tensors_in([first, (Outcome(second, None), "text"), Outcome({"ignored": 1}, [third]), 5]))
+    assert [id(t) for t in found] == [id(first), id(second), id(third)]

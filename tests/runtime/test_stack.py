@@ -1,0 +1,293 @@
+"""The stack as a user sees it: an ordinary module with an ordinary training step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.runtime import PipelinedStack, TaskError
+from penstock.schedule import SCHEDULES, ScheduleConfig
+from penstock.topology import Layout
+from penstock.train.assemble import build_machinery, build_stack
+from tests.support.parity import Case, batch_of, check_close, prepare, stack_of
+from tests.support.ranks import Pools
+
+NAMES = sorted(SCHEDULES)
+
+
+def case_of(schedule: str = "flowmoe", *, world_size: int = 1, ep_size: int = 1, **moe: Any) -> Case:
+    return Case(
+        world_size=world_size,
+        ep_size=ep_size,
+        schedule=ScheduleConfig(name=schedule, microbatches=2, chunks=2),
+        model=ModelConfig(num_layers=2, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11),
+        moe=MoEConfig(**({"num_experts": 4, "moe_ffn_hidden_size": 8, "aux_loss_coeff": 0.1} | moe)),
+        batch=3,
+        double=True,
+    )
+
+
+def gradients_of(stack: PipelinedStack) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in stack.named_parameters() if p.grad is not None}
+
+
+def stepped(case: Case) -> tuple[PipelinedStack, Tensor]:
+    """A stack and the loss of a forward pass."""
+    stack = stack_of(0, case)
+    loss: Tensor = stack(*batch_of(case))
+    return stack, loss
+
+
+# ---- an ordinary module ------------------------------------------------------------------------------------
+
+
+def test_every_parameter_is_saved_once() -> None:
+    stack = stack_of(0, case_of())
+    assert set(stack.state_dict()) == {name for name, _ in stack.named_parameters()}
+
+
+def test_a_state_can_be_loaded_into_another_stack() -> None:
+    case = case_of()
+    first, second = stack_of(0, case), stack_of(0, replace(case, seed=5))
+    batch = batch_of(case)
+    assert not torch.equal(first(*batch), second(*batch))
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first(*batch), second(*batch))
+    second(*batch).backward()  # the gradient buffers still belong to the parameters
+    assert gradients_of(second).keys() == dict(second.named_parameters()).keys()
+
+
+def test_parameters_are_those_of_the_model() -> None:
+    stack = stack_of(0, case_of())
+    assert {id(p) for p in stack.parameters()} == {id(p) for p in stack.model.parameters()}
+    assert len(list(stack.parameters())) == len(list(stack.model.parameters()))
+
+
+def test_expert_parameters_are_marked() -> None:
+    stack = stack_of(0, case_of())
+    for name, parameter in stack.named_parameters():
+        assert getattr(parameter, "allreduce", True) is (".experts." not in name), name
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_every_parameter_gets_a_gradient_of_its_shape(schedule: str, capacity_factor: float | None) -> None:
+    stack, loss = stepped(case_of(schedule, capacity_factor=capacity_factor))
+    assert loss.shape == ()
+    assert loss.dtype == torch.float64
+    assert not gradients_of(stack)
+    loss.backward()
+    for name, parameter in stack.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.shape == parameter.shape
+        assert parameter.grad.dtype == parameter.dtype
+        assert parameter.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_evaluation_has_the_same_loss_and_no_backward(train: bool) -> None:
+    """In evaluation mode, and in training mode under no_grad."""
+    case = case_of()
+    stack, loss = stepped(case)
+    stack.train(train)
+    with torch.set_grad_enabled(not train):
+        evaluated = stack(*batch_of(case))
+    assert torch.equal(evaluated, loss.detach())
+    assert not evaluated.requires_grad
+    assert stack.execution is not None
+    assert len(stack.execution.results) == 0
+    assert not gradients_of(stack)
+    loss.backward()  # the step before is not disturbed
+    assert gradients_of(stack)
+
+
+def test_the_loss_can_be_scaled() -> None:
+    """As loss scaling and dividing by accumulation steps do it."""
+    case = case_of()
+    stack, loss = stepped(case)
+    loss.backward()
+    scaled, loss = stepped(case)
+    (loss * 3).backward()
+    for name, gradient in gradients_of(stack).items():
+        check_close(gradients_of(scaled)[name], 3 * gradient, 1e-12, name)
+
+
+# ---- gradients over several passes -------------------------------------------------------------------------
+
+
+def test_gradients_accumulate_until_they_are_cleared() -> None:
+    case = case_of()
+    stack, loss = stepped(case)
+    loss.backward()
+    once = gradients_of(stack)
+    stack(*batch_of(case)).backward()
+    for name, gradient in gradients_of(stack).items():
+        check_close(gradient, 2 * once[name], 1e-12, name)
+    for set_to_none in (True, False):
+        stack.zero_grad(set_to_none=set_to_none)
+        stack(*batch_of(case)).backward()
+        for name, gradient in gradients_of(stack).items():
+            assert torch.equal(gradient, once[name]), name
+
+
+def test_two_forward_passes_before_one_backward() -> None:
+    case = case_of()
+    other = replace(case, seed=3)
+    stack, loss = stepped(case)
+    loss.backward()
+    stack(*batch_of(other)).backward()
+    wanted = gradients_of(stack)
+    stack.zero_grad()
+    (stack(*batch_of(case)) + stack(*batch_of(other))).backward()
+    for name, gradient in gradients_of(stack).items():
+        check_close(gradient, wanted[name], 1e-12, name)
+
+
+def test_a_second_backward_of_one_loss_is_an_error() -> None:
+    _, loss = stepped(case_of())
+    loss.backward()
+    with pytest.raises(RuntimeError):
+        loss.backward()
+
+
+def test_a_second_backward_of_one_loss_leaves_the_gradients_alone() -> None:
+    """It is a mistake in a training loop and no failure of a task: it must not stop the ranks."""
+    stack, loss = stepped(case_of())
+    loss.backward()
+    before = gradients_of(stack)
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    assert not isinstance(caught.value, TaskError)
+    for name, gradient in gradients_of(stack).items():
+        assert torch.equal(gradient, before[name]), name
+
+
+@pytest.mark.parametrize("frozen", ["embedding", "router", "experts", "attention", "norm", "output"])
+def test_frozen_parameters_do_not_disturb_the_others(frozen: str) -> None:
+    case = case_of()
+    stack, loss = stepped(case)
+    loss.backward()
+    wanted = gradients_of(stack)
+    partly = stack_of(0, case)
+    for name, parameter in partly.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    partly(*batch_of(case)).backward()
+    for name, parameter in partly.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None
+            check_close(parameter.grad, wanted[name], 1e-12, name)
+
+
+# ---- batches -----------------------------------------------------------------------------------------------
+
+
+def test_fewer_samples_than_microbatches() -> None:
+    case = case_of()
+    stack = stack_of(0, case)
+    tokens, labels = batch_of(case)
+    with pytest.raises(ValueError, match=r"microbatches = 2: a batch of 1 samples .* Use 1 or fewer"):
+        stack(tokens[:1], labels[:1])
+    stack(tokens, labels).backward()  # the mistake has left nothing behind
+
+
+def test_a_batch_may_differ_in_size_from_step_to_step() -> None:
+    case = case_of()
+    stack = stack_of(0, case)
+    tokens, labels = batch_of(case)
+    for samples, length in ((3, 5), (2, 5), (3, 1)):
+        loss = stack(tokens[:samples, :length], labels[:samples, :length])
+        loss.backward()
+        assert loss.isfinite()
+
+
+def test_labels_that_all_count_for_nothing() -> None:
+    """Only the balance losses are left; nothing is divided by zero."""
+    case = case_of()
+    stack = stack_of(0, case)
+    tokens, labels = batch_of(case)
+    loss = stack(tokens, torch.full_like(labels, -100))
+    loss.backward()
+    assert stack.statistics is not None
+    assert float(stack.statistics.cross_entropy) == 0.0
+    assert loss.item() > 0
+    assert all(gradient.isfinite().all() for gradient in gradients_of(stack).values())
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_sample_numbers_are_counted_over_the_run(explicit: bool) -> None:
+    """Dropout draws a new mask in every step; the same numbers give the same masks."""
+    case = case_of()
+    case = replace(case, model=replace(case.model, dropout=0.5))
+    stack = stack_of(0, case)
+    ids = torch.arange(3) if explicit else None
+    first, second = (stack(*batch_of(case), ids).item() for _ in range(2))
+    assert (first == second) is explicit
+    assert first == stack_of(0, case)(*batch_of(case), torch.arange(3)).item()
+
+
+def test_statistics_add_up() -> None:
+    case = case_of()
+    stack, loss = stepped(case)
+    found = stack.statistics
+    assert found is not None
+    parts = found.cross_entropy + 0.1 * found.aux + case.moe.z_loss_coeff * found.z
+    torch.testing.assert_close(found.loss, parts)
+    assert torch.equal(loss.detach(), found.loss)
+    assert float(found.tokens) == float(found.valid) == 15
+    assert found.chosen_YE.sum(1).tolist() == [30.0, 30.0]
+
+
+def test_bfloat16_is_near_float32() -> None:
+    """Autocast computes and sends in bfloat16; parameters, gradients and the loss stay precise."""
+    case = replace(case_of(), double=False)
+    layout = Layout(world_size=1, ep_size=1, rank=0)
+    results = []
+    for precision in ("float32", "bfloat16"):
+        machinery = build_machinery(layout, torch.device("cpu"), 60.0, precision)
+        stack = build_stack(case.config, machinery)
+        prepare(stack, case)
+        loss = stack(*batch_of(case))
+        loss.backward()
+        stack.close()
+        results.append((loss.item(), gradients_of(stack)))
+    (exact, wanted), (rounded, found) = results
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, rel=2e-2)
+    assert found.keys() == wanted.keys()
+    assert {g.dtype for g in found.values()} == {torch.float32}
+    ours, theirs = (torch.cat([g[name].flatten() for name in wanted]) for g in (found, wanted))
+    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.9
+
+
+# ---- several ranks -----------------------------------------------------------------------------------------
+
+
+def losses_of(rank: int, case: Case) -> tuple[float, float, bool]:
+    """Of a training step and of its evaluation on this rank; whether all gradients are there."""
+    stack = stack_of(rank, case)
+    tokens, labels = batch_of(case)
+    mine = slice(rank * case.batch, (rank + 1) * case.batch)
+    loss = stack(tokens[mine], labels[mine])
+    loss.backward()
+    complete = all(p.grad is not None for p in stack.parameters())
+    evaluated = stack.eval()(tokens[mine], labels[mine])
+    return loss.item(), evaluated.item(), complete
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_all_ranks_return_the_loss_of_the_whole_batch(ranks: Pools, ep_size: int) -> None:
+    case = case_of(world_size=2, ep_size=ep_size)
+    results = ranks(2).run(losses_of, case)
+    assert results[0] == results[1]
+    trained, evaluated, complete = results[0]
+    assert trained == evaluated
+    assert complete
+    whole = replace(case, world_size=1, ep_size=1)
+    tokens, labels = batch_of(case)
+    assert trained == pytest.approx(stack_of(0, whole)(tokens, labels).item(), rel=1e-12)

@@ -1,0 +1,88 @@
+"""Exchanges between all ranks outside the steps, and the errors they end in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from penstock.topology import CommunicationError, Control
+from tests.support.ranks import Pools, RankPool
+
+
+def vote(rank: int, flags: list[bool]) -> bool:
+    return Control(rank, len(flags)).any(flags[rank], "voting")
+
+
+@pytest.mark.parametrize("flags", [[False, False], [True, False], [False, True], [True, True]])
+def test_any_is_the_same_everywhere(ranks: Pools, flags: list[bool]) -> None:
+    assert ranks(2).run(vote, flags) == [any(flags)] * 2
+
+
+def collect(rank: int, world_size: int, objects: list[Any]) -> list[Any]:
+    control = Control(rank, world_size)
+    control.barrier("meeting")
+    return control.gather(objects[rank], "collecting")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gather_brings_one_object_of_every_rank_in_their_order(ranks: Pools, world_size: int) -> None:
+    objects = ["text", {"key": [1, 2]}, 3.5, ()][:world_size]
+    assert ranks(world_size).run(collect, world_size, objects) == [objects] * world_size
+
+
+def test_gather_keeps_a_none(ranks: Pools) -> None:
+    """Result i is that of rank i, also where a rank has nothing to say."""
+    assert ranks(2).run(collect, 2, [None, "second"]) == [[None, "second"]] * 2
+
+
+def test_one_rank_alone_asks_nobody() -> None:
+    control = Control(0, 1)
+    assert control.any(True, "voting") is True
+    assert control.any(False, "voting") is False
+    assert control.gather("mine", "collecting") == ["mine"]
+    control.barrier("meeting")
+
+
+@pytest.mark.parametrize(
+    ("raised", "reason"), [("first line\nsecond", "first line"), ("  \n ", "no reason given")]
+)
+def test_a_bare_error_gets_a_rank_and_a_purpose(raised: str, reason: str) -> None:
+    error = RuntimeError(raised)
+    with pytest.raises(CommunicationError) as caught, Control(5, 1).naming("comparing schedules"):
+        raise error
+    assert str(caught.value) == f"rank 5: comparing schedules failed: {reason}"
+    assert caught.value.__cause__ is error
+
+
+def test_an_error_of_another_kind_stays_as_it_is() -> None:
+    with pytest.raises(KeyError), Control(0, 1).naming("anything"):
+        raise KeyError("not the network")
+
+
+def lose_a_peer(rank: int, what: str) -> str:
+    """Rank 1 leaves; rank 0 finds out in an exchange."""
+    control = Control(rank, 2)
+    if rank == 1:
+        dist.destroy_process_group()
+        return ""
+    try:
+        if what == "gather":
+            control.gather("mine", "collecting answers")
+        else:
+            control.barrier("meeting")
+    except CommunicationError as error:
+        return f"{error} / {type(error.__cause__).__name__}"
+    return "no error"
+
+
+@pytest.mark.parametrize(("what", "purpose"), [("gather", "collecting answers"), ("barrier", "meeting")])
+def test_a_peer_that_left_is_an_error_that_says_what_for(what: str, purpose: str) -> None:
+    pool = RankPool(2)  # of its own: it is of no use afterwards
+    try:
+        message, _ = pool.run(lose_a_peer, what)
+    finally:
+        pool.close()
+    assert message.startswith(f"rank 0: {purpose} failed: ")
+    assert message.endswith(" / RuntimeError")

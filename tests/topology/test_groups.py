@@ -1,0 +1,118 @@
+"""Layouts: what is refused and which is nearest; groups partition the world."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import ConfigError
+from penstock.graph import Group
+from penstock.topology import Layout, ParallelConfig, build_mesh, lane_groups
+from tests.support.ranks import Pools
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    ep_size, edp_size = draw(st.integers(1, 8)), draw(st.integers(1, 8))
+    world_size = ep_size * edp_size
+    return Layout(world_size=world_size, ep_size=ep_size, rank=draw(st.integers(0, world_size - 1)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"processes": 0}, "processes"),
+        ({"ep_size": 0}, "ep_size"),
+        ({"timeout_s": 0.0}, "timeout_s"),
+        ({"timeout_s": float("nan")}, "timeout_s"),
+    ],
+)
+def test_sections_that_cannot_be_used(settings: dict[str, float], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ParallelConfig(**settings)  # type: ignore[arg-type]  # a table of settings
+    assert caught.value.key == key
+    assert caught.value.hint
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.none() | st.integers(1, 50))
+def test_a_layout_divides_or_the_nearest_one_is_named(
+    world_size: int, num_experts: int, ep_size: int | None
+) -> None:
+    config = ParallelConfig(ep_size=ep_size)
+    wanted = world_size if ep_size is None else ep_size
+    if world_size % wanted == 0 and num_experts % wanted == 0:
+        layout = Layout.build(config, world_size, world_size - 1, num_experts)
+        assert (layout.ep_size, layout.world_size, layout.rank) == (wanted, world_size, world_size - 1)
+        return
+    with pytest.raises(ConfigError) as caught:
+        Layout.build(config, world_size, 0, num_experts)
+    assert caught.value.key == "parallel.ep_size"
+    nearest = int(caught.value.hint.removeprefix("Nearest valid: ").removesuffix("."))
+    assert Layout.build(ParallelConfig(ep_size=nearest), world_size, 0, num_experts).ep_size == nearest
+    nearer = range(max(1, wanted - abs(wanted - nearest) + 1), wanted + abs(wanted - nearest))
+    assert not any(world_size % n == 0 and num_experts % n == 0 for n in nearer)
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "text"),
+    [
+        (3, "parallel.ep_size = 3: must divide the number of ranks (4) and moe.num_experts (6). Nearest"),
+        (None, "none (all 4 ranks)"),
+    ],
+)
+def test_the_error_says_what_must_divide(ep_size: int | None, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Layout.build(ParallelConfig(ep_size=ep_size), 4, 0, 6)
+    assert text in str(caught.value)
+    assert str(caught.value).endswith("Nearest valid: 2.")
+
+
+@given(layouts())
+def test_every_kind_of_group_partitions_the_world(layout: Layout) -> None:
+    for group in Group:
+        members = layout.members(group)
+        assert sorted(rank for ranks in members for rank in ranks) == list(range(layout.world_size))
+        sizes = {
+            Group.WORLD: layout.world_size,
+            Group.EXPERT: layout.ep_size,
+            Group.EXPERT_REPLICAS: layout.edp_size,
+            Group.ALONE: 1,
+        }
+        assert {len(ranks) for ranks in members} == {sizes[group]}
+
+
+@given(layouts())
+def test_groups_hold_what_their_names_say(layout: Layout) -> None:
+    """An expert group is consecutive and in the order of ep_rank; replicas share their ep_rank."""
+    ep_ranks = [
+        Layout(world_size=layout.world_size, ep_size=layout.ep_size, rank=rank).ep_rank
+        for rank in range(layout.world_size)
+    ]
+    for ranks in layout.members(Group.EXPERT):
+        assert ranks == list(range(ranks[0], ranks[0] + layout.ep_size))
+        assert [ep_ranks[rank] for rank in ranks] == list(range(layout.ep_size))
+    for ranks in layout.members(Group.EXPERT_REPLICAS):
+        assert len({ep_ranks[rank] for rank in ranks}) == 1
+    assert layout.edp_size * layout.ep_size == layout.world_size
+
+
+def real_groups(rank: int, world_size: int, ep_size: int) -> tuple[dict[Group, list[int]], tuple[int, ...]]:
+    import torch.distributed as dist
+
+    layout = Layout(world_size=world_size, ep_size=ep_size, rank=rank)
+    groups = {kind: dist.get_process_group_ranks(g) for kind, g in lane_groups(layout, 60.0).items()}
+    mesh = build_mesh(layout, "cpu")
+    assert mesh.mesh_dim_names == ("edp", "ep")
+    return groups, (mesh.size(0), mesh.size(1), mesh.get_local_rank("edp"), mesh.get_local_rank("ep"))
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_process_groups_and_mesh_follow_the_layout(ranks: Pools, ep_size: int) -> None:
+    for rank, (groups, mesh) in enumerate(ranks(4).run(real_groups, 4, ep_size)):
+        layout = Layout(world_size=4, ep_size=ep_size, rank=rank)
+        assert set(groups) == {Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS}
+        for kind, members in groups.items():
+            assert members in layout.members(kind)
+            assert rank in members
+        assert mesh == (layout.edp_size, ep_size, rank // ep_size, layout.ep_rank)
