@@ -21,8 +21,8 @@ lint: $(INSTALLED)  ## style and strict types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED)  ## the three schedules one after the other, alternating; see BENCHMARKS.md
-	$(BIN)/python bench/schedules.py
+bench: $(INSTALLED)  ## the three schedules in turns, on the same shapes and seeds
+	$(BIN)/penstock bench
 
 clean:
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
     _add_schedule(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -84,6 +85,20 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     schedule.set_defaults(run=_schedule)
 
 
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="compare schedules",
+        description="Runs schedules in turns on the same shapes and seeds, and says how near each comes to "
+        "what the hardware allows.",
+        epilog='Example: penstock bench compare.schedules=["sequential","flowmoe"] compare.rounds=5',
+    )
+    bench.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win")
+    bench.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; default: built in")
+    bench.add_argument("--json", action="store_true", help="print one JSON object")
+    bench.set_defaults(run=_bench)
+
+
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -95,6 +110,12 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> int:
     from penstock.cli.train import train
 
     return train(options.config, options.overrides, given, json_wanted=options.json)
+
+
+def _bench(options: argparse.Namespace, given: Sequence[str]) -> int:
+    from penstock.cli.bench import bench
+
+    return bench(options.config, options.overrides, given, json_wanted=options.json)
 
 
 def _schedule(options: argparse.Namespace, given: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.graph import Task
+from penstock.topology.control import reason
 
 
 class TaskError(RuntimeError):
@@ -16,14 +17,10 @@ class TaskError(RuntimeError):
         partners = "" if spec.group == "alone" else f" with the {spec.group} group"
         super().__init__(
             f"rank {rank}: task {task} ({spec.title}) failed on lane {task.lane}{partners} "
-            f"after {waited_s:.2f} s: {type(cause).__name__}: {_first_line(cause)}\n\n{grid}"
+            f"after {waited_s:.2f} s: {type(cause).__name__}: {reason(cause)}\n\n{grid}"
         )
         self.task, self.rank, self.waited_s = task, rank, waited_s
 
 
 class ScheduleMismatchError(RuntimeError):
     """Ranks hold different schedules; running them would deadlock."""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -51,5 +52,10 @@ class Control:
         try:
             yield
         except RuntimeError as error:
-            reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-            raise CommunicationError(f"rank {self.rank}: {purpose} failed: {reason}") from error
+            raise CommunicationError(f"rank {self.rank}: {purpose} failed: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error without what Gloo puts around it: source file in front, advice behind."""
+    line = (str(error).strip().splitlines() or ["no reason given"])[0]
+    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", line).split(" This is typically")[0]

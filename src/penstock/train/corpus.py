@@ -7,6 +7,7 @@ every machine. A file or a folder given as `data.path` takes its place.
 from __future__ import annotations
 
 import os
+import platform
 import stat
 import sysconfig
 from collections.abc import Sequence
@@ -110,7 +111,7 @@ def _load_standard_library() -> Corpus:
     if not files:  # embedded interpreters keep their library in an archive
         why = f"the sources of Python's standard library are not in {folder}"
         raise ConfigError("path", None, why, "Give a file or a folder of text.")
-    return _join(None, f"Python standard library ({folder})", files)
+    return _join(None, f"Python {platform.python_version()} standard library", files)
 
 
 def _load_folder(path: str, folder: Path, suffixes: tuple[str, ...]) -> Corpus:

@@ -1,0 +1,52 @@
+"""What is compared. The default is one step of four MoE blocks, small enough for one core per rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.config import ConfigError
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.schedule import SCHEDULES, ScheduleConfig
+from penstock.topology import ParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """Section `[compare]`.
+
+    schedules: what runs in turns. rounds: measured steps of each. warmup: steps before them.
+    batch_per_device: samples per rank and step. seed: of weights and data.
+    """
+
+    schedules: tuple[str, ...] = ("sequential", "moe_pipeline", "flowmoe")
+    rounds: int = 7
+    warmup: int = 2
+    batch_per_device: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in self.schedules:
+            if name not in SCHEDULES:
+                hint = f"Use some of {', '.join(SCHEDULES)}."
+                raise ConfigError("schedules", list(self.schedules), f"no schedule is called {name}", hint)
+        for key in ("rounds", "warmup", "batch_per_device"):
+            if getattr(self, key) < 1:
+                raise ConfigError(key, getattr(self, key), "must be at least 1", "Use 1 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """Everything that `penstock bench` reads. [schedule].name is not used: see [compare].schedules."""
+
+    model: ModelConfig = field(
+        default_factory=lambda: ModelConfig(num_layers=4, hidden_size=512, num_heads=8, seq_len=256)
+    )
+    moe: MoEConfig = field(
+        default_factory=lambda: MoEConfig(
+            num_experts=2, top_k=2, moe_ffn_hidden_size=1024, expert="gelu", capacity_factor=1.25
+        )
+    )
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=lambda: ParallelConfig(processes=2))
+    compare: CompareConfig = field(default_factory=CompareConfig)

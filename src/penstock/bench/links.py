@@ -1,0 +1,54 @@
+"""Measure a transport alone: alpha-beta models of its collectives, for the simulator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+import torch
+
+from penstock.cost import AlphaBeta
+from penstock.graph import Group
+from penstock.runtime.transport import Transport
+from penstock.topology import Control
+
+SIZES_BYTES = (4096, 1 << 18, 1 << 20, 1 << 21)
+REPEATS = 5
+FLOAT_BYTES = 4
+
+
+def fit_all_to_all(transport: Transport, control: Control) -> AlphaBeta:
+    """Argument: bytes of the buffer each rank sends, its own share included."""
+    ranks = transport.size(Group.EXPERT)
+
+    def move(elements: int) -> None:
+        rows = torch.zeros(elements // ranks * ranks)
+        transport.all_to_all(rows, [elements // ranks] * ranks, [elements // ranks] * ranks)
+
+    return _fit(move, control)
+
+
+def fit_all_reduce(transport: Transport, control: Control) -> AlphaBeta:
+    """Argument: bytes of the tensor."""
+    return _fit(lambda elements: transport.all_reduce(torch.zeros(elements), Group.WORLD), control)
+
+
+def _fit(move: Callable[[int], None], control: Control) -> AlphaBeta:
+    """Least squares over relative errors, so that small and large messages count alike."""
+    sizes, times = np.array(SIZES_BYTES, dtype=float), []
+    for size in SIZES_BYTES:
+        times.append(median(_timed(move, size // FLOAT_BYTES, control) for _ in range(REPEATS)))
+    weights = 1 / np.array(times)
+    matrix = np.stack([np.ones_like(sizes), sizes], axis=1) * weights[:, None]
+    (alpha_s, beta_s), *_ = np.linalg.lstsq(matrix, np.ones_like(sizes), rcond=None)
+    return AlphaBeta(alpha_s=max(float(alpha_s), 0.0), beta_s_per_byte=max(float(beta_s), 0.0))
+
+
+def _timed(move: Callable[[int], None], elements: int, control: Control) -> float:
+    """Seconds of the slowest rank, all starting together."""
+    control.barrier("measuring a link")
+    start_s = time.perf_counter()
+    move(elements)
+    return max(control.gather(time.perf_counter() - start_s, "measuring a link"))

@@ -1,0 +1,99 @@
+"""What a comparison found. Times are seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Median of repeated measurements with the interval that holds the median with 95 % confidence."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float], resamples: int = 2000) -> Spread:
+        """Bootstrap percentile interval, deterministic."""
+        draws = np.random.default_rng(0).choice(np.asarray(values), (resamples, len(values)))
+        low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+        return Spread(median=median(values), low=float(low), high=float(high))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseResult:
+    """One schedule.
+
+    iteration_s: forward, backward and gradient synchronisation, the slowest rank of each round.
+    speedup: round by round against the first schedule of the run. limit_s: see BenchResult.
+    overlap_efficiency: limit_s / iteration_s_median. exposed_communication_s: on the slowest rank.
+    overhead_s: time in which the compute lane stood still although its next task was ready.
+    peak_memory_bytes: highest resident memory of any rank above what it held before its step.
+    simulated_s: predicted from costs that were measured apart from this schedule's own run.
+    """
+
+    schedule: str
+    microbatches: int
+    chunks: int
+    iterations_s: tuple[float, ...]
+    iteration_s: Spread
+    speedup: Spread
+    limit_s: float
+    busy_s: dict[str, float]
+    exposed_communication_s: float
+    overhead_s: float
+    peak_memory_bytes: int
+    simulated_s: float
+
+    @property
+    def overlap_efficiency(self) -> float:
+        return self.limit_s / self.iteration_s.median
+
+    @property
+    def simulation_error(self) -> float:
+        """Relative; positive if the simulator promised too much."""
+        return self.iteration_s.median / self.simulated_s - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "iteration_s_median": self.iteration_s.median,
+            "iteration_s_interval": [self.iteration_s.low, self.iteration_s.high],
+            "speedup": self.speedup.median,
+            "speedup_interval": [self.speedup.low, self.speedup.high],
+            "overlap_efficiency": self.overlap_efficiency,
+            "overhead_share": self.overhead_s / self.iteration_s.median,
+            "simulation_error": self.simulation_error,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult:
+    """A whole comparison.
+
+    compute_s: the same computation on all ranks at once, nothing sent. wire_bytes: of the busiest node in its
+    busier direction, one step. wire_s: wire_bytes over the uplink's rate; None if the rate is not known.
+    """
+
+    ranks: int
+    nodes: int
+    inter_rate_bit_per_s: float | None
+    compute_s: float
+    wire_bytes: int
+    wire_s: float | None
+    cases: tuple[CaseResult, ...]
+
+    @property
+    def limit_s(self) -> float:
+        """No schedule is faster: computation alone, or bytes over the rate of the busiest link."""
+        return max(self.compute_s, self.wire_s or 0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = {k: getattr(self, k) for k in ("ranks", "nodes", "inter_rate_bit_per_s", "compute_s")}
+        rest = {"wire_bytes": self.wire_bytes, "wire_s": self.wire_s, "limit_s": self.limit_s}
+        return plain | rest | {"cases": [case.to_dict() for case in self.cases]}

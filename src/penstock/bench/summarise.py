@@ -1,0 +1,66 @@
+"""From measurements of all ranks to the result: slowest rank of each round, medians, ratios, limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from penstock.bench.compare import Measurements, Sample
+from penstock.bench.result import BenchResult, CaseResult, Spread
+
+
+def summarise(
+    found: Measurements, *, nodes: int, devices: int, inter_rate_bit_per_s: float | None
+) -> BenchResult:
+    """Nothing is measured here; the same input gives the same result."""
+    wire_bytes = busiest_uplink_bytes(found.traffic, nodes, devices)
+    wire_s = None if inter_rate_bit_per_s is None else wire_bytes * 8 / inter_rate_bit_per_s
+    compute_s = median(max(turn) for turn in zip(*found.compute_s, strict=True))
+    limit_s = max(compute_s, wire_s or 0.0)
+    base = _slowest(next(iter(found.samples.values())))
+    return BenchResult(
+        ranks=nodes * devices,
+        nodes=nodes,
+        inter_rate_bit_per_s=inter_rate_bit_per_s,
+        compute_s=compute_s,
+        wire_bytes=wire_bytes,
+        wire_s=wire_s,
+        cases=tuple(_case(name, found, base, limit_s) for name in found.samples),
+    )
+
+
+def busiest_uplink_bytes(traffic: Sequence[Mapping[int, int]], nodes: int, devices: int) -> int:
+    """Bytes that cross the busiest node's uplink in its busier direction. traffic[rank][peer]: sent."""
+    sent, received = [0] * nodes, [0] * nodes
+    for rank, peers in enumerate(traffic):
+        for peer, size in peers.items():
+            if rank // devices != peer // devices:
+                sent[rank // devices] += size
+                received[peer // devices] += size
+    return max(*sent, *received)
+
+
+def _slowest(samples: Sequence[Sequence[Sample]]) -> list[float]:
+    """Iteration of each round: the slowest rank's."""
+    return [max(s.iteration_s for s in turn) for turn in zip(*samples, strict=True)]
+
+
+def _case(name: str, found: Measurements, base: Sequence[float], limit_s: float) -> CaseResult:
+    samples, shape = found.samples[name], found.plans[name].graph.shape
+    iterations = _slowest(samples)
+    flat = [sample for rank in samples for sample in rank]
+    lanes = flat[0].busy_s
+    return CaseResult(
+        schedule=name,
+        microbatches=shape.microbatches,
+        chunks=shape.chunks,
+        iterations_s=tuple(iterations),
+        iteration_s=Spread.of(iterations),
+        speedup=Spread.of([b / mine for b, mine in zip(base, iterations, strict=True)]),
+        limit_s=limit_s,
+        busy_s={lane: median(s.busy_s[lane] for s in flat) for lane in lanes},
+        exposed_communication_s=max(median(s.exposed_s for s in rank) for rank in samples),
+        overhead_s=max(median(s.overhead_s for s in rank) for rank in samples),
+        peak_memory_bytes=max(s.peak_bytes for s in flat),
+        simulated_s=found.simulated_s[name],
+    )

@@ -1,0 +1,63 @@
+"""The table that a person reads, in Markdown, so that a terminal and a document show the same."""
+
+from __future__ import annotations
+
+from penstock.bench.result import BenchResult, CaseResult
+
+HEAD = (
+    "schedule",
+    "pieces",
+    "iteration ms",
+    "speed-up [95 %]",
+    "efficiency",
+    "exposed ms",
+    "compute ms",
+    "inter ms",
+    "overhead",
+    "peak MiB",
+    "simulated ms",
+)
+
+
+def render(result: BenchResult) -> str:
+    """What was compared, the limit, and one row per schedule."""
+    rows = [HEAD, *(_row(case) for case in result.cases)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    lines = [" | ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows]
+    rule = "-|-".join("-" * width for width in widths)
+    return "\n".join([*_limits(result), "", *(f"| {line} |" for line in (lines[0], rule, *lines[1:]))])
+
+
+def _limits(result: BenchResult) -> list[str]:
+    lines = [f"{result.ranks} ranks on {result.nodes} nodes"]
+    if result.wire_s is not None and result.inter_rate_bit_per_s is not None:
+        rate = f"{result.inter_rate_bit_per_s / 1e6:.0f} Mbit/s between nodes"
+        size = f"{result.wire_bytes / 1e6:.1f} MB over the busiest uplink"
+        lines.append(
+            f"{rate}: {size} take {1e3 * result.wire_s:.0f} ms; computation alone {_compute(result)}"
+        )
+    else:
+        lines.append(f"link rate not known; computation alone {_compute(result)}")
+    lines.append(f"physical limit {1e3 * result.limit_s:.0f} ms")
+    return lines
+
+
+def _compute(result: BenchResult) -> str:
+    return f"{1e3 * result.compute_s:.0f} ms"
+
+
+def _row(case: CaseResult) -> tuple[str, ...]:
+    speedup, spread = case.speedup, case.iteration_s
+    return (
+        case.schedule,
+        f"R={case.microbatches} C={case.chunks}",
+        f"{1e3 * spread.median:.0f} [{1e3 * spread.low:.0f}, {1e3 * spread.high:.0f}]",
+        f"{speedup.median:.2f} [{speedup.low:.2f}, {speedup.high:.2f}]",
+        f"{case.overlap_efficiency:.2f}",
+        f"{1e3 * case.exposed_communication_s:.0f}",
+        f"{1e3 * case.busy_s.get('compute', 0.0):.0f}",
+        f"{1e3 * case.busy_s.get('inter', 0.0):.0f}",
+        f"{100 * case.overhead_s / spread.median:.1f} %",
+        f"{case.peak_memory_bytes / 2**20:.0f}",
+        f"{1e3 * case.simulated_s:.0f} ({100 * case.simulation_error:+.0f} %)",
+    )

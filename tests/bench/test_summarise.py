@@ -1,0 +1,107 @@
+"""From measurements to a result: slowest rank per round, ratios per round, bytes over the busiest uplink."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.bench.compare import Measurements, Sample
+from penstock.bench.result import BenchResult, Spread
+from penstock.bench.summarise import busiest_uplink_bytes, summarise
+from penstock.bench.table import render
+from penstock.graph import StepShape
+from penstock.schedule import SCHEDULES, Pieces, StepPlan, plan_step, unit_cost
+
+
+def plan(name: str) -> StepPlan:
+    pieces = Pieces(
+        microbatches=2,
+        chunks=2,
+        all_reduce_chunk_bytes=1024,
+        all_reduce_bytes=(2048,),
+        expert_all_reduce_bytes=(0,),
+    )
+    return plan_step(SCHEDULES[name], StepShape(moe_layers=(True,)), pieces, lambda _: unit_cost)
+
+
+def sample(iteration_s: float) -> Sample:
+    return Sample(
+        iteration_s=iteration_s,
+        busy_s={"compute": 0.5 * iteration_s, "inter": 0.25 * iteration_s},
+        exposed_s=0.125 * iteration_s,
+        overhead_s=0.01 * iteration_s,
+        peak_bytes=1 << 20,
+    )
+
+
+def result(rate: float | None = 8e6) -> BenchResult:
+    iterations = {
+        "sequential": [[4.0, 2.0, 4.0], [2.0, 4.0, 3.0]],
+        "flowmoe": [[1.0, 2.0, 2.0], [2.0, 1.0, 2.0]],
+    }
+    found = Measurements(
+        samples={n: [[sample(s) for s in rank] for rank in ranks] for n, ranks in iterations.items()},
+        compute_s=[[0.5, 1.5, 0.75], [1.0, 1.0, 1.0]],
+        traffic=[{1: 1_000_000}, {0: 250_000}],
+        simulated_s={"sequential": 5.0, "flowmoe": 1.6},
+        plans={name: plan(name) for name in iterations},
+    )
+    return summarise(found, nodes=2, devices=1, inter_rate_bit_per_s=rate)
+
+
+def test_the_slowest_rank_of_a_round_counts_and_ratios_are_per_round() -> None:
+    sequential, flowmoe = result().cases
+    assert sequential.iterations_s == (4.0, 4.0, 4.0)
+    assert flowmoe.iterations_s == (2.0, 2.0, 2.0)
+    assert flowmoe.speedup.median == 2.0 and sequential.speedup.median == 1.0
+    assert flowmoe.microbatches == 2 and sequential.microbatches == 1
+
+
+def test_the_limit_is_the_larger_of_wire_and_computation() -> None:
+    slow, fast = result(8e6), result(8e9)
+    assert slow.wire_s == 1.0 and slow.compute_s == 1.0  # medians of the slower rank: 1.0, 1.5, 1.0
+    assert result(4e6).limit_s == 2.0 and result(4e6).cases[1].overlap_efficiency == 1.0
+    assert fast.limit_s == fast.compute_s and fast.cases[1].overlap_efficiency == 0.5
+    assert result(None).wire_s is None and result(None).limit_s == 1.0
+
+
+def test_the_error_of_the_simulation_is_relative_to_its_promise() -> None:
+    assert result().cases[1].simulation_error == pytest.approx(0.25)
+
+
+def test_json_has_what_people_look_for() -> None:
+    case = result().to_dict()["cases"][1]
+    for key in ("schedule", "iteration_s_median", "speedup", "limit_s", "overlap_efficiency", "simulated_s"):
+        assert key in case
+
+
+def test_the_table_is_markdown_with_a_row_for_every_case() -> None:
+    lines = render(result()).splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert len(rows) == 4 and len({line.count("|") for line in rows}) == 1
+    assert "physical limit 1000 ms" in lines
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.data(),
+)
+def test_bytes_inside_a_node_do_not_count(nodes: int, devices: int, data: st.DataObject) -> None:
+    ranks = range(nodes * devices)
+    sizes = {(a, b): data.draw(st.integers(0, 100)) for a in ranks for b in ranks if a != b}
+    traffic = [{b: size for (a, b), size in sizes.items() if a == rank} for rank in ranks]
+    crossing = [
+        (a // devices, b // devices, s) for (a, b), s in sizes.items() if a // devices != b // devices
+    ]
+    out = [sum(s for a, _, s in crossing if a == node) for node in range(nodes)]
+    into = [sum(s for _, b, s in crossing if b == node) for node in range(nodes)]
+    assert busiest_uplink_bytes(traffic, nodes, devices) == max(out + into)
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9))
+def test_the_interval_holds_the_median(values: list[float]) -> None:
+    spread = Spread.of(values)
+    assert min(values) <= spread.low <= spread.median <= spread.high <= max(values)
+    assert Spread.of(values) == spread

@@ -1,0 +1,67 @@
+"""What the documentation shows is what runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from penstock.config import load
+from penstock.train.config import RunConfig
+from tests.support.runs import clean_environ
+
+ROOT = Path(__file__).parent.parent
+TRAINING = (ROOT / "docs" / "training.md").read_text()
+
+
+def test_the_example_in_the_text_is_the_file() -> None:
+    block = re.search(r"```python\n(.*?)```", TRAINING, re.DOTALL)
+    assert block is not None
+    assert block[1] == (ROOT / "docs" / "example_training.py").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_example_runs(processes: int) -> None:
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    result = subprocess.run(
+        [*launcher, str(ROOT / "docs" / "example_training.py")],
+        capture_output=True,
+        text=True,
+        env=clean_environ() | {"OMP_NUM_THREADS": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    losses = [float(value) for value in re.findall(r"loss ([0-9.]+)", result.stdout)]
+    assert len(losses) == 3 and losses[-1] < 0.2 < losses[0]
+
+
+def test_every_setting_is_documented() -> None:
+    """A row of the table names a section in full once; its other keys may stand behind it."""
+    documented = set(re.findall(r"`(?:[a-z]+\.)?([a-z_0-9]+)`", TRAINING))
+    for section in fields(RunConfig):
+        if section.name == "cluster":  # documented as cluster.*
+            continue
+        for key in fields(getattr(RunConfig(), section.name)):
+            assert key.name in documented, f"{section.name}.{key.name}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_configurations_load(path: Path) -> None:
+    assert tomllib.loads(path.read_text())
+    assert isinstance(load(RunConfig, path), RunConfig)
+
+
+def test_the_readme_shows_both_commands() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert "make run" in readme and "make test" in readme
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
