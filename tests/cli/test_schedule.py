@@ -34,4 +34,4 @@ def test_less_than_one_piece_is_refused(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as stop:
         main(["schedule", "flowmoe", "--microbatches", "0"])
     assert stop.value.code == 2
-    assert "use 1 or more" in capsys.readouterr().err
+    assert "is no number" in capsys.readouterr().err

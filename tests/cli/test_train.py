@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -81,6 +82,17 @@ def test_trace_lays_the_measured_run_beside_the_simulated_one(whole_run: tuple[P
             simulated = orders[f"simulated rank {rank}", number, 0]
             for step in (19, 20):
                 assert orders[f"measured rank {rank}", number, step] == simulated
+
+
+def test_every_task_stands_beside_its_prediction(whole_run: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = whole_run
+    rows = list(csv.DictReader((folder / "tasks.csv").open()))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    measured = [e for e in events if e["ph"] == "X" and e["pid"] == 0 and e["args"]["step"] == 20]
+    assert [row["task"] for row in rows] == [e["name"] for e in sorted(measured, key=lambda e: e["ts"])]
+    for row in rows:
+        assert 0 <= float(row["predicted_start_s"]) <= float(row["predicted_end_s"])
+        assert float(row["measured_start_s"]) < float(row["measured_end_s"])
 
 
 def test_trace_shows_communication_under_computation(whole_run: tuple[Path, dict[str, Any]]) -> None:

@@ -124,10 +124,11 @@ def test_seconds_written_out() -> None:
     assert seconds("L0.X.m0.c1.B") == pytest.approx(1e-2 + 2 * expert)
     assert seconds("L0.AR.c0.B") == pytest.approx(6e-3 + 1.5 * 4 * 334 / 1e7)
     assert seconds("L0.AR.c2.B") == pytest.approx(6e-3 + 1.5 * 4 * 333 / 1e7)
-    assert seconds("L1.ST.F") == pytest.approx(6e-3 + 1.5 * (2 * 2 * 4 * 8) / 1e7)
+    assert seconds("L1.ST.F") == pytest.approx(6e-3 + 1.5 * (1 * 2 * 4 * 8) / 1e7)
 
 
 def test_a_dense_block_computes_its_feed_forward_part_itself() -> None:
-    cost = cost_of(StepShape(moe_layers=(True, False)))
+    shape = StepShape(moe_layers=(True, False))
+    cost = StepCost(shape, replace(workload(shape), dense_ffn_hidden_size=40), CLUSTER)
     moe, dense = (cost(Task(layer, Op.ATTENTION, Phase.FORWARD, 0)) for layer in (0, 1))
-    assert dense - moe == pytest.approx(6 * 16 * 24 * 35 / 1e9)
+    assert dense - moe == pytest.approx(35 * 2 * 2 * 16 * 40 / 1e9)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.models import GPT, PRESETS
+from penstock.models import GPT, PRESETS, ModelConfig
+from penstock.train.config import RunConfig
 
 RANKS = 16
 PUBLISHED = {  # millions of parameters: dense (attention and gate), expert
@@ -24,9 +25,9 @@ def count(parameters: list[nn.Parameter]) -> int:
 
 
 def on_meta(name: str, ep_size: int = 1) -> GPT:
-    preset = PRESETS[name]
     with torch.device("meta"):
-        return GPT(preset.model(vocab_size=256), preset.moe(RANKS), ep_size=ep_size)
+        config = RunConfig(model=ModelConfig(preset=name)).resolved(RANKS)
+        return GPT(config.model, config.moe, ep_size=ep_size)
 
 
 def test_every_published_model_is_there() -> None:
@@ -40,7 +41,7 @@ def test_parameter_counts(name: str) -> None:
     The published counts hold biases and norms (under 0.4 %) and leave the gate out of some rows (1.6 %).
     """
     preset, model = PRESETS[name], on_meta(name)
-    layers, width, experts = preset.num_layers, preset.hidden_size, preset.moe(RANKS).num_experts
+    layers, width, experts = preset.num_layers, preset.hidden_size, preset.experts_per_rank * RANKS
     named = list(model.blocks.named_parameters())
     attention = count([p for n, p in named if ".attention." in n])
     gate = count([p for n, p in named if n.endswith("router.gate")])

@@ -34,13 +34,13 @@ TEXT = """\
 trained     3.4 million parameters, 8 experts per MoE layer (2 on each process), for 1,200 steps on
             4 processes, schedule flowmoe
 on          a library of Python source, 12.4 MB
-loss        5.601 nats per byte at the first step, 1.981 at the last
+loss        5.601 nats per byte at the start, 1.981 at the end
 held out    2.104 on text the model has not seen. Guessing every byte by its frequency costs 3.241;
             the model needs 2.104, so it has learned from context.
 speed       51,234 tokens/s; a step takes 78.2 ms (median)
 network     31.2 ms of communication per step, 84 % of it under computation; for the other 5.1 ms
-            nothing was computed. Overlap efficiency 0.91 (1.00: a step takes no longer than its
-            computation or its communication alone, whichever is longer)
+            nothing was computed. Overlap efficiency 0.91 (1.00: no order of the same tasks could be
+            faster)
 checkpoint  runs/first/checkpoints/step-1200
 metrics     runs/first/metrics.jsonl (one line of JSON per step)
 curves      tensorboard --logdir runs/first/tensorboard

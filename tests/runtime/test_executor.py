@@ -156,8 +156,8 @@ def execution_of(recorder: Recorder, *, training: bool = True) -> tuple[Executio
 def test_handlers_get_the_results_of_their_dependencies(name: str) -> None:
     recorder = Recorder(example_plan(name))
     execution, lanes = execution_of(recorder)
-    for phase in Phase:
-        execution.run(phase)
+    for forward in (True, False):
+        execution.run(forward=forward)
     lanes.close()
     for task, needs in recorder.plan.graph.needs.items():
         wanted = [f"value of {n}" if n.phase is task.phase else f"saved by {n}" for n in needs]
@@ -172,7 +172,7 @@ def test_handlers_get_the_results_of_their_dependencies(name: str) -> None:
 def test_evaluation_runs_the_forward_tasks_and_keeps_nothing() -> None:
     recorder = Recorder(example_plan("flowmoe"))
     execution, lanes = execution_of(recorder, training=False)
-    execution.run(Phase.FORWARD)
+    execution.run(forward=True)
     lanes.close()
     assert {task.phase for task in recorder.seen} == {Phase.FORWARD}
     assert len(execution.results) == 0
@@ -189,8 +189,8 @@ def test_a_failure_names_task_rank_and_cell(name: str) -> None:
     recorder = Recorder(example_plan("flowmoe"), task, error)
     execution, lanes = execution_of(recorder)
     with pytest.raises(TaskError) as caught:
-        for phase in Phase:
-            execution.run(phase)
+        for forward in (True, False):
+            execution.run(forward=forward)
     lanes.close()
     assert (caught.value.task, caught.value.rank) == (task, 3)
     assert caught.value.__cause__ is error
@@ -208,7 +208,7 @@ def test_an_interrupt_stays_an_interrupt(error: BaseException) -> None:
     recorder = Recorder(example_plan("flowmoe"), Task.parse(FAILING[1]), error)
     execution, lanes = execution_of(recorder)
     with pytest.raises(type(error)) as caught:
-        execution.run(Phase.FORWARD)
+        execution.run(forward=True)
     lanes.close()
     assert caught.value is error
 

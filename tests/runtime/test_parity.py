@@ -1,4 +1,4 @@
-"""The numerics contract: every schedule on P real ranks equals one plain process (DESIGN section 4)."""
+"""The numerics contract: every schedule on P real ranks equals one plain process."""
 
 from __future__ import annotations
 

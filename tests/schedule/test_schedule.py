@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.graph import Graph, Lane, Phase, ScheduleError, StepShape, Task, build_graph
 from penstock.schedule import Schedule, StepPlan
-from tests.steps import example_plan, of_phase, random_orders, seeds, shapes
+from tests.steps import example_plan, random_orders, seeds, shapes
 
 
 def random_plan(shape: StepShape, seed: int) -> StepPlan:
@@ -168,15 +168,14 @@ def _chains(plan: StepPlan) -> list[tuple[Lane, Task, Task]]:
     ]
 
 
-# ---- only --------------------------------------------------------------------------------------------------
+# ---- half --------------------------------------------------------------------------------------------------
 
 
 @given(plans())
-def test_only_keeps_the_order_of_one_phase(plan: StepPlan) -> None:
+def test_half_keeps_the_order(plan: StepPlan) -> None:
     lanes: Mapping[Lane, tuple[Task, ...]] = plan.schedule.lanes
-    for phase in Phase:
-        part = plan.schedule.only(phase)
+    for forward in (True, False):
+        part = plan.schedule.half(forward=forward)
         assert part.name == plan.schedule.name
-        assert {lane: list(order) for lane, order in part.lanes.items()} == {
-            lane: of_phase(order, phase) for lane, order in lanes.items()
-        }
+        for lane, order in lanes.items():
+            assert list(part.lanes[lane]) == [t for t in order if (t.phase is Phase.FORWARD) is forward]

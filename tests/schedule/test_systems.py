@@ -62,7 +62,7 @@ def test_the_docstring_shows_the_schedule(name: str) -> None:
 
 def test_systems_carry_their_names() -> None:
     assert {name: system.name for name, system in SCHEDULES.items()} == {
-        name: name for name in ("sequential", "moe_pipeline", "flowmoe")
+        name: name for name in ("sequential", "moe_pipeline", "flowmoe", "penstock")
     }
 
 
@@ -214,9 +214,9 @@ def test_a_section_becomes_pieces() -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"name": "tutel"}, "Use one of sequential, moe_pipeline, flowmoe"),
-        ({"microbatches": 0}, "microbatches = 0: nothing can be cut into less than one piece"),
-        ({"chunks": -1}, "chunks = -1: nothing can be cut"),
+        ({"name": "tutel"}, "Nearest: sequential. All: sequential, moe_pipeline, flowmoe"),
+        ({"microbatches": 0}, "microbatches = 0: a batch is cut into 1 to 256 pieces"),
+        ({"chunks": -1}, "chunks = -1: a batch is cut into 1 to 256 pieces"),
         ({"all_reduce_chunk_bytes": 511}, "all_reduce_chunk_bytes = 511: every chunk costs"),
         ({"refine_after": -1}, "refine_after = -1: is a number of steps"),
     ],

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Lane, StepShape, Task, build_graph
-from penstock.trace import Occupation, TaskRecord, compare, occupation
+from penstock.graph import Group, Lane, StepShape, Task, build_graph
+from penstock.trace import Occupation, TaskRecord, compare, occupation, overhead_s, write_comparison
 
 COMPUTE, NETWORK = Task.parse("L0.AT.m0.F"), Task.parse("L0.D.m0.c0.F")
 
@@ -39,22 +41,26 @@ def test_occupation_counts_seconds(run: list[TaskRecord]) -> None:
 
 
 @given(records())
-def test_efficiency_is_a_share(run: list[TaskRecord]) -> None:
+def test_no_more_is_exposed_than_was_sent(run: list[TaskRecord]) -> None:
     found = occupation(run)
-    assert 0.0 <= found.overlap_efficiency <= 1.0
-    assert found.exposed_s <= found.communication_s
+    assert 0.0 <= found.exposed_s <= found.communication_s
+
+
+def test_a_group_of_one_rank_sends_nothing() -> None:
+    run = [TaskRecord(COMPUTE, 0, 1.0, 3.0), TaskRecord(NETWORK, 0, 2.0, 4.0)]
+    found = occupation(run, silent=[Group.EXPERT])
+    assert found == Occupation(iteration_s=2.0, compute_s=2.0, communication_s=0.0, exposed_s=0.0)
+    assert occupation(run, silent=[Group.WORLD]) == occupation(run)
 
 
 def test_half_hidden() -> None:
     found = occupation([TaskRecord(COMPUTE, 0, 1.0, 3.0), TaskRecord(NETWORK, 0, 2.0, 4.0)])
     assert found == Occupation(iteration_s=3.0, compute_s=2.0, communication_s=2.0, exposed_s=1.0)
-    assert found.overlap_efficiency == pytest.approx(2 / 3)
 
 
 def test_no_records_are_no_time() -> None:
     found = occupation([])
     assert found == Occupation(iteration_s=0.0, compute_s=0.0, communication_s=0.0, exposed_s=0.0)
-    assert found.overlap_efficiency == 1.0
 
 
 def test_a_comparison_has_a_row_per_task_in_measured_order() -> None:
@@ -63,7 +69,30 @@ def test_a_comparison_has_a_row_per_task_in_measured_order() -> None:
     measured = [TaskRecord(task, 0, 100.0 - i, 100.0 - i + 3.0) for i, task in enumerate(tasks)]
     rows = compare(predicted, measured)
     assert [row.task for row in rows] == list(reversed(tasks))
-    assert {(row.predicted_s, row.measured_s, row.difference_s) for row in rows} == {(1.0, 3.0, 2.0)}
+    assert all(row.predicted.task == row.measured.task == row.task for row in rows)
+    assert {row.difference_s for row in rows} == {2.0}
+
+
+def test_a_written_comparison_is_a_table(tmp_path: Path) -> None:
+    predicted, measured = [TaskRecord(COMPUTE, 0, 0.0, 1.0)], [TaskRecord(COMPUTE, 0, 0.5, 2.0)]
+    write_comparison(tmp_path / "tasks.csv", compare(predicted, measured))
+    head, row = (tmp_path / "tasks.csv").read_text().splitlines()
+    assert head == "task,lane,predicted_start_s,predicted_end_s,measured_start_s,measured_end_s"
+    assert row == f"{COMPUTE},compute,0.000000,1.000000,0.500000,2.000000"
+
+
+def test_overhead_is_standing_still_although_everything_is_ready() -> None:
+    """The second compute task waits for the network (no overhead), the third for nothing (0.5 s overhead)."""
+    first, second, third = (Task.parse(f"L{i}.AT.m0.F") for i in range(3))
+    needs: Mapping[Task, tuple[Task, ...]] = {
+        first: (),
+        NETWORK: (first,),
+        second: (NETWORK,),
+        third: (second,),
+    }
+    times = [(first, 0.0, 1.0), (NETWORK, 1.0, 3.0), (second, 3.25, 4.0), (third, 4.5, 5.0)]
+    records = [TaskRecord(task, 0, start, end) for task, start, end in times]
+    assert overhead_s(records, needs, Lane.COMPUTE) == pytest.approx(0.25 + 0.5)
 
 
 @pytest.mark.parametrize("swapped", [False, True])

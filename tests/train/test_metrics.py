@@ -26,7 +26,7 @@ EXAMPLE = StepMetrics(
     tokens_per_s=12345.6,
     exposed_communication_s=0.07,
     communication_s=1.0,
-    overlap_efficiency=0.9,
+    compute_s=0.9,
     tokens_per_expert_max_over_mean=1.25,
 )
 
@@ -41,7 +41,7 @@ records = st.builds(
     tokens_per_s=finite,
     exposed_communication_s=finite,
     communication_s=finite,
-    overlap_efficiency=finite,
+    compute_s=finite,
     tokens_per_expert_max_over_mean=finite,
     eval_loss=st.none() | finite,
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.bench.config import BenchConfig
 from penstock.bench.links import fit_all_reduce, fit_all_to_all
-from penstock.bench.memory import peak_bytes, reset_peak, resident_bytes
+from penstock.bench.memory import peak_bytes, start_peak
 from penstock.bench.predict import FittedCluster, PredictedCost, predict
 from penstock.bench.silent import SilentTransport
 from penstock.cost import MeasuredCost, StepCost
@@ -115,9 +115,8 @@ class Comparison:
     def _sample(self, stack: PipelinedStack, plan: StepPlan) -> Sample:
         """One step: forward, backward with synchronised gradients. All ranks start together."""
         stack.plan = plan
+        resident = start_peak()
         self.control.barrier("starting a measured step")
-        reset_peak()
-        resident = resident_bytes()
         start_s = time.perf_counter()
         stack(*self.batch).backward()
         iteration_s = time.perf_counter() - start_s

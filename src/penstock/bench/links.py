@@ -14,7 +14,7 @@ from penstock.graph import Group
 from penstock.runtime.transport import Transport
 from penstock.topology import Control
 
-SIZES_BYTES = (4096, 1 << 18, 1 << 20, 1 << 21)
+SIZES_BYTES = (4096, 1 << 20, 1 << 21, 1 << 22)
 REPEATS = 5
 FLOAT_BYTES = 4
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 RESET_HIGH_WATER_MARK = "5"
 
 
-def reset_peak() -> None:
-    """Set the high-water mark of resident memory to what is resident now."""
+def start_peak() -> int:
+    """Give freed memory back to the kernel, reset the high-water mark; returns what is resident now, bytes.
+
+    Without giving it back, a step would run in memory that an earlier step left and show no peak at all.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
     CLEAR.write_text(RESET_HIGH_WATER_MARK)
-
-
-def resident_bytes() -> int:
     return _field("VmRSS")
 
 
 def peak_bytes() -> int:
-    """Highest resident memory since `reset_peak`."""
+    """Highest resident memory since `start_peak`, bytes."""
     return _field("VmHWM")
 
 

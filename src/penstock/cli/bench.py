@@ -6,27 +6,19 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.bench import BenchConfig
 from penstock.bench.compare import Comparison
 from penstock.bench.summarise import summarise
 from penstock.bench.table import render
-from penstock.cli.train import end_of_rank
-from penstock.config import load
+from penstock.cli.train import BAD_CONFIGURATION, end_of_rank
+from penstock.config import ConfigError, load
+from penstock.emulate import Cluster, EmulateConfig
 from penstock.topology import Layout, ProcessInfo, detect, join, leave
 from penstock.topology.join import ALONE
 from penstock.train.assemble import pick_device
-from penstock.train.launcher import launch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """How many nodes the ranks are on, in order, and the rate of a node's uplink (None: not known)."""
-
-    nodes: int = 1
-    inter_rate_bit_per_s: float | None = None
+from penstock.train.launcher import Place, launch
 
 
 def bench(
@@ -35,30 +27,46 @@ def bench(
     given: Sequence[str],
     *,
     json_wanted: bool,
-    network: Network | None = None,
+    emulate: EmulateConfig | None = None,
 ) -> int:
     """Exit code of the comparison; rank 0 prints the table or one JSON object."""
     config = load(BenchConfig, path, overrides)
     info = detect(os.environ)
+    if info is None and emulate is not None:
+        with Cluster(emulate) as cluster:
+            return _start_ranks(config, given, emulate.shape.ranks, cluster)
     if info is None and config.parallel.processes > 1:
-        command = [sys.executable, "-m", "penstock", *given]
-        return launch(command, config.parallel.processes, grace_s=config.parallel.timeout_s + 10).exit_code
-    return _be_rank(config, info or ALONE, json_wanted, network or Network())
+        return _start_ranks(config, given, config.parallel.processes)
+    return _be_rank(config, info or ALONE, json_wanted, emulate)
 
 
-def _be_rank(config: BenchConfig, info: ProcessInfo, json_wanted: bool, network: Network) -> int:
-    join(info, config.parallel.timeout_s, pick_device(info.local_rank))
-    layout = Layout.build(config.parallel, info.world_size, info.rank, config.moe.num_experts)
-    comparison = Comparison(config, layout)
+def _start_ranks(
+    config: BenchConfig, given: Sequence[str], processes: int, place: Place | None = None
+) -> int:
+    command = [sys.executable, "-m", "penstock", *given]
+    outcome = launch(command, processes, grace_s=config.parallel.timeout_s + 10, place=place)
+    if outcome.first_failure is not None and outcome.exit_code != BAD_CONFIGURATION:
+        print(f"penstock: {outcome.first_failure.describe()}", file=sys.stderr)
+    return outcome.exit_code
+
+
+def _be_rank(config: BenchConfig, info: ProcessInfo, json_wanted: bool, emulate: EmulateConfig | None) -> int:
+    """Measure; without an emulated cluster all ranks count as one node with a link of unknown rate."""
+    try:
+        join(info, config.parallel.timeout_s, pick_device(info.local_rank))
+        layout = Layout.build(config.parallel, info.world_size, info.rank, config.moe.num_experts)
+        comparison = Comparison(config, layout)
+    except ConfigError as error:
+        if info.rank == 0:
+            print(f"penstock: {error}", file=sys.stderr)
+        return BAD_CONFIGURATION
     found = comparison.measure()
     comparison.close()
     leave()
     if info.rank == 0:
-        result = summarise(
-            found,
-            nodes=network.nodes,
-            devices=info.world_size // network.nodes,
-            inter_rate_bit_per_s=network.inter_rate_bit_per_s,
-        )
+        nodes = 1 if emulate is None else emulate.shape.nodes
+        rate = None if emulate is None else emulate.inter_rate_bit_per_s
+        devices = info.world_size // nodes
+        result = summarise(found, nodes=nodes, devices=devices, inter_rate_bit_per_s=rate)
         print(json.dumps(result.to_dict()) if json_wanted else render(result))
     return end_of_rank(info)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from penstock import __version__
+from penstock.cli.emulate import add_emulate, add_emulation_options, emulation
 from penstock.config import ConfigError
+from penstock.emulate import EmulationError, EmulationUnavailable
 from penstock.graph import ScheduleError
 
-FAILED, BAD_USAGE = 1, 2
+FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
+MOST_PIECES = 64
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,9 +25,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options, given)
         return code
-    except (ConfigError, ScheduleError) as error:
+    except (ConfigError, ScheduleError, EmulationUnavailable) as error:
         print(f"penstock: {error}", file=sys.stderr)
         return BAD_USAGE
+    except EmulationError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except BrokenPipeError:  # `penstock schedule ... | head` is no failure of ours
         sys.stderr.close()
         return 0
@@ -50,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_schedule(commands)
     _add_bench(commands)
+    add_emulate(commands)
     return parser
 
 
@@ -62,8 +72,11 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog="Example: penstock train configs/tiny.toml schedule.name=sequential train.steps=50",
     )
     train.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file such as configs/tiny.toml")
-    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over it")
+    train.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that win over it"
+    )
     train.add_argument("--json", action="store_true", help="end with one JSON object on stdout, nothing else")
+    add_emulation_options(train)
     train.set_defaults(run=_train)
 
 
@@ -74,7 +87,7 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         description="Prints the grid of a schedule and its simulated timeline. Needs no GPU and no network.",
         epilog="Example: penstock schedule flowmoe --layers 2 --microbatches 2",
     )
-    schedule.add_argument("name", metavar="NAME", help="sequential, moe_pipeline or flowmoe")
+    schedule.add_argument("name", metavar="NAME", help="sequential, moe_pipeline, flowmoe or penstock")
     schedule.add_argument("--layers", type=_count, default=2, metavar="N", help="MoE layers (2)")
     schedule.add_argument("--microbatches", type=_count, default=2, metavar="R", help="microbatches (2)")
     schedule.add_argument("--chunks", type=_count, default=2, metavar="C", help="chunks per MoE layer (2)")
@@ -91,31 +104,44 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="compare schedules",
         description="Runs schedules in turns on the same shapes and seeds, and says how near each comes to "
         "what the hardware allows.",
-        epilog='Example: penstock bench compare.schedules=["sequential","flowmoe"] compare.rounds=5',
+        epilog="Example: penstock bench --emulate 2x1 --inter-rate 400mbit --schedules sequential,flowmoe",
     )
-    bench.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win")
+    bench.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that win"
+    )
     bench.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; default: built in")
+    bench.add_argument("--schedules", metavar="A,B,...", help="what to compare; the first is the base")
     bench.add_argument("--json", action="store_true", help="print one JSON object")
+    add_emulation_options(bench)
     bench.set_defaults(run=_bench)
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than one piece; use 1 or more")
-    return value
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_PIECES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of pieces; use 1 or more, {MOST_PIECES} at most"
+        )
+    return int(text)
 
 
 def _train(options: argparse.Namespace, given: Sequence[str]) -> int:
     from penstock.cli.train import train
 
-    return train(options.config, options.overrides, given, json_wanted=options.json)
+    cluster = emulation(options)
+    return train(options.config, options.overrides, given, json_wanted=options.json, emulate=cluster)
 
 
 def _bench(options: argparse.Namespace, given: Sequence[str]) -> int:
     from penstock.cli.bench import bench
 
-    return bench(options.config, options.overrides, given, json_wanted=options.json)
+    chosen = [] if options.schedules is None else [_schedules_override(options.schedules)]
+    overrides = [*options.overrides, *chosen]
+    cluster = emulation(options)
+    return bench(options.config, overrides, given, json_wanted=options.json, emulate=cluster)
+
+
+def _schedules_override(names: str) -> str:
+    return f"compare.schedules={json.dumps(names.split(','))}"
 
 
 def _schedule(options: argparse.Namespace, given: Sequence[str]) -> int:

@@ -5,51 +5,89 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.config import ConfigError, load
+from penstock.emulate import Cluster, EmulateConfig
 from penstock.report import RunSummary
 from penstock.runtime import ScheduleMismatchError, TaskError
-from penstock.topology import CommunicationError, ProcessInfo, detect, join, leave
+from penstock.topology import CommunicationError, Layout, ProcessInfo, detect, join, leave
 from penstock.topology.join import ALONE
 from penstock.train.assemble import pick_device
+from penstock.train.checkpoint import CheckpointError, complete_checkpoints
 from penstock.train.config import RunConfig
-from penstock.train.launcher import launch
-from penstock.train.trainer import Trainer
+from penstock.train.launcher import Place, launch
+from penstock.train.trainer import DivergedError, Trainer
 
-FAILED, BAD_CONFIGURATION = 1, 2
+FAILED, BAD_CONFIGURATION, INTERRUPTED = 1, 2, 130
+EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointError, DivergedError)
 
 
-def train(path: Path, overrides: Sequence[str], given: Sequence[str], *, json_wanted: bool) -> int:
-    """Exit code of the run. A wrong configuration is refused before any process starts."""
+def train(
+    path: Path,
+    overrides: Sequence[str],
+    given: Sequence[str],
+    *,
+    json_wanted: bool,
+    emulate: EmulateConfig | None = None,
+) -> int:
+    """Exit code of the run, in a cluster of its own if `emulate` describes one.
+
+    A wrong configuration is refused before any process starts.
+    """
     config = load(RunConfig, path, overrides)
     info = detect(os.environ)
+    if emulate is not None and (info is None or info.launcher != "penstock"):
+        return _start_emulated(config, emulate, given, info)
     if info is None and config.parallel.processes > 1:
-        return _start_ranks(config, given)
+        return _start_ranks(config, given, config.parallel.processes)
     return _be_rank(config, info or ALONE, json_wanted)
 
 
-def _start_ranks(config: RunConfig, given: Sequence[str]) -> int:
+def _start_emulated(
+    config: RunConfig, emulate: EmulateConfig, given: Sequence[str], info: ProcessInfo | None
+) -> int:
+    """One rank per device of the cluster, whatever parallel.processes says; ranks are told the same."""
+    if info is not None:
+        hint = "Start penstock train itself, or leave --emulate out."
+        why = f"ranks that {info.launcher} started already have a network"
+        raise ConfigError("--emulate", str(emulate.shape), why, hint)
+    ranks, wanted = emulate.shape.ranks, config.parallel.processes
+    if ranks != wanted:
+        print(
+            f"penstock: {emulate.shape} is {ranks} ranks, not parallel.processes = {wanted}", file=sys.stderr
+        )
+    with Cluster(emulate) as cluster:
+        return _start_ranks(config, [*given, f"parallel.processes={ranks}"], ranks, cluster)
+
+
+def _start_ranks(config: RunConfig, given: Sequence[str], processes: int, place: Place | None = None) -> int:
+    resolved = config.resolved(processes)  # what can be refused is refused before any process starts
+    Layout.build(resolved.parallel, processes, 0, resolved.moe.num_experts)
     command = [sys.executable, "-m", "penstock", *given]
     # After a failure the others need up to one timeout to notice and to say what they waited for.
-    outcome = launch(command, config.parallel.processes, grace_s=config.parallel.timeout_s + 10)
-    if outcome.first_failure is not None and outcome.exit_code != BAD_CONFIGURATION:
+    outcome = launch(command, processes, grace_s=config.parallel.timeout_s + 10, place=place)
+    if outcome.first_failure is not None and outcome.exit_code not in (BAD_CONFIGURATION, INTERRUPTED):
         print(f"penstock: {outcome.first_failure.describe()}; {_way_out(config)}", file=sys.stderr)
     return outcome.exit_code
 
 
 def _be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
-    device = pick_device(info.local_rank)
     try:
+        device = pick_device(info.local_rank)
         join(info, config.parallel.timeout_s, device)
         summary = Trainer(config, info, device, quiet=False).run()
     except ConfigError as error:
         if info.rank == 0:  # every rank finds the same fault; once is enough
             print(f"penstock: {error}", file=sys.stderr)
         return BAD_CONFIGURATION
-    except (TaskError, CommunicationError, ScheduleMismatchError) as error:
-        return _report_failure(config, info, error)
+    except EXPECTED as error:
+        return _report_failure(config, info, str(error))
+    except Exception as error:
+        headline = f"rank {info.rank}: {type(error).__name__}: {error}"
+        return _report_failure(config, info, f"{headline}\n\n{traceback.format_exc()}")
     leave()
     if info.rank == 0:
         _print_summary(summary, json_wanted)
@@ -69,16 +107,21 @@ def end_of_rank(info: ProcessInfo) -> int:
     return 0
 
 
-def _report_failure(config: RunConfig, info: ProcessInfo, error: Exception) -> int:
-    """One line on the terminal, all of it (the grid with the task marked) in a file."""
-    headline, _, details = str(error).partition("\n")
+def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:
+    """One line on the terminal; what follows it (a grid with the task marked, a traceback) in a file."""
+    headline, _, details = text.partition("\n")
     where = ""
     if details:
         report = config.output.dir / f"failure-rank{info.rank}.txt"
-        report.parent.mkdir(parents=True, exist_ok=True)
-        report.write_text(str(error))
-        where = f" (schedule with the task marked: {report})"
+        try:
+            report.parent.mkdir(parents=True, exist_ok=True)
+            report.write_text(text)
+            where = f" (details: {report})"
+        except OSError as error:  # a full disk is a likely reason for being here
+            where = f"\n{details.strip()}\n({report} could not be written: {error.strerror})"
     print(f"penstock: {headline}{where}", file=sys.stderr, flush=True)
+    if info.world_size == 1:
+        return FAILED
     # The process group is broken: destroying it in order could wait for peers that are gone.
     sys.stdout.flush()
     os._exit(FAILED)
@@ -89,7 +132,7 @@ def _print_summary(summary: RunSummary, json_wanted: bool) -> None:
 
 
 def _way_out(config: RunConfig) -> str:
-    saved = sorted((config.output.dir / "checkpoints").glob("step-*"))
+    saved = complete_checkpoints(config.output.dir / "checkpoints")
     if not saved:
         return "no checkpoint had been written yet"
     return f"continue from {saved[-1].name} with train.resume=true"

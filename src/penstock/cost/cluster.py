@@ -42,11 +42,11 @@ class ClusterConfig:
                 raise ConfigError(field.name, value, "must be positive", f"The default is {field.default}.")
 
     def all_to_all(self, ranks: int) -> AlphaBeta:
-        """Argument: bytes of the buffer each rank sends, its own share included (SYSTEMS 2.2)."""
+        """Argument: bytes of the buffer each rank sends, its own share included."""
         return self._collective(ranks - 1, (ranks - 1) / ranks)
 
     def all_reduce(self, ranks: int) -> AlphaBeta:
-        """Argument: bytes of the tensor. A ring sends it almost twice (SYSTEMS 2.2)."""
+        """Argument: bytes of the tensor. A ring sends it almost twice."""
         return self._collective(2 * (ranks - 1), 2 * (ranks - 1) / ranks)
 
     def _collective(self, rounds: int, share: float) -> AlphaBeta:

@@ -32,13 +32,13 @@ class StepCost:
         if task.op in (Op.DISPATCH, Op.COMBINE):
             return cluster.all_to_all(work.ep_size).seconds(work.hidden_bytes(self._rows(task)))
         if task.op is Op.STATISTICS:
-            size = self.shape.num_layers * 2 * work.num_experts * STATISTICS_BYTES
+            size = sum(self.shape.moe_layers) * 2 * work.num_experts * STATISTICS_BYTES
             return cluster.all_reduce(work.world_size).seconds(size)
         return self._all_reduce_s(task)
 
     def compute_s(self, task: Task) -> float:
         flops, moved = self._forward_work(task)
-        scale = 2 if task.phase is Phase.BACKWARD else 1
+        scale = 2 if task.phase is Phase.BACKWARD else 1  # a split backward is two halves of that
         seconds = flops / self.cluster.flops_per_s + moved / self.cluster.memory_bytes_per_s
         return self.cluster.task_overhead_s + scale * seconds
 
@@ -52,7 +52,7 @@ class StepCost:
         tokens = work.tokens(task.microbatch, self.shape.microbatches)
         copies = work.hidden_bytes(2 * tokens * work.top_k)
         if task.op is Op.ATTENTION:
-            dense = 0.0 if self.shape.moe_layers[task.layer] else work.expert_flops(tokens)
+            dense = 0.0 if self.shape.moe_layers[task.layer] else work.dense_flops(tokens)
             return work.attention_flops(tokens) + dense, copies
         if task.op is Op.HEAD:
             return work.head_flops(tokens), work.hidden_bytes(tokens)

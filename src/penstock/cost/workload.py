@@ -25,7 +25,7 @@ class Workload:
 
     num_experts is the total; capacity_factor None means dropless (even routing is assumed for cost).
     expert_matrices: 2 for GELU experts, 3 for SwiGLU. element_bytes: of activations on the wire.
-    all_reduce_bytes / expert_all_reduce_bytes: gradients per layer.
+    all_reduce_bytes / expert_all_reduce_bytes: gradients per layer. dense_ffn_hidden_size: of dense blocks.
     """
 
     batch: int
@@ -43,6 +43,7 @@ class Workload:
     element_bytes: int
     all_reduce_bytes: tuple[int, ...]
     expert_all_reduce_bytes: tuple[int, ...]
+    dense_ffn_hidden_size: int = 0
 
     def tokens(self, microbatch: int, microbatches: int) -> int:
         """Tokens of one microbatch on one rank."""
@@ -65,6 +66,10 @@ class Workload:
     def expert_flops(self, rows: float) -> float:
         """Forward matrix products of `rows` token copies."""
         return rows * 2 * self.expert_matrices * self.hidden_size * self.ffn_hidden_size
+
+    def dense_flops(self, tokens: int) -> float:
+        """The feed-forward part of a dense block: two matrices."""
+        return tokens * 4 * self.hidden_size * self.dense_ffn_hidden_size
 
     def head_flops(self, tokens: int) -> float:
         return tokens * 2 * self.hidden_size * self.vocab_size

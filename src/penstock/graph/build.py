@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.graph.dependencies import B, F, dependencies, statistics_task
+from penstock.graph.dependencies import INPUT, WEIGHT, B, F, dependencies, statistics_task
 from penstock.graph.errors import ScheduleError
 from penstock.graph.shape import StepShape
 from penstock.graph.task import Op, Task
@@ -88,12 +88,15 @@ def _block_backward(layer: int, shape: StepShape) -> Iterator[Task]:
     pieces, chunks = range(shape.microbatches - 1, -1, -1), range(shape.chunks)
     if shape.moe_layers[layer]:
         yield from (Task(layer, Op.UNORDER, B, m) for m in pieces)
-        for op in (Op.COMBINE, Op.EXPERTS, Op.DISPATCH):
-            yield from (Task(layer, op, B, m, c) for m in pieces for c in chunks)
+        experts = INPUT if shape.split_experts else B
+        for op, phase in ((Op.COMBINE, B), (Op.EXPERTS, experts), (Op.DISPATCH, B)):
+            yield from (Task(layer, op, phase, m, c) for m in pieces for c in chunks)
     yield from (Task(layer, Op.ATTENTION, B, m) for m in pieces)
     if layer == 0:
         yield from (Task(0, Op.EMBED, B, m) for m in pieces)
     if shape.moe_layers[layer]:
+        if shape.split_experts:
+            yield from (Task(layer, Op.EXPERTS, WEIGHT, m, c) for m in pieces for c in chunks)
         replicas = range(shape.expert_all_reduce_chunks[layer])
         yield from (Task(layer, Op.EXPERT_ALL_REDUCE, B, None, c) for c in replicas)
     yield from (Task(layer, Op.ALL_REDUCE, B, None, c) for c in range(shape.all_reduce_chunks[layer]))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from penstock.graph.shape import StepShape
 from penstock.graph.task import Op, Phase, Task
 
-F, B = Phase.FORWARD, Phase.BACKWARD
+F, B, INPUT, WEIGHT = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT, Phase.WEIGHT
 
 
 def dependencies(task: Task, shape: StepShape) -> tuple[Task, ...]:
@@ -45,6 +45,11 @@ def block_gradient(layer: int, microbatch: int, shape: StepShape) -> Task:
 def routing(layer: int, microbatch: int, shape: StepShape) -> Task:
     """The task that knows how many tokens go where: the count exchange, or AT if sizes are fixed."""
     return Task(layer, Op.COUNTS if shape.exchange_counts else Op.ATTENTION, F, microbatch)
+
+
+def experts_input(task: Task, shape: StepShape) -> Task:
+    """The task that makes the gradient of what a chunk's experts received."""
+    return _at(task, Op.EXPERTS, INPUT if shape.split_experts else B)
 
 
 def _at(task: Task, op: Op, phase: Phase) -> Task:
@@ -105,8 +110,11 @@ def _all_reduce(task: Task, shape: StepShape) -> list[Task]:
 
 
 def _expert_all_reduce(task: Task, shape: StepShape) -> list[Task]:
+    phase = WEIGHT if shape.split_experts else B
     return [
-        Task(task.layer, Op.EXPERTS, B, m, c) for m in range(shape.microbatches) for c in range(shape.chunks)
+        Task(task.layer, Op.EXPERTS, phase, m, c)
+        for m in range(shape.microbatches)
+        for c in range(shape.chunks)
     ]
 
 
@@ -126,7 +134,9 @@ _RULES: dict[tuple[Op, Phase], Rule] = {
     (Op.UNORDER, B): lambda t, s: [_at(t, Op.UNORDER, F), block_gradient(t.layer, _microbatch(t), s)],
     (Op.COMBINE, B): lambda t, s: [_whole(t, Op.UNORDER, B), _routing(t, s)],
     (Op.EXPERTS, B): lambda t, s: [_at(t, Op.EXPERTS, F), _at(t, Op.COMBINE, B)],
-    (Op.DISPATCH, B): lambda t, s: [_at(t, Op.EXPERTS, B), _routing(t, s)],
+    (Op.EXPERTS, INPUT): lambda t, s: [_at(t, Op.EXPERTS, F), _at(t, Op.COMBINE, B)],
+    (Op.EXPERTS, WEIGHT): lambda t, s: [_at(t, Op.EXPERTS, INPUT)],
+    (Op.DISPATCH, B): lambda t, s: [experts_input(t, s), _routing(t, s)],
     (Op.ATTENTION, B): _attention_backward,
     (Op.EMBED, B): lambda t, s: [_at(t, Op.EMBED, F), Task(0, Op.ATTENTION, B, t.microbatch)],
     (Op.ALL_REDUCE, B): _all_reduce,

@@ -17,6 +17,7 @@ class StepShape:
     exchange_counts: dropless routing sends uneven pieces, so their sizes are exchanged first.
     all_reduce_chunks: for every layer, into how many pieces its replicated gradients are cut.
     expert_all_reduce_chunks: the same for its expert gradients; 0 where no expert has a replica.
+    split_experts: experts' weight gradients are tasks of their own (W), nothing but their update needs them.
     """
 
     moe_layers: tuple[bool, ...]
@@ -25,6 +26,7 @@ class StepShape:
     exchange_counts: bool = True
     all_reduce_chunks: tuple[int, ...] = ()
     expert_all_reduce_chunks: tuple[int, ...] = ()
+    split_experts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("all_reduce_chunks", "expert_all_reduce_chunks"):

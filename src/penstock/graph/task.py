@@ -19,10 +19,12 @@ class Lane(StrEnum):
 
 
 class Phase(StrEnum):
-    """F is the forward pass, B the backward pass (input and weight gradients together)."""
+    """F forward, B backward; where a backward is split, I makes the input gradients, W the weights'."""
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
 
 
 class Group(StrEnum):
@@ -67,7 +69,7 @@ SPECS: dict[Op, OpSpec] = {
     Op.ATTENTION: OpSpec(title="attention, router and order (a dense block: all of it)", lane=Lane.COMPUTE),
     Op.COUNTS: OpSpec(title="exchange of tokens per expert", lane=Lane.INTER, group=Group.EXPERT, phases="F"),
     Op.DISPATCH: OpSpec(title="tokens to their experts", lane=Lane.INTER, group=Group.EXPERT, chunk=True),
-    Op.EXPERTS: OpSpec(title="expert computation", lane=Lane.COMPUTE, chunk=True),
+    Op.EXPERTS: OpSpec(title="expert computation", lane=Lane.COMPUTE, chunk=True, phases="FBIW"),
     Op.COMBINE: OpSpec(title="expert outputs back home", lane=Lane.INTER, group=Group.EXPERT, chunk=True),
     Op.UNORDER: OpSpec(title="un-order, gate weights, residual", lane=Lane.COMPUTE),
     Op.HEAD: OpSpec(title="final norm, output head, loss", lane=Lane.COMPUTE),
@@ -97,7 +99,7 @@ SPECS: dict[Op, OpSpec] = {
 }
 
 _NUMBER = "(0|[1-9][0-9]*)"
-_TEXT = re.compile(rf"L{_NUMBER}\.([A-Z]+)(?:\.m{_NUMBER})?(?:\.c{_NUMBER})?\.([FB])")
+_TEXT = re.compile(rf"L{_NUMBER}\.([A-Z]+)(?:\.m{_NUMBER})?(?:\.c{_NUMBER})?\.([FBIW])")
 
 
 @dataclass(frozen=True)
@@ -124,13 +126,23 @@ class Task:
         return SPECS[self.op].lane
 
     @property
+    def forward(self) -> bool:
+        """Whether the task belongs to the forward half of a step."""
+        return self.phase is Phase.FORWARD
+
+    @property
+    def symbol(self) -> str:
+        """The letters that pictures show: the op, and W for weight gradients made apart."""
+        return "W" if self.phase is Phase.WEIGHT else str(self.op)
+
+    @property
     def cell(self) -> str:
         """The short name that a grid shows: the op with its indices, the layer for all-reduces."""
         if self.op in (Op.ALL_REDUCE, Op.EXPERT_ALL_REDUCE):
-            return f"{self.op}{self.layer}.{self.chunk}"
+            return f"{self.symbol}{self.layer}.{self.chunk}"
         microbatch = "" if self.microbatch is None else str(self.microbatch)
         chunk = f".{self.chunk}" if self.chunk else ""
-        return f"{self.op}{microbatch}{chunk}"
+        return f"{self.symbol}{microbatch}{chunk}"
 
     @staticmethod
     def parse(text: str) -> Task:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.models.config import ModelConfig
-from penstock.moe import MoEConfig
-
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
@@ -21,25 +18,24 @@ class Preset:
     top_k: int
     capacity_factor: float = 1.0
 
-    def model(self, vocab_size: int) -> ModelConfig:
-        """The decoder; heads of 64, which the study does not give."""
-        return ModelConfig(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            num_heads=self.hidden_size // 64,
-            seq_len=self.seq_len,
-            vocab_size=vocab_size,
-        )
+    def model_sizes(self) -> dict[str, int]:
+        """Keys of [model]; heads of 64, which the study does not give."""
+        return {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "num_heads": self.hidden_size // 64,
+            "seq_len": self.seq_len,
+        }
 
-    def moe(self, world_size: int) -> MoEConfig:
-        """The MoE layers on `world_size` ranks."""
-        return MoEConfig(
-            num_experts=self.experts_per_rank * world_size,
-            top_k=self.top_k,
-            moe_ffn_hidden_size=self.moe_ffn_hidden_size,
-            expert="gelu",
-            capacity_factor=self.capacity_factor,
-        )
+    def moe_sizes(self, world_size: int) -> dict[str, int | float | str]:
+        """Keys of [moe] on `world_size` ranks."""
+        return {
+            "num_experts": self.experts_per_rank * world_size,
+            "top_k": self.top_k,
+            "moe_ffn_hidden_size": self.moe_ffn_hidden_size,
+            "expert": "gelu",
+            "capacity_factor": self.capacity_factor,
+        }
 
 
 def _preset(layers: int, seq_len: int, hidden: int, ffn: int, experts: int, top_k: int) -> Preset:

@@ -2,7 +2,7 @@
 
 aux = E * sum_e f_e * P_e per layer; f_e is the share of (token, choice) pairs that chose expert e, before any
 drop, P_e the mean gate probability. f_e has no gradient, so what backward needs is one factor per expert.
-It is not a mean over tokens: judged on pieces it has another value and another gradient (SYSTEMS 2.5).
+It is not a mean over tokens: judged on pieces it has another value and another gradient.
 Shapes: E experts, Y MoE layers.
 """
 

@@ -11,6 +11,7 @@ from penstock.config import ConfigError
 ExpertKind = Literal["gelu", "swiglu"]
 BalanceGroup = Literal["microbatch", "global"]
 
+MOST_CAPACITY = 1000
 EXPERT_MATRICES: dict[ExpertKind, int] = {"gelu": 2, "swiglu": 3}
 
 
@@ -50,8 +51,8 @@ class MoEConfig:
             raise ConfigError("top_k", self.top_k, why, f"Nearest valid: {nearest}.")
         if self.moe_ffn_hidden_size < 1:
             raise ConfigError("moe_ffn_hidden_size", self.moe_ffn_hidden_size, "must be positive", "Use 256.")
-        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
-            why = "must be a positive number: with 0 no expert would take any token"
+        if self.capacity_factor is not None and not 0 < self.capacity_factor <= MOST_CAPACITY:
+            why = f"must be between 0 (no expert would take any token) and {MOST_CAPACITY}"
             raise ConfigError("capacity_factor", self.capacity_factor, why, "For dropless routing use none.")
         if self.norm_topk_prob and self.top_k == 1:
             why = "with top_k = 1 every weight would be 1 and the router would learn nothing from the loss"

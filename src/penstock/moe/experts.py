@@ -5,13 +5,16 @@ Shapes: R rows, M hidden size, H expert hidden size, E local experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.moe.config import MoEConfig
+
+Product = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+"""rows [R, M], weights [E, M, H], rows per expert -> [R, H]."""
 
 ROW_ALIGNMENT_BYTES = 16
 GROUPED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,6 +26,7 @@ def grouped_product(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -
     Equal sizes become one batched product, uneven ones PyTorch's grouped product; only what that does not
     take (float64, rows that are not a multiple of 16 bytes) is multiplied expert by expert.
     """
+    weight_EMH = weight_EMH.to(rows_RM.dtype)  # under autocast rows are in half precision
     if len(set(sizes)) == 1:
         return torch.bmm(rows_RM.unflatten(0, (len(sizes), sizes[0])), weight_EMH).flatten(0, 1)
     if rows_RM.dtype in GROUPED_TYPES and _aligned(weight_EMH):
@@ -45,10 +49,9 @@ class GeluExperts(nn.Module):
         self.w_up = nn.Parameter(torch.empty(local_experts, hidden_size, ffn))
         self.w_down = nn.Parameter(torch.empty(local_experts, ffn, hidden_size))
 
-    def forward(self, rows_RM: Tensor, sizes: Sequence[int]) -> Tensor:
-        w_up, w_down = self.w_up.to(rows_RM.dtype), self.w_down.to(rows_RM.dtype)
-        hidden_RH = F.gelu(grouped_product(rows_RM, w_up, sizes))
-        return grouped_product(hidden_RH, w_down, sizes)
+    def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:
+        hidden_RH = F.gelu(product(rows_RM, self.w_up, sizes))
+        return product(hidden_RH, self.w_down, sizes)
 
 
 class SwiGLUExperts(nn.Module):
@@ -61,11 +64,9 @@ class SwiGLUExperts(nn.Module):
         self.w_up = nn.Parameter(torch.empty(local_experts, hidden_size, ffn))
         self.w_down = nn.Parameter(torch.empty(local_experts, ffn, hidden_size))
 
-    def forward(self, rows_RM: Tensor, sizes: Sequence[int]) -> Tensor:
-        dtype = rows_RM.dtype
-        gate_RH = F.silu(grouped_product(rows_RM, self.w_gate.to(dtype), sizes))
-        hidden_RH = gate_RH * grouped_product(rows_RM, self.w_up.to(dtype), sizes)
-        return grouped_product(hidden_RH, self.w_down.to(dtype), sizes)
+    def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:
+        gate_RH = F.silu(product(rows_RM, self.w_gate, sizes))
+        return product(gate_RH * product(rows_RM, self.w_up, sizes), self.w_down, sizes)
 
 
 def build_experts(hidden_size: int, config: MoEConfig, local_experts: int) -> GeluExperts | SwiGLUExperts:

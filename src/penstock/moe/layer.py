@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from penstock.moe.config import MoEConfig
-from penstock.moe.experts import build_experts, by_expert, by_source
+from penstock.moe.experts import Product, build_experts, by_expert, by_source, grouped_product
 from penstock.moe.gather import from_rows, to_rows
 from penstock.moe.order import Ordered, build_order
 from penstock.moe.router import Routing, TopKRouter
@@ -52,10 +52,13 @@ class MoELayer(nn.Module):
         ordered = self.order.plan(routing.experts_Tk, chunks)
         return RoutedTokens(to_rows(x_TM, ordered.rows), routing, ordered)
 
-    def expert_rows(self, rows_RM: Tensor, route: ChunkRoute) -> Tensor:
-        """Outputs of this rank's experts for rows sorted by (source rank, expert), in the same order."""
+    def expert_rows(self, rows_RM: Tensor, route: ChunkRoute, product: Product = grouped_product) -> Tensor:
+        """Outputs of this rank's experts for rows sorted by (source rank, expert), in the same order.
+
+        product: how rows and weights are multiplied; it decides when weight gradients are made.
+        """
         sizes = [sum(column) for column in zip(*route.received, strict=True)]
-        out_RM = self.experts(by_expert(rows_RM, route.received), sizes)
+        out_RM = self.experts(by_expert(rows_RM, route.received), sizes, product)
         return by_source(out_RM, route.received)
 
     def unorder(self, rows_RM: Tensor, weights_Tk: Tensor, ordered: Ordered) -> Tensor:

@@ -21,8 +21,8 @@ class RunSummary:
     eval_loss: loss on held-out text; None if the run never evaluated.
     unigram_entropy: what guessing every byte by its frequency in the corpus costs.
     communication_s, exposed_communication_s: of a typical step; exposed is what nothing was computed under.
-    overlap_efficiency: the time of the busiest lane over the iteration.
-    simulated_iteration_s: what the simulator says of the traced steps' tasks; None without a trace.
+    overlap_efficiency: what no order of the same tasks can beat, over the measured step; 1.0 is perfect.
+    simulated_iteration_s: what the simulator says of the last steps' tasks.
     interrupted: the run was stopped early and saved. parameters: of the whole model, every expert counted
     once. Outputs are paths; None was not written.
     """
@@ -98,7 +98,7 @@ class RunSummary:
         yield "on", self.corpus
         yield (
             "loss",
-            f"{self.first_loss:.3f} nats per byte at the first step, {self.last_loss:.3f} at the last",
+            f"{self.first_loss:.3f} nats per byte at the start, {self.last_loss:.3f} at the end",
         )
         yield "held out", self._held_out()
         step_time = duration_text(self.iteration_s_median)
@@ -136,8 +136,7 @@ class RunSummary:
         return (
             f"{total} of communication per step, {100 * self.hidden_communication:.0f} % of it under "
             f"computation; for the other {exposed} nothing was computed. Overlap efficiency "
-            f"{self.overlap_efficiency:.2f} (1.00: a step takes no longer than its computation or its "
-            "communication alone, whichever is longer)"
+            f"{self.overlap_efficiency:.2f} (1.00: no order of the same tasks could be faster)"
         )
 
     def _outputs(self) -> Iterator[tuple[str, str]]:

@@ -111,7 +111,7 @@ def _windows(records: Sequence[TaskRecord], columns: int) -> list[_Window]:
     # An iteration of no length at all still needs columns to divide by.
     end_s = max(start_s + 1e-9, *(record.end_s for record in records))
     unit = _unit(end_s)
-    cut_s = min((r.start_s for r in records if r.task.phase is Phase.BACKWARD), default=start_s)
+    cut_s = min((r.start_s for r in records if not r.task.forward), default=start_s)
     most = max(len(lane_records) for lane_records in _by_lane(records).values())
     if most * COLUMNS_PER_TASK <= columns or not start_s < cut_s < end_s:
         spans = [("iteration", start_s, end_s)]
@@ -151,14 +151,14 @@ def _shown(window: _Window, records: Sequence[TaskRecord]) -> list[Task | None]:
 
 
 def _majority(share: Mapping[Task, float], column_s: float) -> Task | None:
-    """The longest task of the op with the most seconds; None if most of the column was idle."""
+    """The longest task of the symbol with the most seconds; None if most of the column was idle."""
     if 2 * sum(share.values()) < column_s:
         return None
-    by_op: dict[Op, float] = defaultdict(float)
+    by_symbol: dict[str, float] = defaultdict(float)
     for task, seconds in share.items():
-        by_op[task.op] += seconds
-    op = max(by_op, key=lambda each: by_op[each])
-    return max((task for task in share if task.op is op), key=lambda task: share[task])
+        by_symbol[task.symbol] += seconds
+    symbol = max(by_symbol, key=lambda each: by_symbol[each])
+    return max((task for task in share if task.symbol == symbol), key=lambda task: share[task])
 
 
 def _lane_row(tasks: Sequence[Task | None]) -> str:
@@ -169,7 +169,7 @@ def _run(task: Task | None, columns: int) -> str:
     """One task as its longest name that fits, then a line; an op's first letter is unique on its lane."""
     if task is None:
         return IDLE * columns
-    names = (task.cell, str(task.op), task.op[0])
+    names = (task.cell, task.symbol, task.symbol[0])
     return next(name for name in names if len(name) <= columns).ljust(columns, FILL)
 
 
@@ -216,6 +216,8 @@ def _legend(records: Sequence[TaskRecord], width: int) -> str:
         for op in on_lane:
             label = lane if op is on_lane[0] else ""
             lines.append(f"{label:<{LABEL_WIDTH}}{op:<3} {SPECS[op].title}")
+        if lane is Lane.COMPUTE and any(record.task.phase is Phase.WEIGHT for record in records):
+            lines.append(f"{'':<{LABEL_WIDTH}}W   weight gradients of experts, made apart")
     reading = (
         f"A name starts a task, {FILL} continues it, {IDLE} is idle. X0 and X0.1 are chunks 0 and 1 of "
         "microbatch 0, AR3.0 is chunk 0 of layer 3. Where a name does not fit, its first letter stands for "

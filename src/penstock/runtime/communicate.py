@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from penstock.graph import Group, Phase, StepShape, Task
-from penstock.graph.dependencies import B, F
+from penstock.graph.dependencies import B, F, experts_input
 from penstock.graph.task import Op
 from penstock.moe import Routes
 from penstock.runtime.buckets import GradientBucket
-from penstock.runtime.compute import Attended, UnorderGradients, find_routes
+from penstock.runtime.compute import Attended, ExpertGradient, UnorderGradients, find_routes
 from penstock.runtime.executor import Inputs
 from penstock.runtime.results import Outcome
 from penstock.runtime.statistics import HeadSums, RouterSums, StatisticsCodec, StepStatistics
@@ -111,9 +111,8 @@ class CommunicationHandlers:
         return self._to_experts(task, inputs, grads.rows_RM.split(sizes)[_chunk(task)])
 
     def dispatch_backward(self, task: Task, inputs: Inputs) -> Outcome:
-        return self._to_home(
-            task, inputs, inputs[Task(task.layer, Op.EXPERTS, B, task.microbatch, task.chunk)]
-        )
+        made: ExpertGradient = inputs[experts_input(task, self.shape)]
+        return self._to_home(task, inputs, made.rows_RM)
 
     def _to_experts(self, task: Task, inputs: Inputs, rows: Tensor) -> Outcome:
         route = find_routes(task, inputs, self.shape).chunks[_chunk(task)]

@@ -14,12 +14,22 @@ import torch
 from torch import Tensor
 
 from penstock.graph import StepShape, Task
-from penstock.graph.dependencies import B, F, block_gradient, block_output, routing, statistics_task
+from penstock.graph.dependencies import (
+    INPUT,
+    WEIGHT,
+    B,
+    F,
+    block_gradient,
+    block_output,
+    routing,
+    statistics_task,
+)
 from penstock.graph.task import Op
 from penstock.moe import MoELayer, Routes
 from penstock.moe.balance import Balance
 from penstock.moe.config import MoEConfig
 from penstock.moe.order import Ordered
+from penstock.moe.weight_gradients import AutogradWeights, WeightGradients
 from penstock.runtime.executor import Inputs
 from penstock.runtime.parts import ModelParts, SampleKeys
 from penstock.runtime.results import Outcome
@@ -55,6 +65,22 @@ class SavedAttention:
     segment: AnySegment
     chosen_E: Tensor
     routes: Routes | None
+
+
+@dataclass(frozen=True)
+class SavedExperts:
+    """What the backward of X needs of X.F."""
+
+    segment: AnySegment
+    weights: WeightGradients | AutogradWeights
+
+
+@dataclass(frozen=True)
+class ExpertGradient:
+    """Value of X.B or X.I: the gradient of the received rows, and weight gradients still to be made."""
+
+    rows_RM: Tensor
+    weights: WeightGradients | AutogradWeights
 
 
 @dataclass(frozen=True)
@@ -103,6 +129,8 @@ class ComputeHandlers:
             (Op.HEAD, B): self.head_backward,
             (Op.UNORDER, B): self.unorder_backward,
             (Op.EXPERTS, B): self.experts_backward,
+            (Op.EXPERTS, INPUT): self.experts_backward,
+            (Op.EXPERTS, WEIGHT): self.experts_weights,
             (Op.ATTENTION, B): self.attention_backward,
             (Op.EMBED, B): self.embed_backward,
         }
@@ -149,10 +177,11 @@ class ComputeHandlers:
         assert moe is not None and task.chunk is not None, task
         route = find_routes(task, inputs, self.shape).chunks[task.chunk]
         segment = self.segment()
+        weights = WeightGradients() if self.shape.split_experts else AutogradWeights()
         (rows_RM,) = segment.enter(inputs[Task(task.layer, Op.DISPATCH, F, task.microbatch, task.chunk)])
         with self.autocast():
-            (out_RM,) = segment.leave(moe.expert_rows(rows_RM, route))
-        return Outcome(out_RM, segment)
+            (out_RM,) = segment.leave(moe.expert_rows(rows_RM, route, weights.product))
+        return Outcome(out_RM, SavedExperts(segment, weights))
 
     def unorder(self, task: Task, inputs: Inputs) -> Outcome:
         m = _microbatch(task)
@@ -191,9 +220,15 @@ class ComputeHandlers:
         return Outcome(UnorderGradients(*_present(grads)))
 
     def experts_backward(self, task: Task, inputs: Inputs) -> Outcome:
-        segment: AnySegment = inputs[Task(task.layer, Op.EXPERTS, F, task.microbatch, task.chunk)]
+        saved: SavedExperts = inputs[Task(task.layer, Op.EXPERTS, F, task.microbatch, task.chunk)]
         grad_RM = inputs[Task(task.layer, Op.COMBINE, B, task.microbatch, task.chunk)]
-        return Outcome(_present(segment.backward([grad_RM]))[0])
+        return Outcome(ExpertGradient(_present(saved.segment.backward([grad_RM]))[0], saved.weights))
+
+    def experts_weights(self, task: Task, inputs: Inputs) -> Outcome:
+        """What I put off: needs nothing but what I left, and nothing but the update needs it."""
+        made: ExpertGradient = inputs[Task(task.layer, Op.EXPERTS, INPUT, task.microbatch, task.chunk)]
+        made.weights.compute()
+        return Outcome(None)
 
     def attention_backward(self, task: Task, inputs: Inputs) -> Outcome:
         m = _microbatch(task)

@@ -36,22 +36,21 @@ Handlers = Mapping[tuple[Op, Phase], Handler]
 
 
 class Execution:
-    """One iteration: `run` its forward phase, then its backward phase; then read its `records`."""
+    """One iteration: `run` its forward half, then its backward half; then read its `records`."""
 
     def __init__(
         self, plan: StepPlan, lanes: Lanes, handlers: Handlers, rank: int, *, training: bool
     ) -> None:
         self._plan, self._lanes, self._handlers, self._rank = plan, lanes, handlers, rank
-        phases = tuple(Phase) if training else (Phase.FORWARD,)
-        tasks = [task for task in plan.graph.tasks if task.phase in phases]
+        tasks = [task for task in plan.graph.tasks if training or task.forward]
         self.results = ResultTable(plan.graph, tasks)
         self._times: list[Callable[[], list[Ran]]] = []
         self._origin_s = time.perf_counter()
         self._needs = plan.graph.needs
 
-    def run(self, phase: Phase) -> None:
-        """Run all tasks of one phase. Raises TaskError naming the task that failed."""
-        orders = self._plan.schedule.only(phase).lanes
+    def run(self, *, forward: bool) -> None:
+        """Run all tasks of one half. Raises TaskError naming the task that failed."""
+        orders = self._plan.schedule.half(forward=forward).lanes
         try:
             times = self._lanes.run(orders, self._needs.__getitem__, self._execute)
         except LaneError as failure:

@@ -179,15 +179,15 @@ class _ThreadRun:
                 self.failure = LaneError(task, waited_s)
                 self.failure.__cause__ = error
             self._changed.notify_all()
-        if first:
-            self._wake_sleepers()
+        if first and self.failure is not None:
+            _stop_others(self._on_failure, self.failure)
 
-    def _wake_sleepers(self) -> None:
-        assert self.failure is not None
-        try:
-            self._on_failure()
-        except Exception as error:  # the first failure is the one to report
-            self.failure.add_note(f"while stopping the other lanes: {type(error).__name__}: {error}")
+
+def _stop_others(on_failure: Callable[[], None], failure: LaneError) -> None:
+    try:
+        on_failure()
+    except Exception as error:  # the first failure is the one to report
+        failure.add_note(f"while stopping the other lanes: {type(error).__name__}: {error}")
 
 
 class StreamLanes:
@@ -242,8 +242,8 @@ class StreamLanes:
                 for tensor in tensors_in(execute(task)):
                     tensor.record_stream(stream)
         except BaseException as error:
-            self._on_failure()
             failure = LaneError(task, time.perf_counter() - start_s)
+            _stop_others(self._on_failure, failure)
             raise failure from error
 
 

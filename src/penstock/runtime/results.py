@@ -30,9 +30,11 @@ class ResultTable:
         running = set(tasks)
         self._graph = graph
         self._outcomes: dict[Task, Outcome] = {}
-        self._near = {t: sum(r in running and r.phase is t.phase for r in graph.readers[t]) for t in running}
+        self._near = {
+            t: sum(r in running and r.forward is t.forward for r in graph.readers[t]) for t in running
+        }
         self._far = {
-            t: sum(r in running and r.phase is not t.phase for r in graph.readers[t]) for t in running
+            t: sum(r in running and r.forward is not t.forward for r in graph.readers[t]) for t in running
         }
         self._lock = Lock()
 
@@ -44,13 +46,13 @@ class ResultTable:
     def read(self, reader: Task, need: Task) -> Any:
         """What `reader` sees of `need`: the value within a phase, what was saved from the other phase."""
         outcome = self._outcomes[need]
-        return outcome.value if reader.phase is need.phase else outcome.saved
+        return outcome.value if reader.forward is need.forward else outcome.saved
 
     def done(self, reader: Task) -> None:
         """`reader` has run: its inputs have one reader less."""
         with self._lock:
             for need in self._graph.needs[reader]:
-                counts = self._near if reader.phase is need.phase else self._far
+                counts = self._near if reader.forward is need.forward else self._far
                 counts[need] -= 1
                 self._release(need)
 

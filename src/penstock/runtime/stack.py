@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.graph import Phase, StepShape
+from penstock.graph import StepShape
 from penstock.moe.balance import build_balance
 from penstock.moe.config import MoEConfig
 from penstock.runtime.agree import check_agreement
@@ -118,8 +118,9 @@ class PipelinedStack(nn.Module):
                 f"{pieces} pieces, attention needs whole samples. Use {batch} or fewer."
             )
         if sample_ids_B is None:
-            first = self._samples_seen * self.machinery.layout.world_size + self.machinery.layout.rank * batch
-            sample_ids_B = torch.arange(first, first + batch, device=tokens_BL.device)
+            layout = self.machinery.layout  # ranks may have batches of different sizes: deal numbers in turn
+            mine = torch.arange(self._samples_seen, self._samples_seen + batch, device=tokens_BL.device)
+            sample_ids_B = mine * layout.world_size + layout.rank
         self._samples_seen += batch
         return Batch(
             tokens=tokens_BL.tensor_split(pieces),
@@ -171,7 +172,7 @@ class _Step:
     def forward(self) -> Tensor:
         # Inside an autograd.Function gradients are off; segments need them for their own graphs.
         with torch.set_grad_enabled(self.training):
-            self.execution.run(Phase.FORWARD)
+            self.execution.run(forward=True)
         statistics = self.communicate.total
         assert statistics is not None, "the statistics task has run"
         self.stack.execution, self.stack.statistics = self.execution, statistics
@@ -185,7 +186,7 @@ class _Step:
         buckets = (*self.stack.buckets.replicated, *self.stack.buckets.experts)
         for bucket in buckets:
             bucket.begin()
-        self.execution.run(Phase.BACKWARD)
+        self.execution.run(forward=False)
         for bucket in buckets:
             bucket.finish()
         for layer in range(len(self.stack.parts.parts)):

@@ -101,7 +101,7 @@ class GlooTransport(_Groups):
     def __init__(self, make_groups: Callable[[], dict[Group, dist.ProcessGroup]]) -> None:
         before = _connections()
         super().__init__(make_groups())
-        self._sockets = _connections() - before
+        self._sockets = _connections().items() - before.items()
 
     def all_to_all(self, rows: Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
         self._count_all_to_all(rows, input_splits)
@@ -125,7 +125,8 @@ class GlooTransport(_Groups):
         The threads waiting here wake at once, and so do the peers', who learn of the failure in
         milliseconds instead of one timeout later. The groups are dead afterwards.
         """
-        for descriptor in self._sockets:
+        # A descriptor whose socket was closed may stand for something else by now: both must be as they were.
+        for descriptor, _ in self._sockets & _connections().items():
             # A connection that a peer has closed already is as dead as we want it.
             with suppress(OSError), closing(socket.socket(fileno=os.dup(descriptor))) as connection:
                 connection.getpeername()  # a listener has no peer; cutting one would abort the process
@@ -152,13 +153,14 @@ class NcclTransport(_Groups):
             group._get_backend(torch.device("cuda")).abort()
 
 
-def _connections() -> set[int]:
-    """Descriptors of the sockets that this process has open (Linux)."""
-    return set(_open_sockets(Path("/proc/self/fd")))
+def _connections() -> dict[int, str]:
+    """The sockets that this process has open, by descriptor (Linux)."""
+    return dict(_open_sockets(Path("/proc/self/fd")))
 
 
-def _open_sockets(folder: Path) -> Iterator[int]:
+def _open_sockets(folder: Path) -> Iterator[tuple[int, str]]:
     for entry in folder.iterdir() if folder.exists() else ():
         with suppress(FileNotFoundError):  # the descriptor that lists the folder is gone by now
-            if str(entry.readlink()).startswith("socket:"):
-                yield int(entry.name)
+            target = str(entry.readlink())
+            if target.startswith("socket:"):
+                yield int(entry.name), target

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from penstock.config import ConfigError
 from penstock.graph import Graph, StepShape, build_graph
 from penstock.schedule.flowmoe import FlowMoE
 from penstock.schedule.freeze import Cost
 from penstock.schedule.moe_pipeline import MoEPipeline
+from penstock.schedule.penstock import Penstock
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.sequential import Sequential
 from penstock.schedule.system import Pieces, System
 
-SCHEDULES: dict[str, System] = {system.name: system for system in (Sequential(), MoEPipeline(), FlowMoE())}
+MOST_PIECES = 256
+SCHEDULES: dict[str, System] = {
+    system.name: system for system in (Sequential(), MoEPipeline(), FlowMoE(), Penstock())
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +41,14 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:
-            raise ConfigError("name", self.name, "no such schedule", f"Use one of {', '.join(SCHEDULES)}.")
+            nearest = get_close_matches(self.name, SCHEDULES, n=1, cutoff=0.0)[0]
+            hint = f"Nearest: {nearest}. All: {', '.join(SCHEDULES)}."
+            raise ConfigError("name", self.name, "no such schedule", hint)
         for key in ("microbatches", "chunks"):
-            if getattr(self, key) < 1:
-                raise ConfigError(
-                    key, getattr(self, key), "nothing can be cut into less than one piece", "Use 1."
-                )
+            pieces = getattr(self, key)
+            if not 1 <= pieces <= MOST_PIECES:
+                why = f"a batch is cut into 1 to {MOST_PIECES} pieces: each costs a start-up"
+                raise ConfigError(key, pieces, why, f"Nearest valid: {min(max(pieces, 1), MOST_PIECES)}.")
         if self.all_reduce_chunk_bytes < 512:
             raise ConfigError(
                 "all_reduce_chunk_bytes",
@@ -55,6 +62,12 @@ class ScheduleConfig:
     @property
     def system(self) -> System:
         return SCHEDULES[self.name]
+
+    @property
+    def cuts_batch(self) -> bool:
+        """Whether the schedule reads `microbatches`."""
+        whole = StepShape(moe_layers=(True,))
+        return self.system.shape(whole, self.pieces((1,), (0,))).microbatches == self.microbatches > 1
 
     def pieces(self, all_reduce_bytes: tuple[int, ...], expert_all_reduce_bytes: tuple[int, ...]) -> Pieces:
         """The cut that this section asks for, given the bytes of every layer's gradients."""

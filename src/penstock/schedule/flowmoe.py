@@ -45,6 +45,6 @@ class FlowMoE:
         return freeze(self.name, graph, cost, all_to_all_first)
 
 
-def all_to_all_first(task: Task) -> tuple[int, ...]:
+def all_to_all_first(task: Task) -> tuple[float, ...]:
     """Among ready tasks of a lane: program order, every all-reduce chunk behind everything else."""
     return (int(is_all_reduce(task)),)

@@ -17,7 +17,7 @@ from penstock.schedule.schedule import Schedule
 Cost = Callable[[Task], Any]
 """Seconds of a task: a number, or an array with one entry per rank."""
 
-Priority = Callable[[Task], tuple[int, ...]]
+Priority = Callable[[Task], tuple[float, ...]]
 """Among tasks that are ready on a lane, the one with the smallest key starts."""
 
 
@@ -37,7 +37,7 @@ class _ListScheduler:
         self.graph, self.cost = graph, cost
         self.keys = {task: (*priority(task), graph.position[task]) for task in graph.tasks}
         self.missing = {task: len(graph.needs[task]) for task in graph.tasks}
-        self.ready: Mapping[Lane, list[tuple[tuple[int, ...], Task]]] = {lane: [] for lane in Lane}
+        self.ready: Mapping[Lane, list[tuple[tuple[float, ...], Task]]] = {lane: [] for lane in Lane}
         self.running: list[tuple[float, int, Task]] = []
         self.busy: set[Lane] = set()
         self.order: dict[Lane, list[Task]] = {lane: [] for lane in Lane}
@@ -70,9 +70,10 @@ class _ListScheduler:
                 _, task = heapq.heappop(ready)
                 self.order[lane].append(task)
                 self.busy.add(lane)
-                end_s = now_s + _slowest(self.cost(task))
+                end_s = now_s + slowest(self.cost(task))
                 heapq.heappush(self.running, (end_s, self.graph.position[task], task))
 
 
-def _slowest(seconds: Any) -> float:
+def slowest(seconds: Any) -> float:
+    """One number for all ranks: the slowest rank's."""
     return float(seconds.max()) if hasattr(seconds, "max") else float(seconds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.graph import Graph, Interval, Lane, Phase, Task, longest_path
+from penstock.graph import Graph, Interval, Lane, Task, longest_path
 
 LABEL_WIDTH = 8
 IDLE = "·"
@@ -38,11 +38,11 @@ def draw(
     lanes = [lane for lane, order in orders.items() if order]
     slots = {(task.lane, when.start): task for task, when in times.items()}
     parts = [f"{name}: one column = one slot, {IDLE} = idle"]
-    for phase, title in ((Phase.FORWARD, "forward"), (Phase.BACKWARD, "backward")):
-        used = [when.start for task, when in times.items() if task.phase is phase]
+    for forward, title in ((True, "forward"), (False, "backward")):
+        used = [when.start for task, when in times.items() if task.forward is forward]
         if used:
             columns = range(min(used), max(used) + 1)
-            parts += [f"{title}", *_rows(columns, lanes, slots, phase, width, mark)]
+            parts += [f"{title}", *_rows(columns, lanes, slots, forward, width, mark)]
     return "\n".join(parts) + "\n"
 
 
@@ -50,12 +50,12 @@ def _rows(
     columns: range,
     lanes: list[Lane],
     slots: Mapping[tuple[Lane, int], Task],
-    phase: Phase,
+    forward: bool,
     width: int,
     mark: Task | None,
 ) -> list[str]:
-    cells = {lane: [_cell(slots.get((lane, column)), phase, mark) for column in columns] for lane in lanes}
-    layers = _layer_row([slots.get((Lane.COMPUTE, column)) for column in columns], phase)
+    cells = {lane: [_cell(slots.get((lane, column)), forward, mark) for column in columns] for lane in lanes}
+    layers = _layer_row([slots.get((Lane.COMPUTE, column)) for column in columns], forward)
     widths = [max(len(row[i]) for row in [layers, *cells.values()]) for i in range(len(columns))]
     lines: list[str] = []
     for first, last in _pages(widths, width - LABEL_WIDTH - 1):
@@ -66,16 +66,16 @@ def _rows(
     return lines[:-1]
 
 
-def _cell(task: Task | None, phase: Phase, mark: Task | None) -> str:
-    if task is None or task.phase is not phase:
+def _cell(task: Task | None, forward: bool, mark: Task | None) -> str:
+    if task is None or task.forward is not forward:
         return IDLE
     return f">{task.cell}<" if task == mark else task.cell
 
 
-def _layer_row(compute: list[Task | None], phase: Phase) -> list[str]:
+def _layer_row(compute: list[Task | None], forward: bool) -> list[str]:
     row, current = [], -1
     for task in compute:
-        changed = task is not None and task.phase is phase and task.layer != current
+        changed = task is not None and task.forward is forward and task.layer != current
         current = task.layer if task is not None and changed else current
         row.append(f"L{current}" if changed else "")
     return row

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
+from penstock.graph import Graph, Lane, ScheduleError, Task
 from penstock.graph.paths import issue_order
 from penstock.schedule.grid import draw
 
@@ -64,9 +64,9 @@ class Schedule:
         for _ in issue_order(self.lanes, lambda task: graph.needs[task]):
             pass
 
-    def only(self, phase: Phase) -> Schedule:
-        """The part of one phase, in the same order: to be run, not drawn (a grid shows a whole step)."""
-        lanes = {lane: tuple(t for t in order if t.phase is phase) for lane, order in self.lanes.items()}
+    def half(self, *, forward: bool) -> Schedule:
+        """The forward or the backward part, in the same order: to be run, not drawn (a grid shows a step)."""
+        lanes = {lane: tuple(t for t in order if t.forward is forward) for lane, order in self.lanes.items()}
         return Schedule(self.name, lanes)
 
     def grid(self, graph: Graph, *, width: int = 110, mark: Task | None = None) -> str:

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from penstock.config import ConfigError
 from penstock.graph import Group
 
+LONGEST_TIMEOUT_S = 1e6
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -30,8 +32,9 @@ class ParallelConfig:
             raise ConfigError("processes", self.processes, "somebody has to train", "Use 1 or more.")
         if self.ep_size is not None and self.ep_size < 1:
             raise ConfigError("ep_size", self.ep_size, "an expert needs a rank", "Use 1 or more, or none.")
-        if not self.timeout_s > 0:
-            raise ConfigError("timeout_s", self.timeout_s, "must be positive", "Use 60.")
+        if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
+            why = f"must be positive and at most {LONGEST_TIMEOUT_S:.0f} (twelve days)"
+            raise ConfigError("timeout_s", self.timeout_s, why, "Use 60.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +52,13 @@ class Layout:
         valid = [n for n in range(1, world_size + 1) if world_size % n == 0 and num_experts % n == 0]
         if ep_size not in valid:
             nearest = min(valid, key=lambda n: (abs(n - ep_size), n))
+            if config.ep_size is None:
+                why = f"cannot be shared evenly by {world_size} ranks"
+                experts = max(1, round(num_experts / world_size)) * world_size
+                hint = f"Nearest valid: {experts}; or spread experts over fewer: parallel.ep_size={nearest}."
+                raise ConfigError("moe.num_experts", num_experts, why, hint)
             why = f"must divide the number of ranks ({world_size}) and moe.num_experts ({num_experts})"
-            shown = config.ep_size if config.ep_size is not None else f"none (all {world_size} ranks)"
-            raise ConfigError("parallel.ep_size", shown, why, f"Nearest valid: {nearest}.")
+            raise ConfigError("parallel.ep_size", ep_size, why, f"Nearest valid: {nearest}.")
         return Layout(world_size=world_size, ep_size=ep_size, rank=rank)
 
     @property

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from penstock.config import UNSET, ConfigError
+from penstock.topology.control import CommunicationError
 
 Launcher = Literal["alone", "torchrun", "slurm", "penstock"]
 
@@ -79,8 +80,8 @@ def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
     """Connect this process to the others: Gloo on CPUs, and NCCL beside it when `device` is a GPU.
 
     `timeout_s` limits the rendezvous, and every later collective of the default group. A process on its own
-    opens no port. Raises `ConfigError` if the launcher left no address, and `RuntimeError` that says what to
-    check if the others do not come in time.
+    opens no port. Raises `ConfigError` if the launcher left no address, and `CommunicationError` that says
+    what to check if the others do not come in time.
     """
     if info.launcher == "slurm":
         os.environ.update(rendezvous_env(os.environ))
@@ -91,7 +92,7 @@ def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
     try:
         _connect(info, timedelta(seconds=timeout_s), device)
     except RuntimeError as error:
-        raise RuntimeError(_not_joined(info, timeout_s, where)) from error
+        raise CommunicationError(_not_joined(info, timeout_s, where)) from error
     if device.type == "cpu" and info.world_size > 1:
         # Ranks share the cores of a node; more threads than cores makes every one of them slower.
         torch.set_num_threads(1)

@@ -1,6 +1,13 @@
 """Records of a run, simulated or measured, in one form. Pure Python: no torch."""
 
-from penstock.trace.analysis import Occupation, TaskDifference, compare, occupation, overhead_s
+from penstock.trace.analysis import (
+    Occupation,
+    TaskDifference,
+    compare,
+    occupation,
+    overhead_s,
+    write_comparison,
+)
 from penstock.trace.chrome import write_chrome_trace
 from penstock.trace.records import TaskRecord
 
@@ -12,4 +19,5 @@ __all__ = [
     "occupation",
     "overhead_s",
     "write_chrome_trace",
+    "write_comparison",
 ]

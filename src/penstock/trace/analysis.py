@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import csv
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from penstock.graph import Lane, Task
+from penstock.graph import Group, Lane, Task
 from penstock.trace.records import TaskRecord
 
 Span = tuple[float, float]
+RUNS = ("predicted", "measured")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +19,6 @@ class Occupation:
     """How the lanes of one rank were used in one step. Seconds.
 
     exposed_s: time in which some communication was under way and nothing was computed.
-    overlap_efficiency: the busiest lane's time over the iteration: 1.0 means that lane never waited.
     """
 
     iteration_s: float
@@ -24,15 +26,13 @@ class Occupation:
     communication_s: float
     exposed_s: float
 
-    @property
-    def overlap_efficiency(self) -> float:
-        busiest = max(self.compute_s, self.communication_s)
-        return busiest / self.iteration_s if self.iteration_s > 0 else 1.0
 
+def occupation(records: Iterable[TaskRecord], silent: Collection[Group] = ()) -> Occupation:
+    """Occupation of one rank in one step from its records.
 
-def occupation(records: Iterable[TaskRecord]) -> Occupation:
-    """Occupation of one rank in one step from its records."""
-    records = list(records)
+    silent: groups of one rank, in which nothing is sent; their tasks are no communication.
+    """
+    records = [record for record in records if record.task.spec.group not in silent]
     compute = _union((r.start_s, r.end_s) for r in records if r.lane is Lane.COMPUTE)
     network = _union((r.start_s, r.end_s) for r in records if r.lane in (Lane.INTRA, Lane.INTER))
     everything = _union([*compute, *network])
@@ -65,24 +65,38 @@ def overhead_s(records: Iterable[TaskRecord], needs: Mapping[Task, Sequence[Task
 
 @dataclass(frozen=True, kw_only=True)
 class TaskDifference:
-    """One row of predicted against measured. Seconds, measured minus predicted."""
+    """One row of predicted against measured: the same task in both runs."""
 
-    task: Task
-    predicted_s: float
-    measured_s: float
+    predicted: TaskRecord
+    measured: TaskRecord
+
+    @property
+    def task(self) -> Task:
+        return self.measured.task
 
     @property
     def difference_s(self) -> float:
-        return self.measured_s - self.predicted_s
+        """Measured duration minus predicted duration."""
+        return self.measured.duration_s - self.predicted.duration_s
 
 
 def compare(predicted: Sequence[TaskRecord], measured: Sequence[TaskRecord]) -> list[TaskDifference]:
-    """Durations side by side, in the order of the measured run. Both must hold the same tasks of one rank."""
-    durations = {record.task: record.duration_s for record in predicted}
-    if unknown := {r.task for r in measured} ^ durations.keys():
+    """Task by task, in the order of the measured run. Both must hold the same tasks of one rank and step."""
+    by_task = {record.task: record for record in predicted}
+    if unknown := {r.task for r in measured} ^ by_task.keys():
         raise ValueError(f"{min(map(str, unknown))} is in only one of the two runs")
     rows = sorted(measured, key=lambda record: record.start_s)
-    return [TaskDifference(task=r.task, predicted_s=durations[r.task], measured_s=r.duration_s) for r in rows]
+    return [TaskDifference(predicted=by_task[r.task], measured=r) for r in rows]
+
+
+def write_comparison(path: Path, rows: Iterable[TaskDifference]) -> None:
+    """A CSV table of `compare`, times in seconds from the start of the step."""
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["task", "lane", *(f"{run}_{end}_s" for run in RUNS for end in ("start", "end"))])
+        for row in rows:
+            times = (row.predicted.start_s, row.predicted.end_s, row.measured.start_s, row.measured.end_s)
+            table.writerow([row.task, row.task.lane, *(f"{time:.6f}" for time in times)])
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:

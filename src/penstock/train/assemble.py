@@ -81,9 +81,10 @@ def workload(
         min_capacity=config.moe.min_capacity,
         world_size=layout.world_size,
         ep_size=layout.ep_size,
-        element_bytes=4,
+        element_bytes=2 if config.train.precision == "bfloat16" else 4,
         all_reduce_bytes=all_reduce_bytes,
         expert_all_reduce_bytes=expert_bytes,
+        dense_ffn_hidden_size=config.model.dense_hidden_size,
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig
@@ -13,9 +14,10 @@ from penstock.models import PRESETS, ModelConfig
 from penstock.moe import MoEConfig
 from penstock.schedule import ScheduleConfig
 from penstock.topology import ParallelConfig
-from penstock.train.corpus import DataConfig
+from penstock.train.corpus import VOCABULARY_SIZE, DataConfig
 from penstock.train.optimizer import OptimizerConfig
 
+Section = TypeVar("Section", ModelConfig, MoEConfig, DataConfig)
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
@@ -86,19 +88,38 @@ class RunConfig:
             hint = f"Nearest: {near[0]}. All: {', '.join(PRESETS)}."
             raise ConfigError("model.preset", preset, "no such published model", hint)
         samples = self.data.batch_per_device
-        if self.schedule.name == "flowmoe" and self.schedule.microbatches > samples:
+        if self.schedule.cuts_batch and self.schedule.microbatches > samples:
             why = f"data.batch_per_device = {samples} samples cannot be cut into more pieces than samples"
             key = "schedule.microbatches"
             raise ConfigError(key, self.schedule.microbatches, why, f"Nearest valid: {samples}.")
 
     def resolved(self, world_size: int) -> RunConfig:
-        """The same with a preset's sizes filled in: its number of experts depends on the ranks."""
+        """The same with a preset's sizes laid under what the user set, and checked for so many ranks.
+
+        A preset's number of experts depends on the ranks. A key with another value than its default wins.
+        """
+        if self.model.vocab_size < VOCABULARY_SIZE:
+            why = f"text is read as bytes, which have {VOCABULARY_SIZE} values"
+            raise ConfigError("model.vocab_size", self.model.vocab_size, why, f"Use {VOCABULARY_SIZE}.")
         if self.model.preset is None:
             return self
         preset = PRESETS[self.model.preset]
-        return replace(
-            self,
-            model=preset.model(self.model.vocab_size),
-            moe=preset.moe(world_size),
-            data=replace(self.data, batch_per_device=preset.batch_per_device),
-        )
+        try:
+            return replace(
+                self,
+                model=_laid_under(self.model, preset.model_sizes()),
+                moe=_laid_under(self.moe, preset.moe_sizes(world_size)),
+                data=_laid_under(self.data, {"batch_per_device": preset.batch_per_device}),
+            )
+        except ConfigError as error:
+            experts = f"{preset.experts_per_rank * world_size} experts on {world_size} processes"
+            least = -(-preset.top_k // preset.experts_per_rank)
+            why = f"has {experts}, and there {error}"
+            hint = f"Start {least} processes or more (parallel.processes)."
+            raise ConfigError("model.preset", self.model.preset, why.rstrip("."), hint) from None
+
+
+def _laid_under(section: Section, sizes: Mapping[str, Any]) -> Section:
+    """`sizes` for every key that still has its default."""
+    untouched = {f.name for f in fields(section) if getattr(section, f.name) == f.default}
+    return replace(section, **{key: value for key, value in sizes.items() if key in untouched})

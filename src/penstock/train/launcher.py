@@ -1,7 +1,8 @@
 """Starts the ranks of this machine, watches them, and takes all of them down when one fails.
 
 The parent holds the store at which the ranks meet, so no rank's death takes it away and no port is chosen
-before it is bound. A rank's environment is torchrun's, so a script cannot tell the difference.
+before it is bound. A rank's environment is torchrun's, so a script cannot tell the difference. Ranks run
+beside us, or where a `Place` puts them, such as an emulated cluster.
 
 When one rank fails the others cannot finish, but they soon notice and say so better than anyone else could.
 So they get `grace_s` to do that, then SIGTERM, then SIGKILL. On Linux a rank also dies when its parent does,
@@ -21,10 +22,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
+
+T = TypeVar("T")
 
 POLL_S: Final = 0.02
 KILL_AFTER_TERM_S: Final = 5.0
@@ -81,23 +84,46 @@ class LaunchOutcome:
         return 2 if failed == {2} else 1
 
 
+class Place(Protocol):
+    """Where on this machine the ranks run."""
+
+    def address(self, rank: int) -> str:
+        """Of a rank, as all the others see it."""
+
+    def command(self, rank: int, argv: Sequence[str]) -> Sequence[str]:
+        """What to start so that `argv` runs where `rank` is, in the same process."""
+
+    def environ(self, rank: int) -> Mapping[str, str]:
+        """What `rank` finds in its environment, beside or instead of what all ranks do."""
+
+    def run_inside(self, rank: int, work: Callable[[], T]) -> T:
+        """What `work` returns when we run it where `rank` is; servers that it starts stay there."""
+
+
 def launch(
-    command: Sequence[str], processes: int, *, grace_s: float, environ: Mapping[str, str] | None = None
+    command: Sequence[str],
+    processes: int,
+    *,
+    grace_s: float,
+    environ: Mapping[str, str] | None = None,
+    place: Place | None = None,
 ) -> LaunchOutcome:
     """Run `command` as ranks 0 to `processes` - 1 on this machine and wait until all have ended.
 
-    The ranks inherit stdout, stderr and `environ` (None: ours). `grace_s` is how long ranks may go on after
-    one has failed or the run was interrupted. Raises `ValueError` for fewer than one process and `OSError` if
-    the command cannot be started; no rank is left running, whatever happens.
+    The ranks inherit stdout, stderr and `environ` (None: ours), and run at `place` (None: beside us).
+    `grace_s` is how long ranks may go on after one has failed or the run was interrupted. Raises `ValueError`
+    for fewer than one process and `OSError` if the command cannot be started; no rank is left running,
+    whatever happens.
     """
     if processes < 1:
         raise ValueError(f"processes = {processes}: must be at least 1. Start one or more.")
-    store = _host_store()
-    shared = _shared_environ(os.environ if environ is None else environ, processes, store.port)
+    place = place or _Here()
+    store = place.run_inside(0, lambda: _host_store(place.address(0)))
+    shared = _shared_environ(os.environ if environ is None else environ, processes, store)
     with _recorded_signals() as received:
         ranks = _Ranks(grace_s=grace_s, received=received)
         try:
-            ranks.start(command, processes, shared)
+            ranks.start(command, processes, shared, place)
             ranks.wait()
         finally:
             ranks.kill()
@@ -117,12 +143,13 @@ class _Ranks:
         self.terminate_at_s = float("inf")
         self.kill_at_s = float("inf")
 
-    def start(self, command: Sequence[str], processes: int, shared: Mapping[str, str]) -> None:
+    def start(self, command: Sequence[str], processes: int, shared: Mapping[str, str], place: Place) -> None:
         die_with_parent = _die_with_parent(os.getpid())
         for rank in range(processes):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            argv = place.command(rank, command)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **place.environ(rank)}
             # Forking beside the store's threads is safe here: all that runs before exec is a system call.
-            child = subprocess.Popen(command, env={**shared, **own}, preexec_fn=die_with_parent)  # noqa: PLW1509
+            child = subprocess.Popen(argv, env={**shared, **own}, preexec_fn=die_with_parent)  # noqa: PLW1509
             self.processes.append(child)
 
     def wait(self) -> None:
@@ -193,7 +220,27 @@ class _Ranks:
 # ---- the store and the environment -------------------------------------------------------------------------
 
 
-def _host_store() -> TCPStore:
+class _Here:
+    """Beside us: ranks that meet at the loopback interface."""
+
+    def address(self, rank: int) -> str:
+        del rank
+        return "127.0.0.1"
+
+    def command(self, rank: int, argv: Sequence[str]) -> Sequence[str]:
+        del rank
+        return argv
+
+    def environ(self, rank: int) -> Mapping[str, str]:
+        del rank
+        return {}
+
+    def run_inside(self, rank: int, work: Callable[[], T]) -> T:
+        del rank
+        return work()
+
+
+def _host_store(address: str) -> TCPStore:
     """The store at which the ranks meet; it serves as long as the object lives.
 
     It is given a socket that is already bound, as it would otherwise listen on every interface.
@@ -201,21 +248,19 @@ def _host_store() -> TCPStore:
     # torch.distributed has it as well, but hides it from type checkers.
     from torch._C._distributed_c10d import TCPStore
 
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    listener = socket.create_server((address, 0), backlog=1024)
     port: int = listener.getsockname()[1]
     # detach: the store closes the socket when it goes.
-    return TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _shared_environ(environ: Mapping[str, str], processes: int, port: int) -> dict[str, str]:
+def _shared_environ(environ: Mapping[str, str], processes: int, store: TCPStore) -> dict[str, str]:
     """What all ranks find in their environment."""
     ours = {
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to our store instead of hosting its own
         "PENSTOCK_LAUNCHED": "1",
         "PYTHONUNBUFFERED": "1",

@@ -13,8 +13,9 @@ import math
 import operator
 import os
 import sys
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +38,7 @@ class StepMetrics:
     `grad_norm`                       before clipping, every expert counted once
     `communication_s`                 time during which a collective was running
     `exposed_communication_s`         the part of it during which nothing was computed
-    `overlap_efficiency`              physical limit / measured iteration
+    `compute_s`                       time during which something was computed
     `tokens_per_expert_max_over_mean` load of the busiest expert; 1 is perfect balance
     """
 
@@ -49,7 +50,7 @@ class StepMetrics:
     tokens_per_s: float
     exposed_communication_s: float
     communication_s: float
-    overlap_efficiency: float
+    compute_s: float
     tokens_per_expert_max_over_mean: float
     eval_loss: float | None = None
 
@@ -197,7 +198,7 @@ def _curves(metrics: StepMetrics) -> dict[str, float]:
         "network/communication_s": metrics.communication_s,
         "network/exposed_communication_s": metrics.exposed_communication_s,
         "network/hidden_communication": metrics.hidden_communication,
-        "network/overlap_efficiency": metrics.overlap_efficiency,
+        "speed/compute_s": metrics.compute_s,
         "moe/tokens_per_expert_max_over_mean": metrics.tokens_per_expert_max_over_mean,
     }
     return curves if metrics.eval_loss is None else {**curves, "loss/eval": metrics.eval_loss}
@@ -218,6 +219,9 @@ class Display(Protocol):
     def stop(self) -> None: ...
 
 
+SHOWN_STEPS = 10
+
+
 class Progress:
     """Shows a run while it goes on, on standard error: standard output belongs to a command's result.
 
@@ -232,13 +236,13 @@ class Progress:
     def __init__(self, total_steps: int, *, every: int = 10, quiet: bool = False) -> None:
         self._total_steps = total_steps
         self._display = _choose_display(total_steps, every, quiet)
-        self._iteration_s: float | None = None
+        self._recent: deque[StepMetrics] = deque(maxlen=SHOWN_STEPS)
 
     def update(self, metrics: StepMetrics) -> None:
-        """Show a step that has ended."""
-        self._iteration_s = _smooth(self._iteration_s, metrics.iteration_s)
-        eta_s = (self._total_steps - metrics.step) * self._iteration_s
-        self._display.show(metrics, eta_s)
+        """Show a step that has ended: its loss, and speed and overlap over the last ten steps."""
+        self._recent.append(metrics)
+        shown = _averaged(self._recent)
+        self._display.show(shown, (self._total_steps - metrics.step) * shown.iteration_s)
 
     def say(self, message: str) -> None:
         """Show a message that stays, above the line that changes."""
@@ -262,9 +266,17 @@ def _choose_display(total_steps: int, every: int, quiet: bool) -> Display:
     return _PlainLines(total_steps, every, sys.stderr)
 
 
-def _smooth(mean_s: float | None, newest_s: float) -> float:
-    """Running mean over about ten steps, which forgets a slow first step soon."""
-    return newest_s if mean_s is None else 0.9 * mean_s + 0.1 * newest_s
+def _averaged(recent: Sequence[StepMetrics]) -> StepMetrics:
+    """The newest step with times averaged over all of `recent`: a single step says little about speed."""
+    newest, count = recent[-1], len(recent)
+    iteration_s = sum(m.iteration_s for m in recent) / count
+    return replace(
+        newest,
+        iteration_s=iteration_s,
+        tokens_per_s=newest.tokens_per_s * newest.iteration_s / iteration_s,
+        communication_s=sum(m.communication_s for m in recent) / count,
+        exposed_communication_s=sum(m.exposed_communication_s for m in recent) / count,
+    )
 
 
 def describe(metrics: StepMetrics, eta_s: float) -> str:

@@ -10,26 +10,27 @@ from typing import IO
 from penstock.config import ConfigError
 
 LOCK = ".lock"
+MARKS = ("metrics.jsonl", "config.toml", "checkpoints", "trace.json")
+"""What a run leaves. A folder with none of these holds something else and is left as it is."""
 
 
 class OutputFolder:
     """`path`, held by a lock (released by the system when the process dies) while it is entered.
 
-    A new run finds the folder empty: what an earlier run left there is moved aside to `path.1`, `path.2`, ...
-    A resumed run finds it as it is.
+    A new run finds no other run in it: what an earlier run left is moved aside, as a whole, to `path.1`,
+    `path.2`, ... A run that continues finds it as it is.
     """
 
-    def __init__(self, path: Path, *, resume: bool) -> None:
-        self.path, self._resume = path, resume
+    def __init__(self, path: Path, *, keep: bool) -> None:
+        self.path, self._keep = path.resolve(), keep
         self.moved_to: Path | None = None
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> OutputFolder:
         self._acquire()
-        if not self._resume and any(entry.name != LOCK for entry in self.path.iterdir()):
+        if not self._keep and any((self.path / mark).exists() for mark in MARKS):
             self._release()
-            self.moved_to = _free_name(self.path)
-            self.path.rename(self.moved_to)
+            self._move_aside()
             self._acquire()
         return self
 
@@ -38,24 +39,40 @@ class OutputFolder:
     ) -> None:
         self._release()
 
+    def _move_aside(self) -> None:
+        if Path.cwd().is_relative_to(self.path):
+            raise self._refused("holds an earlier run and the folder you are in", "Choose a folder below it.")
+        aside = _free_name(self.path)
+        try:
+            self.path.rename(aside)
+        except OSError as error:
+            why = f"holds an earlier run that cannot be moved aside: {error.strerror}"
+            raise self._refused(
+                why, "Choose another folder, or continue it with train.resume=true."
+            ) from None
+        self.moved_to = aside
+
     def _acquire(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / LOCK).open("w")
         except OSError as error:
             why = f"cannot be written to: {error.strerror}"
-            raise ConfigError("output.dir", str(self.path), why, "Choose a folder that you own.") from None
+            raise self._refused(why, "Choose a folder that you own.") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.close()
+            self._release()
             hint = "Wait until it has ended, or choose another folder."
-            raise ConfigError("output.dir", str(self.path), "another run is writing there", hint) from None
+            raise self._refused("another run is writing there", hint) from None
 
     def _release(self) -> None:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    def _refused(self, why: str, hint: str) -> ConfigError:
+        return ConfigError("output.dir", str(self.path), why, hint)
 
 
 def _free_name(path: Path) -> Path:

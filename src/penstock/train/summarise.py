@@ -10,6 +10,7 @@ from penstock.runtime import PipelinedStack
 from penstock.train.config import RunConfig
 from penstock.train.corpus import Corpus
 from penstock.train.metrics import StepMetrics
+from penstock.train.tracing import StepAnalysis
 
 WARM_UP_STEPS = 2
 """First steps allocate buffers and open connections; medians leave them out."""
@@ -22,7 +23,7 @@ def summarise(
     history: Sequence[StepMetrics],
     *,
     checkpoint: str | None,
-    simulated_s: float | None,
+    analysis: StepAnalysis,
 ) -> RunSummary:
     """The summary of one start: medians over its steps, first and last losses."""
     output, last = config.output, history[-1]
@@ -36,7 +37,7 @@ def summarise(
         unigram_entropy=corpus.unigram_entropy_nats,
         tokens_per_s=median(m.tokens_per_s for m in steady),
         iteration_s_median=median(m.iteration_s for m in steady),
-        overlap_efficiency=median(m.overlap_efficiency for m in steady),
+        overlap_efficiency=analysis.overlap_efficiency,
         exposed_communication_s=median(m.exposed_communication_s for m in steady),
         communication_s=median(m.communication_s for m in steady),
         processes=stack.machinery.layout.world_size,
@@ -46,9 +47,9 @@ def summarise(
         corpus=corpus.source,
         checkpoint=checkpoint,
         metrics=str(output.dir / "metrics.jsonl"),
-        trace=str(output.dir / "trace.json") if simulated_s is not None else None,
+        trace=str(output.dir / "trace.json") if output.trace_steps else None,
         tensorboard=str(output.dir / "tensorboard") if output.tensorboard else None,
-        simulated_iteration_s=simulated_s,
+        simulated_iteration_s=analysis.simulated_s,
         interrupted=last.step < config.train.steps,
     )
 

@@ -1,38 +1,73 @@
-"""The trace of a run: measured tasks of all ranks, below them what the simulator says of the same tasks."""
+"""What the last steps were like: the trace, predicted against measured, and how near the limit they came."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from penstock.cost import MeasuredCost
 from penstock.runtime import PipelinedStack
-from penstock.simulate import Ranks, simulate
-from penstock.trace import TaskRecord, write_chrome_trace
+from penstock.simulate import Ranks, Timeline, lower_bound, simulate
+from penstock.trace import TaskRecord, compare, write_chrome_trace, write_comparison
+
+Steps = list[list[TaskRecord]]
 
 
-def write_trace(path: Path, stack: PipelinedStack, steps: Sequence[Sequence[TaskRecord]]) -> float:
-    """Write the trace (rank 0) of some steps of all ranks; returns the simulated iteration in seconds.
+@dataclass(frozen=True, kw_only=True)
+class StepAnalysis:
+    """Of the kept steps of all ranks. Seconds.
 
-    steps: this rank's records, step by step, all under the plan in use now. The simulation uses their
-    median durations, so the two pictures differ where waiting differs and not where work does.
+    measured_s: the median step of the slowest rank, from its first task to its last. simulated_s: what the
+    simulator says of the same tasks with their median durations. bound_s: what no order of these tasks can
+    beat, the busiest lane or the critical path. A collective counts with its shortest duration over ranks:
+    the rest is waiting for each other.
+    """
+
+    measured_s: float
+    simulated_s: float
+    bound_s: float
+
+    @property
+    def overlap_efficiency(self) -> float:
+        """1.0: no order of these tasks could be faster."""
+        return self.bound_s / self.measured_s
+
+
+def analyse(
+    stack: PipelinedStack, steps: Sequence[Sequence[TaskRecord]], folder: Path | None
+) -> StepAnalysis:
+    """Compare this run's last steps with the simulator; all ranks call it, all get the same.
+
+    steps: this rank's records, step by step, all under the plan in use now. With a folder, rank 0 writes
+    `trace.json` (all ranks, measured and below that simulated) and `tasks.csv` (its own last step, task by
+    task, predicted and measured).
     """
     control, layout, plan = stack.machinery.control, stack.machinery.layout, stack.plan
     everyone = control.gather([list(records) for records in steps], "collecting the trace")
-    measured = [r for number in range(len(steps)) for rank in everyone for r in rank[number]]
-    cost = MeasuredCost.from_records(measured, _never_measured)
+    cost = MeasuredCost.from_records([r for rank in everyone for step in rank for r in step], _never_measured)
     ranks = Ranks(layout.world_size, layout.ep_size)
     timeline = simulate(plan.schedule, plan.graph, cost, ranks)
-    if control.rank == 0:
-        runs = {"measured": _one_after_another(everyone), "simulated": timeline.records()}
-        write_chrome_trace(path, runs)
+    if folder is not None and control.rank == 0:
+        _write(folder, everyone, timeline)
     control.barrier("waiting for the trace")
-    return timeline.iteration_s
+    return StepAnalysis(
+        measured_s=median(max(_span_s(step) for step in turn) for turn in zip(*everyone, strict=True)),
+        simulated_s=timeline.iteration_s,
+        bound_s=lower_bound(plan.graph, cost, ranks).seconds,
+    )
 
 
-def _one_after_another(everyone: Sequence[Sequence[Sequence[TaskRecord]]]) -> list[TaskRecord]:
-    """Steps side by side in time. Every rank's clock starts with its own step, behind a common barrier."""
+def _write(folder: Path, everyone: Sequence[Steps], timeline: Timeline) -> None:
+    runs = {"measured": _one_after_another(everyone), "simulated": timeline.records()}
+    write_chrome_trace(folder / "trace.json", runs)
+    mine = [record for record in timeline.records() if record.rank == 0]
+    write_comparison(folder / "tasks.csv", compare(mine, everyone[0][-1]))
+
+
+def _one_after_another(everyone: Sequence[Steps]) -> list[TaskRecord]:
+    """Steps side by side in time. Every rank's clock starts with its own step, which starts behind a vote."""
     shifted: list[TaskRecord] = []
     offset_s = 0.0
     for number in range(len(everyone[0])):
@@ -40,6 +75,10 @@ def _one_after_another(everyone: Sequence[Sequence[Sequence[TaskRecord]]]) -> li
         shifted += [replace(r, start_s=r.start_s + offset_s, end_s=r.end_s + offset_s) for r in records]
         offset_s = max(record.end_s for record in shifted)
     return shifted
+
+
+def _span_s(records: Sequence[TaskRecord]) -> float:
+    return max(r.end_s for r in records) - min(r.start_s for r in records)
 
 
 def _never_measured(task: object) -> float:

@@ -1,0 +1,243 @@
+"""A cluster on this machine: made, changed while a job runs in it, and removed whatever happens."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Final, NoReturn, Self, TypeVar
+
+from penstock.config import ConfigError
+from penstock.emulate import links, state, teardown
+from penstock.emulate.config import EmulateConfig, check_rate
+from penstock.emulate.links import Uplink, UplinkBytes
+from penstock.emulate.state import ClusterState, Owner
+from penstock.emulate.system import check_available, command, run_inside, silence_ipv6
+from penstock.emulate.wiring import INTERFACE, Port, Wiring
+
+T = TypeVar("T")
+
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Cluster:
+    """Namespaces joined by rate-limited links, one for each rank.
+
+    As a context manager it is up inside and gone afterwards, also after an exception, Ctrl-C, SIGTERM and
+    SIGHUP. After `kill -9` the next `up` of anybody, or `remove_stale`, removes it. A `persistent` one
+    belongs to no process and stays until `down`.
+    """
+
+    def __init__(self, config: EmulateConfig, *, persistent: bool = False, name: str | None = None) -> None:
+        self.config = config
+        self.persistent = persistent
+        self.wiring = Wiring(name=name or state.free_name(), shape=config.shape)
+
+    @property
+    def name(self) -> str:
+        """Such as `pen4711-0`: the process that made it, and which of its clusters this is."""
+        return self.wiring.name
+
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        """The namespace of each rank."""
+        return self.wiring.ranks
+
+    # ---- life ----
+
+    def up(self) -> None:
+        """Make it; removes what others left behind first. Nothing remains if it fails.
+
+        Costs about 10 ms per rank and 20 ms per node. Raises `EmulationUnavailable` where it cannot work.
+        """
+        check_available()
+        remove_stale()
+        self._state().create()
+        try:
+            self._build()
+        except BaseException:
+            self.down()
+            raise
+
+    def down(self) -> None:
+        """Remove it, and end what still runs in it. Does nothing when it is not up."""
+        teardown.remove(self.wiring)
+        self._state().forget()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(_raised_signals())
+            self.up()
+            stack.callback(self._down_undisturbed)
+            self._closing = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+    def _down_undisturbed(self) -> None:
+        with _ignored_signals():  # a second Ctrl-C would leave half of it
+            self.down()
+
+    def _state(self) -> ClusterState:
+        owner = None if self.persistent else Owner.current()
+        return ClusterState(
+            name=self.name, owner=owner, config=self.config, namespaces=self.wiring.namespaces
+        )
+
+    def _build(self) -> None:
+        for namespace in self.wiring.namespaces:
+            command("ip", "netns", "add", namespace)
+            run_inside(namespace, silence_ipv6)
+        links.build(self.wiring)
+        links.set_rate(self._device_ports(), self.config.intra_rate_bit_per_s, verb="add")
+        links.set_rate(self._uplink_ports(None), self.config.inter_rate_bit_per_s, verb="add")
+
+    # ---- running something in it ----
+
+    def address(self, rank: int) -> str:
+        """Of a rank, as all the others see it."""
+        return self.wiring.address(rank)
+
+    def command(self, rank: int, argv: Sequence[str]) -> list[str]:
+        """`argv` as it must be started to be `rank`. The process keeps its id, so signals reach it."""
+        return ["ip", "netns", "exec", self.wiring.rank(rank), *argv]
+
+    def environ(self, rank: int) -> dict[str, str]:
+        """What a process must find in its environment to be `rank`, in torchrun's words.
+
+        GPUs are hidden: NCCL would move data between the ranks' GPUs without using the emulated links.
+        """
+        self.wiring.rank(rank)
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.config.shape.ranks),
+            "LOCAL_RANK": str(rank % self.config.devices),
+            "LOCAL_WORLD_SIZE": str(self.config.devices),
+            "MASTER_ADDR": self.address(0),
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+
+    def run_inside(self, rank: int, work: Callable[[], T]) -> T:
+        """What `work` returns when a thread of this process runs it where `rank` is.
+
+        A socket that it makes stays there, and so does a thread that it starts.
+        """
+        return run_inside(self.wiring.rank(rank), work)
+
+    # ---- the links ----
+
+    def set_rate(
+        self, *, inter: float | None = None, intra: float | None = None, node: int | None = None
+    ) -> None:
+        """Change rates (bit/s) at once, for one node or for all; what is not given stays as it is."""
+        if inter is not None:
+            check_rate(inter, "inter")
+            links.set_rate(self._uplink_ports(node), inter)
+        if intra is not None:
+            check_rate(intra, "intra")
+            links.set_rate(self._device_ports(node), intra)
+
+    def cut(self, node: int) -> None:
+        """Take a node's uplink down: its devices reach each other and nobody else."""
+        links.set_up(self.wiring.uplink(node)[0], up=False)
+
+    def restore(self, node: int) -> None:
+        """Take a node's uplink up again; TCP goes on where it was, after its next retry."""
+        links.set_up(self.wiring.uplink(node)[0], up=True)
+
+    def bytes_sent(self) -> tuple[UplinkBytes, ...]:
+        """What has crossed each node's uplink in either direction, headers included. Costs 5 ms per node."""
+        return links.read_bytes(self.wiring)
+
+    def uplinks(self) -> tuple[Uplink, ...]:
+        """Rate, state and bytes of each node's uplink, as the kernel has them. Costs 10 ms per node."""
+        return links.read_uplinks(self.wiring)
+
+    def _uplink_ports(self, node: int | None) -> list[Port]:
+        pairs = list(self.wiring.uplinks()) if node is None else [self.wiring.uplink(node)]
+        return [port for pair in pairs for port in pair]
+
+    def _device_ports(self, node: int | None = None) -> list[Port]:
+        devices = self.config.devices
+        first, count = (
+            (0, self.config.shape.ranks) if node is None else (self.wiring.node(node) * devices, devices)
+        )
+        return [port for rank in range(first, first + count) for port in self.wiring.device_link(rank)]
+
+
+# ---- clusters there are ------------------------------------------------------------------------------------
+
+
+def clusters() -> tuple[ClusterState, ...]:
+    """What is on record about every cluster on this machine."""
+    return state.recorded()
+
+
+def open_cluster(name: str) -> Cluster:
+    """An existing cluster, whoever made it. Raises `ConfigError` that names those there are."""
+    states = {each.name: each for each in clusters()}
+    if name not in states:
+        hint = (
+            f"There are: {', '.join(states)}."
+            if states
+            else "There are none; `penstock emulate up` makes one."
+        )
+        raise ConfigError("ID", name, "there is no such emulated cluster", hint)
+    found = states[name]
+    return Cluster(found.config, persistent=found.owner is None, name=name)
+
+
+def remove_stale() -> tuple[str, ...]:
+    """Remove what processes that were killed have left behind; the names of those clusters."""
+    stale = [each for each in clusters() if each.is_stale]
+    for each in stale:
+        teardown.remove(Wiring(name=each.name, shape=each.config.shape))
+        each.forget()
+    return tuple(each.name for each in stale)
+
+
+# ---- signals -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _raised_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that `finally` runs."""
+    with _handled(signal.SIG_DFL, _exit_as_told):
+        yield
+
+
+@contextmanager
+def _ignored_signals() -> Iterator[None]:
+    """Nothing interrupts; `ip`, which Ctrl-C would reach as well, inherits that."""
+    with _handled(None, signal.SIG_IGN):
+        yield
+
+
+@contextmanager
+def _handled(
+    only: signal.Handlers | None, handler: Callable[[int, FrameType | None], NoReturn] | signal.Handlers
+) -> Iterator[None]:
+    """`handler` for all signals that end a process, or for those whose present handler is `only`.
+
+    Python lets only the main thread do that; in another one they stay with whoever runs the main one.
+    """
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        present = {number: signal.getsignal(number) for number in ENDING}
+        before = {number: each for number, each in present.items() if only is None or each == only}
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, each in before.items():
+            signal.signal(number, each)
+
+
+def _exit_as_told(number: int, frame: FrameType | None) -> NoReturn:
+    del frame
+    raise SystemExit(128 + number)

@@ -1,0 +1,102 @@
+"""What an emulated cluster is: how many nodes of how many devices, and how fast its links are."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from penstock.config import ConfigError
+
+UNITS_BIT_PER_S: Final = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "bit": 1.0}
+"""Largest first, as `format_rate` tries them."""
+
+SLOWEST_BIT_PER_S: Final = 1e5
+"""The kernel keeps the time that a full bucket needs in 32 bits, which overflows a little below."""
+
+FASTEST_BIT_PER_S: Final = 1e11
+"""Far beyond what one machine moves: up to here a rate only means `not limited`."""
+
+MOST_RANKS: Final = 256
+"""Each rank is a process here; a bridge takes 1023 ports, and the addresses would last for 131,000."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """`nodes` nodes of `devices` devices each; ranks are numbered node by node."""
+
+    nodes: int
+    devices: int
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "devices"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "must be at least 1", "For example 2x4.")
+        if self.ranks > MOST_RANKS:
+            why = f"is {self.ranks} devices, and one machine emulates at most {MOST_RANKS}"
+            raise ConfigError("shape", str(self), why, "For example 2x4.")
+
+    @property
+    def ranks(self) -> int:
+        """Devices in all."""
+        return self.nodes * self.devices
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.devices}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulateConfig:
+    """A cluster to emulate.
+
+    inter_rate_bit_per_s: of a node's one uplink, in each direction; its devices share it, as they share a
+    network card. intra_rate_bit_per_s: of each device's link to its node, in each direction. Up to 5 Gbit/s
+    a link has exactly its rate; beyond, the processors of this machine may be the limit.
+    """
+
+    nodes: int
+    devices: int
+    inter_rate_bit_per_s: float = 1e9
+    intra_rate_bit_per_s: float = 8e9
+
+    def __post_init__(self) -> None:
+        Shape(nodes=self.nodes, devices=self.devices)
+        for key in ("inter_rate_bit_per_s", "intra_rate_bit_per_s"):
+            check_rate(getattr(self, key), key)
+
+    @property
+    def shape(self) -> Shape:
+        """The nodes and devices alone."""
+        return Shape(nodes=self.nodes, devices=self.devices)
+
+
+def parse_shape(text: str, key: str = "shape") -> Shape:
+    """`2x4` is two nodes of four devices. Raises `ConfigError` about `key`."""
+    match = re.fullmatch(r"\s*(\d{1,6})\s*[xX]\s*(\d{1,6})\s*", text, re.ASCII)
+    if match is None:
+        raise ConfigError(key, text, "must be NODESxDEVICES", "For example 2x4: two nodes of four devices.")
+    return Shape(nodes=int(match[1]), devices=int(match[2]))
+
+
+def parse_rate(text: str, key: str = "rate") -> float:
+    """Bits per second of `700mbit`; decimal units, as networks have. Raises `ConfigError` about `key`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?bit)\s*", text.lower(), re.ASCII)
+    if match is None:
+        hint = "For example 700mbit or 2.5gbit."
+        raise ConfigError(key, text, "must be a number with bit, kbit, mbit or gbit (per second)", hint)
+    rate_bit_per_s = float(match[1]) * UNITS_BIT_PER_S[match[2]]
+    check_rate(rate_bit_per_s, key, text)
+    return rate_bit_per_s
+
+
+def check_rate(rate_bit_per_s: float, key: str, shown: object = None) -> None:
+    """Raises `ConfigError` for a rate that no link can be given."""
+    if not SLOWEST_BIT_PER_S <= rate_bit_per_s <= FASTEST_BIT_PER_S:
+        why = f"must be from {format_rate(SLOWEST_BIT_PER_S)} to {format_rate(FASTEST_BIT_PER_S)}"
+        raise ConfigError(key, shown or rate_bit_per_s, why, "For example 700mbit.")
+
+
+def format_rate(rate_bit_per_s: float) -> str:
+    """`700mbit` for 7e8: the inverse of `parse_rate`, to six digits."""
+    unit = next((u for u, size in UNITS_BIT_PER_S.items() if rate_bit_per_s >= size), "bit")
+    return f"{rate_bit_per_s / UNITS_BIT_PER_S[unit]:.6g}{unit}"

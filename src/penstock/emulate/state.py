@@ -1,0 +1,125 @@
+"""Which clusters there are: one small file each, so that any process can find, change and remove them.
+
+The file is there before the first namespace and goes after the last one, so nothing is ever without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.emulate.config import EmulateConfig
+from penstock.emulate.system import EmulationError
+
+FOLDER: Final = Path("/run/penstock")  # gone after a restart, as the clusters are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """The process that a cluster ends with. Its start time tells it from a later one with the same id."""
+
+    pid: int
+    started_ticks: int
+
+    @classmethod
+    def current(cls) -> Owner:
+        """This process."""
+        started_ticks = _started_ticks(os.getpid())
+        assert started_ticks is not None, "this process is running"
+        return cls(pid=os.getpid(), started_ticks=started_ticks)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether that very process still runs."""
+        return _started_ticks(self.pid) == self.started_ticks
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterState:
+    """What is recorded about a cluster; `owner` is None for one that stays until somebody removes it."""
+
+    name: str
+    owner: Owner | None
+    config: EmulateConfig
+    namespaces: tuple[str, ...]
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether its owner ended without removing it."""
+        return self.owner is not None and not self.owner.is_alive
+
+    def create(self) -> None:
+        """Record a new cluster, at once and whole; `EmulationError` if there is one of that name."""
+        draft = folder() / f".{self.name}.{os.getpid()}"
+        draft.write_text(json.dumps(asdict(self), indent=1))
+        try:
+            self._path.hardlink_to(draft)
+        except FileExistsError as error:
+            raise EmulationError(f"there is an emulated cluster {self.name} already") from error
+        finally:
+            draft.unlink()
+
+    def forget(self) -> None:
+        """Remove the record, if it is there."""
+        self._path.unlink(missing_ok=True)
+
+    @property
+    def _path(self) -> Path:
+        return folder() / f"{self.name}.json"
+
+
+def recorded() -> tuple[ClusterState, ...]:
+    """All clusters on record, by name."""
+    found = []
+    for path in sorted(folder().glob("pen*.json")):
+        try:
+            found.append(_read(json.loads(path.read_text())))
+        except FileNotFoundError:  # somebody removed it meanwhile
+            continue
+        except (ValueError, TypeError, KeyError) as error:
+            hint = "Remove the file, and its namespaces with `ip netns delete`."
+            raise EmulationError(
+                f"{path} is not the record of an emulated cluster: {error}. {hint}"
+            ) from error
+    return tuple(found)
+
+
+def free_name() -> str:
+    """A name that no cluster on record has; only this process makes names with its id."""
+    taken = {state.name for state in recorded()}
+    return next(n for n in (f"pen{os.getpid()}-{i}" for i in itertools.count()) if n not in taken)
+
+
+def folder() -> Path:
+    """Where the records are: /run/penstock, or beside other temporary files where /run cannot be written."""
+    place = FOLDER if os.access(FOLDER.parent, os.W_OK) else Path(tempfile.gettempdir()) / "penstock-emulate"
+    place.mkdir(mode=0o700, exist_ok=True)
+    if place.stat().st_uid != os.getuid():  # it names namespaces that we would remove
+        raise EmulationError(f"{place} belongs to somebody else. Remove it, or run as its owner.")
+    return place
+
+
+def _read(table: dict[str, Any]) -> ClusterState:
+    owner = table["owner"]
+    return ClusterState(
+        name=table["name"],
+        owner=None if owner is None else Owner(**owner),
+        config=EmulateConfig(**table["config"]),
+        namespaces=tuple(table["namespaces"]),
+    )
+
+
+def _started_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None if it does not run (a zombie does not)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name before the last parenthesis may hold anything; fields 3 (state) and 22 (start) follow it.
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,139 @@
+"""The kernel's side: the commands `ip` and `tc`, threads inside a namespace, and whether they work here."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+
+NAMESPACES: Final = Path("/run/netns")  # where `ip netns` keeps the names
+CLONE_NEWNET: Final = 0x40000000  # from <linux/sched.h>
+COMMAND_TIMEOUT_S: Final = 30.0
+NEEDED_CAPABILITIES: Final = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
+
+
+class EmulationError(RuntimeError):
+    """An emulated cluster could not be made, changed or removed."""
+
+
+class EmulationUnavailable(EmulationError):  # noqa: N818 - the name says what is the matter
+    """This machine, or this user, cannot emulate a cluster at all; the message says what to do."""
+
+
+def command(*argv: str, lines: Iterable[str] = ()) -> str:
+    """Output of a command that is given `lines` on stdin. Raises `EmulationError` if it fails or hangs."""
+    try:
+        done = subprocess.run(
+            argv,
+            input="\n".join(lines),
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EmulationError(f"`{' '.join(argv)}` failed: {error}") from error
+    if done.returncode != 0:
+        why = done.stderr.strip() or f"exit code {done.returncode}"
+        raise EmulationError(f"`{' '.join(argv)}` failed: {why}")
+    return done.stdout
+
+
+def ip(namespace: str, lines: Sequence[str]) -> None:
+    """Run lines of `ip` inside a namespace; one process, however many lines."""
+    command("ip", "-netns", namespace, "-batch", "-", lines=lines)
+
+
+def tc(namespace: str, lines: Sequence[str]) -> None:
+    """Run lines of `tc` inside a namespace; one process, however many lines."""
+    command("tc", "-netns", namespace, "-batch", "-", lines=lines)
+
+
+# ---- inside a namespace ------------------------------------------------------------------------------------
+
+
+def run_inside(namespace: str, work: Callable[[], T]) -> T:
+    """What `work` returns when a thread of ours runs it inside `namespace`.
+
+    A socket belongs for good to the namespace in which it was made, and a thread is in that of the thread
+    that started it: servers made by `work` stay reachable there. The thread itself ends, so that no mistake
+    can leave the caller inside.
+    """
+    with (NAMESPACES / namespace).open() as file:
+        return _in_thread(lambda: _libc("setns", file.fileno(), CLONE_NEWNET), work)
+
+
+def run_in_nameless(work: Callable[[], T]) -> T:
+    """The same in a new namespace that has no name and vanishes with the thread."""
+    return _in_thread(lambda: _libc("unshare", CLONE_NEWNET), work)
+
+
+def _in_thread(enter: Callable[[], None], work: Callable[[], T]) -> T:
+    def enter_and_work() -> T:
+        enter()
+        return work()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(enter_and_work).result()
+
+
+def _libc(name: str, *arguments: int) -> None:
+    """Call a function of the C library; Python has these two from 3.12 on."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def silence_ipv6() -> None:
+    """Switch IPv6 off where this thread is: its router solicitations would be counted as traffic."""
+    for scope in ("all", "default"):
+        path = Path(f"/proc/sys/net/ipv6/conf/{scope}/disable_ipv6")
+        if path.exists():  # a kernel without IPv6 has nothing to switch off
+            path.write_text("1")
+
+
+# ---- whether it works here ---------------------------------------------------------------------------------
+
+
+@cache
+def check_available() -> None:
+    """Return if clusters can be emulated here, else raise `EmulationUnavailable` that says what to do.
+
+    The last word has the kernel: a shaped link is made in a namespace without a name. Costs about 10 ms the
+    first time.
+    """
+    if sys.platform != "linux":
+        raise EmulationUnavailable(f"emulated clusters are made of Linux namespaces; this is {sys.platform}")
+    for name in ("ip", "tc"):
+        if shutil.which(name) is None:
+            hint = "Install iproute2: `apt-get install iproute2` or `dnf install iproute-tc`."
+            raise EmulationUnavailable(f"emulated clusters need the command `{name}`. {hint}")
+    missing = [name for name, bit in NEEDED_CAPABILITIES.items() if not _effective_capabilities() >> bit & 1]
+    if missing:
+        hint = "Run the command as root (sudo), or the container with --privileged."
+        raise EmulationUnavailable(f"emulated clusters need {' and '.join(missing)}. {hint}")
+    try:
+        run_in_nameless(_try_a_link)
+    except (EmulationError, OSError) as error:
+        hint = "Load the kernel modules veth, bridge and sch_tbf (`modprobe`), or use a kernel that has them."
+        raise EmulationUnavailable(f"this kernel cannot emulate a cluster: {error}. {hint}") from error
+
+
+def _effective_capabilities() -> int:
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("CapEff:"))
+    return int(line.split()[1], 16)
+
+
+def _try_a_link() -> None:
+    command("ip", "-batch", "-", lines=("link add name bridge0 type bridge", "link add name net0 type veth"))
+    command("tc", "-batch", "-", lines=("qdisc add dev net0 root tbf rate 1mbit burst 64kb latency 50ms",))
