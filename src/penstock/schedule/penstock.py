@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.graph import Graph, StepShape, Task
+from penstock.schedule.flowmoe import FlowMoE
 from penstock.schedule.freeze import Cost, freeze, slowest
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.system import Pieces, pieces_of
+from penstock.schedule.system import Pieces
 
 
 class Penstock:
@@ -32,15 +33,7 @@ class Penstock:
     name = "penstock"
 
     def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
-        size = pieces.all_reduce_chunk_bytes
-        return replace(
-            shape,
-            microbatches=pieces.microbatches,
-            chunks=1,
-            all_reduce_chunks=pieces_of(pieces.all_reduce_bytes, size),
-            expert_all_reduce_chunks=pieces_of(pieces.expert_all_reduce_bytes, size),
-            split_experts=True,
-        )
+        return replace(FlowMoE().shape(shape, pieces), split_experts=True)
 
     def order(self, graph: Graph, cost: Cost) -> Schedule:
         remaining_s = remaining_path(graph, cost)

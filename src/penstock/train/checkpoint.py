@@ -89,7 +89,7 @@ class Checkpoints:
         generator = _generator_name(self._control.rank)
         way_out = f"reading {path} (remove it to continue from an older one)"
         with _explained(way_out):
-            saved = FileSystemReader(path).read_metadata().state_dict_metadata
+            saved = _read_metadata(path)
             identity = json.loads((path / IDENTITY).read_text())
         if generator not in saved:  # saved on fewer ranks: this rank's generator starts from the seed
             del state[generator]
@@ -151,6 +151,16 @@ def _explained(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what} failed: {type(first).__name__}: {reason(first)}") from error
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{what} failed: {type(error).__name__}: {reason(error)}") from error
+
+
+def _read_metadata(path: Path) -> Mapping[str, object]:
+    """What the checkpoint holds, by name. It is a pickle: damaged ones raise almost anything."""
+    try:
+        return FileSystemReader(path).read_metadata().state_dict_metadata
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f".metadata is damaged: {type(error).__name__}: {reason(error)}") from error
 
 
 def _generator_name(rank: int) -> str:

@@ -112,6 +112,8 @@ class RunConfig:
                 data=_laid_under(self.data, {"batch_per_device": preset.batch_per_device}),
             )
         except ConfigError as error:
+            if preset.experts_per_rank * world_size >= preset.top_k:
+                raise  # not the number of ranks, but something that the user set beside the preset
             experts = f"{preset.experts_per_rank * world_size} experts on {world_size} processes"
             least = -(-preset.top_k // preset.experts_per_rank)
             why = f"has {experts}, and there {error}"

@@ -1,0 +1,111 @@
+"""The numerics contract on one GPU: streams instead of threads, against the CPU reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.runtime import PipelinedStack
+from penstock.runtime.lanes import StreamLanes
+from penstock.schedule import SCHEDULES, ScheduleConfig
+from penstock.topology import Layout
+from penstock.train.assemble import build_machinery, build_stack
+from penstock.train.clip import clip_grad_norm
+from penstock.train.optimizer import build_adamw
+from tests.support.parity import (
+    CLIP,
+    Case,
+    batch_of,
+    check_close,
+    executed_as_planned,
+    logical,
+    prepare,
+    reference_step,
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+NAMES = sorted(SCHEDULES)
+TOLERANCE = 1e-4
+
+
+def case_of(schedule: str, **moe: object) -> Case:
+    sizes = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 24, "aux_loss_coeff": 0.05} | moe
+    return Case(
+        world_size=1,
+        ep_size=1,
+        schedule=ScheduleConfig(name=schedule, microbatches=2, chunks=3, all_reduce_chunk_bytes=2048),
+        model=ModelConfig(num_layers=2, hidden_size=16, num_heads=2, seq_len=7, vocab_size=11),
+        moe=MoEConfig(**sizes),  # type: ignore[arg-type]  # a dict of settings is what a caller varies
+        batch=3,
+    )
+
+
+def gpu_stack(case: Case) -> PipelinedStack:
+    layout = Layout(world_size=1, ep_size=1, rank=0)
+    machinery = build_machinery(layout, torch.device("cuda", 0), 60.0, "float32")
+    assert isinstance(machinery.lanes, StreamLanes)
+    stack = build_stack(case.config, machinery, case.dtype)
+    prepare(stack, case)
+    return stack
+
+
+def loss_of(stack: PipelinedStack, case: Case) -> torch.Tensor:
+    tokens, labels = (tensor.to(stack.machinery.device) for tensor in batch_of(case))
+    ids = torch.arange(case.batch, device=stack.machinery.device)
+    loss: torch.Tensor = stack(tokens, labels, ids)
+    return loss
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+@pytest.mark.parametrize("expert", ["gelu", "swiglu"])
+def test_a_step_equals_the_reference(schedule: str, capacity_factor: float | None, expert: str) -> None:
+    case = case_of(schedule, capacity_factor=capacity_factor, expert=expert)
+    expected = reference_step(case)
+    stack = gpu_stack(case)
+    optimizer = build_adamw(stack.model.named_parameters(), case.config.optimizer)
+    loss = loss_of(stack, case)
+    loss.backward()
+    assert executed_as_planned(stack)
+    named = dict(stack.model.named_parameters())
+    gradients = {n: p.grad.cpu() for n, p in named.items() if p.grad is not None}
+    norm = float(clip_grad_norm(stack, CLIP))
+    optimizer.step()
+    parameters = {n: p.detach().cpu() for n, p in named.items()}
+    assert loss.item() == pytest.approx(expected.loss, rel=TOLERANCE)
+    assert norm == pytest.approx(expected.norm, rel=TOLERANCE)
+    for ours, theirs in (
+        (logical(stack, gradients), expected.gradients),
+        (logical(stack, parameters), expected.parameters),
+    ):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            check_close(ours[name], tensor, TOLERANCE, name)
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_every_step_runs_as_planned(schedule: str) -> None:
+    """Also the later ones, where streams and memory are used again."""
+    case = case_of(schedule)
+    stack = gpu_stack(case)
+    losses = []
+    for _ in range(4):
+        stack.zero_grad()
+        loss = loss_of(stack, case)
+        loss.backward()
+        assert executed_as_planned(stack)
+        losses.append(loss.item())
+    assert losses == pytest.approx([losses[0]] * 4, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_evaluation_has_the_same_loss(schedule: str) -> None:
+    case = case_of(schedule)
+    stack = gpu_stack(case)
+    trained = loss_of(stack, case).item()
+    stack.eval()
+    with torch.no_grad():
+        assert loss_of(stack, case).item() == pytest.approx(trained, rel=TOLERANCE)

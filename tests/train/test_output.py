@@ -1,0 +1,143 @@
+"""The folder of a run: one run at a time, and an earlier run is moved aside, never overwritten."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.config import ConfigError
+from penstock.train.output import LOCK, MARKS, OutputFolder
+
+HOLD = """
+import sys
+from pathlib import Path
+from penstock.train.output import OutputFolder
+with OutputFolder(Path(sys.argv[1]), keep=False):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def leave_run(folder: Path, text: str = "earlier") -> None:
+    """What a run leaves, and a file beside it that no run wrote."""
+    (folder / "checkpoints" / "step-00000003").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(text)
+    (folder / "notes.txt").write_text(f"notes of {text}")
+
+
+def test_a_folder_is_made_with_its_parents(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    with OutputFolder(folder, keep=False) as output:
+        assert folder.is_dir()
+        assert output.path == folder
+        assert output.moved_to is None
+
+
+def test_foreign_files_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "deeper").mkdir(parents=True)
+    (folder / "deeper" / "notes.txt").write_text("mine")
+    with OutputFolder(folder, keep=False) as output:
+        assert output.moved_to is None
+    assert (folder / "deeper" / "notes.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_every_mark_of_a_run_moves_the_folder(tmp_path: Path, mark: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / mark).write_text("")
+    with OutputFolder(folder, keep=False) as output:
+        assert output.moved_to == tmp_path / "run.1"
+        assert [path.name for path in folder.iterdir()] == [LOCK]
+    assert (tmp_path / "run.1" / mark).exists()
+
+
+def test_earlier_runs_are_counted_and_moved_as_a_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for number, text in ((1, "first"), (2, "second")):
+        leave_run(folder, text)
+        with OutputFolder(folder, keep=False) as output:
+            assert output.moved_to == tmp_path / f"run.{number}"
+    for number, text in ((1, "first"), (2, "second")):
+        aside = tmp_path / f"run.{number}"
+        assert (aside / "metrics.jsonl").read_text() == text
+        assert (aside / "notes.txt").read_text() == f"notes of {text}"
+        assert (aside / "checkpoints" / "step-00000003").is_dir()
+
+
+def test_a_run_that_continues_finds_it_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    leave_run(folder)
+    with OutputFolder(folder, keep=True) as output:
+        assert output.moved_to is None
+    assert (folder / "metrics.jsonl").read_text() == "earlier"
+    assert not (tmp_path / "run.1").exists()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_held_folder_is_refused_and_free_afterwards(tmp_path: Path, keep: bool) -> None:
+    folder = tmp_path / "run"
+    with OutputFolder(folder, keep=False):
+        (folder / "metrics.jsonl").write_text("going on")
+        with pytest.raises(ConfigError, match=r"output\.dir.*another run is writing there") as caught:
+            OutputFolder(folder, keep=keep).__enter__()
+        assert str(folder) in str(caught.value)
+        assert (folder / "metrics.jsonl").read_text() == "going on"
+        assert not (tmp_path / "run.1").exists()
+    with OutputFolder(folder, keep=keep) as output:
+        assert (output.moved_to is None) is keep
+
+
+def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
+    """Also when it is killed: nobody has to remove anything by hand."""
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match="another run is writing there"):
+            OutputFolder(folder, keep=False).__enter__()
+        holder.kill()
+        holder.wait()
+    with OutputFolder(folder, keep=False):
+        pass
+
+
+def test_the_lock_is_released_by_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), OutputFolder(tmp_path / "run", keep=False):
+        raise ZeroDivisionError
+    with OutputFolder(tmp_path / "run", keep=False):
+        pass
+
+
+@pytest.mark.parametrize("below", [".", "checkpoints/step-00000003"])
+def test_the_folder_you_are_in_is_not_moved_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
+) -> None:
+    folder = tmp_path / "run"
+    leave_run(folder)
+    monkeypatch.chdir(folder / below)
+    with pytest.raises(ConfigError, match=r"output\.dir.*the folder you are in"):
+        OutputFolder(folder, keep=False).__enter__()
+    assert (folder / "metrics.jsonl").read_text() == "earlier"
+    with OutputFolder(folder, keep=True):  # the lock is free, too
+        pass
+
+
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_file_in_the_way_is_refused(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match=r"output\.dir.*cannot be written to"):
+        OutputFolder(tmp_path / "file" / below, keep=False).__enter__()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_folder_nobody_may_write_to_is_refused() -> None:
+    """Not even the superuser makes a folder in /proc."""
+    with pytest.raises(ConfigError, match=r"output\.dir.*cannot be written to"):
+        OutputFolder(Path("/proc/penstock-run"), keep=False).__enter__()

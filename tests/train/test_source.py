@@ -1,0 +1,103 @@
+"""The text of a run: the same on every rank or refused on all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.config import ConfigError
+from penstock.models import ModelConfig
+from penstock.topology import Control, Layout
+from penstock.train.config import RunConfig, TrainConfig
+from penstock.train.corpus import DataConfig
+from penstock.train.source import open_source
+from tests.support.ranks import Pools
+
+
+def config_of(path: Path, batch: int = 4, seq_len: int = 16) -> RunConfig:
+    data = DataConfig(path=str(path), batch_per_device=batch, held_out_fraction=0.1)
+    return RunConfig(model=ModelConfig(seq_len=seq_len), data=data)
+
+
+def write_text(path: Path, word: str, lines: int = 900) -> Path:
+    path.write_text("".join(f"{word} {i} and {i * i}.\n" for i in range(lines)))
+    return path
+
+
+def error_on(rank: int, configs: list[RunConfig]) -> str:
+    """What opening the text raises on this rank; the ranks' configurations differ in their path."""
+    layout = Layout(world_size=len(configs), ep_size=1, rank=rank)
+    try:
+        open_source(configs[rank], layout, Control(rank, len(configs)))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def opened_on(rank: int, config: RunConfig) -> tuple[dict[str, object], list[list[list[int]]]]:
+    """The identity, and this rank's samples of the first three steps."""
+    layout = Layout(world_size=2, ep_size=1, rank=rank)
+    source = open_source(config, layout, Control(rank, 2))
+    return dict(source.identity), [source.stream.batch(step).tokens_BL.tolist() for step in range(3)]
+
+
+def test_different_texts_are_refused_on_both_ranks(ranks: Pools, tmp_path: Path) -> None:
+    configs = [config_of(write_text(tmp_path / f"{word}.txt", word)) for word in ("left", "much")]
+    first, second = ranks(2).run(error_on, configs)
+    # The value is this rank's own path; all else is the same on both.
+    assert "rank 1 reads another text than rank 0" in first
+    assert first.startswith("data.path")
+    assert first.replace("left.txt", "") == second.replace("much.txt", "")
+
+
+def test_the_same_text_in_two_places_is_the_same(ranks: Pools, tmp_path: Path) -> None:
+    configs = [config_of(write_text(tmp_path / f"{name}.txt", "line")) for name in ("a", "b")]
+    assert ranks(2).run(error_on, configs) == ["", ""]
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_problem_of_one_rank_is_raised_on_both(ranks: Pools, tmp_path: Path, missing: int) -> None:
+    configs = [config_of(write_text(tmp_path / f"{rank}.txt", "line")) for rank in range(2)]
+    configs[missing] = config_of(tmp_path / "nowhere")
+    first, second = ranks(2).run(error_on, configs)
+    assert first == second
+    assert first.startswith("data.path")
+    assert str(tmp_path / "nowhere") in first
+
+
+def test_one_rank_and_two_see_the_same_samples(ranks: Pools, tmp_path: Path) -> None:
+    path = write_text(tmp_path / "text.txt", "line")
+    alone = open_source(config_of(path), Layout(world_size=1, ep_size=1, rank=0), Control(0, 1))
+    (first, top), (second, bottom) = ranks(2).run(opened_on, config_of(path, batch=2))
+    assert first == second == dict(alone.identity)
+    for step in range(3):
+        assert alone.stream.batch(step).tokens_BL.tolist() == top[step] + bottom[step]
+
+
+def test_what_moves_the_samples_changes_the_identity(tmp_path: Path) -> None:
+    path = write_text(tmp_path / "text.txt", "line")
+    config = config_of(path)
+    data = config.data
+    others = {
+        "train.seed": replace(config, train=TrainConfig(seed=1)),
+        "model.seq_len": config_of(path, seq_len=8),
+        "data.held_out_fraction": replace(config, data=replace(data, held_out_fraction=0.2)),
+        "data.batch_per_device x processes": config_of(path, batch=3),
+        "data.path (sha256 of the text)": config_of(write_text(tmp_path / "other.txt", "else")),
+    }
+    layout, control = Layout(world_size=1, ep_size=1, rank=0), Control(0, 1)
+    identity = open_source(config, layout, control).identity
+    assert others.keys() == identity.keys()
+    for key, other in others.items():
+        found = open_source(other, layout, control).identity
+        assert {k for k in identity if identity[k] != found[k]} == {key}
+
+
+@pytest.mark.parametrize(("lines", "seq_len", "key"), [(900, 5000, "data."), (1, 16, "data.path")])
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path, lines: int, seq_len: int, key: str) -> None:
+    path = write_text(tmp_path / "text.txt", "line", lines)
+    with pytest.raises(ConfigError) as caught:
+        open_source(config_of(path, seq_len=seq_len), Layout(world_size=1, ep_size=1, rank=0), Control(0, 1))
+    assert caught.value.key.startswith(key)

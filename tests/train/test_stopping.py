@@ -1,0 +1,97 @@
+"""Stop requests: noted, agreed between ranks, and gone without a trace."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.topology import Control
+from penstock.train.stopping import SAME_REQUEST_S, StopRequests
+from tests.support.ranks import Pools
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class HitError(Exception):
+    """What the handler before ours raises."""
+
+
+def _hit(number: int, frame: object) -> None:
+    del frame
+    raise HitError(number)
+
+
+@pytest.fixture
+def earlier() -> Iterator[None]:
+    """A handler of our own under both signals, whatever runs these tests has installed."""
+    before = {number: signal.signal(number, _hit) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("earlier")
+def test_nobody_asked() -> None:
+    with StopRequests(Control(0, 1)) as requests:
+        assert not requests.agreed(1)
+
+
+@pytest.mark.usefixtures("earlier")
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_noted_and_stays_noted(number: signal.Signals) -> None:
+    with StopRequests(Control(0, 1)) as requests:
+        signal.raise_signal(number)
+        assert requests.agreed(1)
+        assert requests.agreed(2)
+
+
+@pytest.mark.usefixtures("earlier")
+@pytest.mark.parametrize("second", SIGNALS)
+def test_two_signals_close_together_count_as_one(second: signal.Signals) -> None:
+    with StopRequests(Control(0, 1)) as requests:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(second)
+        assert requests.agreed(1)
+
+
+@pytest.mark.usefixtures("earlier")
+def test_a_later_second_signal_acts_as_before() -> None:
+    with StopRequests(Control(0, 1)) as requests:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(SAME_REQUEST_S + 0.1)
+        with pytest.raises(HitError):
+            signal.raise_signal(signal.SIGTERM)
+        assert requests.agreed(1)
+        assert [signal.getsignal(number) for number in SIGNALS] == [_hit, _hit]
+
+
+@pytest.mark.usefixtures("earlier")
+@pytest.mark.parametrize("fails", [False, True])
+def test_handlers_are_restored(fails: bool) -> None:
+    try:
+        with StopRequests(Control(0, 1)):
+            assert all(signal.getsignal(number) is not _hit for number in SIGNALS)
+            if fails:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    for number in SIGNALS:
+        with pytest.raises(HitError):
+            signal.raise_signal(number)
+
+
+def agreed_on(rank: int, asked: int | None) -> list[bool]:
+    """What this rank hears after two steps, if rank `asked` got a signal during the second."""
+    with StopRequests(Control(rank, 2)) as requests:
+        heard = [requests.agreed(1)]
+        if rank == asked:
+            signal.raise_signal(signal.SIGTERM)
+        return [*heard, requests.agreed(2)]
+
+
+@pytest.mark.parametrize("asked", [None, 0, 1])
+def test_all_ranks_hear_the_same_behind_the_same_step(ranks: Pools, asked: int | None) -> None:
+    assert ranks(2).run(agreed_on, asked) == [[False, asked is not None]] * 2

@@ -1,0 +1,110 @@
+"""The last steps of a run beside what the simulator says of the same tasks."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from penstock.graph import Lane
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.schedule import SCHEDULES, ScheduleConfig
+from penstock.trace import TaskRecord
+from penstock.train.tracing import StepAnalysis, analyse
+from tests.support.parity import Case, batch_of, stack_of
+from tests.support.ranks import Pools
+
+NAMES = sorted(SCHEDULES)
+
+
+def case_of(schedule: str, world_size: int) -> Case:
+    return Case(
+        world_size=world_size,
+        ep_size=None,
+        schedule=ScheduleConfig(name=schedule, microbatches=2, chunks=2, all_reduce_chunk_bytes=2048),
+        model=ModelConfig(num_layers=2, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11),
+        moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=8),
+        batch=2,
+    )
+
+
+def analysed(rank: int, case: Case, steps: int, folder: Path | None) -> StepAnalysis:
+    """Some steps under one plan, analysed."""
+    stack = stack_of(rank, case)
+    tokens, labels = batch_of(case)
+    mine = slice(rank * case.batch, (rank + 1) * case.batch)
+    kept: list[list[TaskRecord]] = []
+    for step in range(1, steps + 1):
+        stack(tokens[mine], labels[mine]).backward()
+        stack.zero_grad()
+        stack.machinery.control.barrier("ending the step")
+        kept.append(stack.records(step))
+    return analyse(stack, kept, folder)
+
+
+def orders(folder: Path) -> dict[tuple[str, int, int], list[str]]:
+    """Names of tasks in order of their start, by row of the trace, lane and step."""
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    titles = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    found: dict[tuple[str, int, int], list[str]] = defaultdict(list)
+    for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"]):
+        found[titles[event["pid"]], event["tid"], event["args"]["step"]].append(event["name"])
+    return found
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_measured_order_is_the_simulated_one(
+    ranks: Pools, tmp_path: Path, schedule: str, world_size: int
+) -> None:
+    case = case_of(schedule, world_size)
+    results = ranks(world_size).run(analysed, case, 3, tmp_path)
+    assert all(result == results[0] for result in results)
+    found = orders(tmp_path)
+    for rank in range(world_size):
+        for number, lane in enumerate(Lane):
+            simulated = found[f"simulated rank {rank}", number, 0]
+            for step in (1, 2, 3):
+                assert found[f"measured rank {rank}", number, step] == simulated, (rank, lane, step)
+        assert found[f"simulated rank {rank}", list(Lane).index(Lane.COMPUTE), 0]
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_no_order_beats_the_bound(schedule: str, steps: int) -> None:
+    analysis = analysed(0, case_of(schedule, 1), steps, None)
+    assert 0 < analysis.bound_s <= analysis.simulated_s * (1 + 1e-9)
+    assert analysis.measured_s > 0
+    assert analysis.overlap_efficiency == analysis.bound_s / analysis.measured_s
+
+
+def test_every_task_stands_beside_its_prediction(tmp_path: Path) -> None:
+    analysed(0, case_of("flowmoe", 1), 2, tmp_path)
+    rows = list(csv.DictReader((tmp_path / "tasks.csv").open()))
+    measured = [name for (row, _, step), names in orders(tmp_path).items() for name in names if step == 2]
+    assert sorted(row["task"] for row in rows) == sorted(measured)
+    starts = [float(row["measured_start_s"]) for row in rows]
+    assert starts == sorted(starts)
+
+
+def test_steps_lie_one_after_another(tmp_path: Path) -> None:
+    analysed(0, case_of("penstock", 1), 3, tmp_path)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans: dict[int, list[float]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X" and event["args"]["step"]:
+            spans[event["args"]["step"]] += [event["ts"], event["ts"] + event["dur"]]
+    assert sorted(spans) == [1, 2, 3]
+    # To the rounding of a microsecond in the file.
+    assert max(spans[1]) <= min(spans[2]) + 1
+    assert max(spans[2]) <= min(spans[3]) + 1
+
+
+def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    analysed(0, case_of("sequential", 1), 1, None)
+    assert list(tmp_path.iterdir()) == []

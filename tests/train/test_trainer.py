@@ -1,0 +1,239 @@
+"""Whole runs in this process, on one rank: what they leave, how they end, how they go on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.config import ConfigError, load
+from penstock.report import RunSummary
+from penstock.topology.join import ALONE, join, leave
+from penstock.train.checkpoint import CheckpointError, complete_checkpoints
+from penstock.train.config import RunConfig
+from penstock.train.metrics import StepMetrics, read_metrics
+from penstock.train.trainer import DivergedError, Trainer
+from tests.support.runs import write_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def joined() -> Iterator[None]:
+    """As the command does it; afterwards this process is as it was."""
+    before = os.environ.copy()
+    join(ALONE, 60.0, CPU)
+    yield
+    leave()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def trainer(folder: Path, *overrides: str) -> Trainer:
+    """A run of 6 steps, unless overrides say otherwise, in `folder/run`."""
+    path = write_config(folder)
+    config = load(RunConfig, path, ["parallel.processes=1", "train.steps=6", *overrides])
+    return Trainer(config, ALONE, CPU, quiet=True)
+
+
+def run(folder: Path, *overrides: str) -> RunSummary:
+    return trainer(folder, *overrides).run()
+
+
+def metrics(folder: Path) -> list[StepMetrics]:
+    return read_metrics(folder / "run" / "metrics.jsonl")
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return [int(p.name.removeprefix("step-")) for p in complete_checkpoints(folder / "run" / "checkpoints")]
+
+
+def remove_checkpoint(folder: Path, step: int) -> None:
+    shutil.rmtree(folder / "run" / "checkpoints" / f"step-{step:08d}")
+
+
+def events(folder: Path) -> list[dict[str, object]]:
+    found = json.loads((folder / "run" / "trace.json").read_text())["traceEvents"]
+    return [event for event in found if event["ph"] == "X"]
+
+
+# ---- what a run leaves -------------------------------------------------------------------------------------
+
+
+def test_every_step_has_its_line(tmp_path: Path) -> None:
+    summary = run(tmp_path)
+    found = metrics(tmp_path)
+    assert [m.step for m in found] == [1, 2, 3, 4, 5, 6]
+    assert all(math.isfinite(m.loss) and math.isfinite(m.grad_norm) for m in found)
+    assert (summary.steps, summary.processes, summary.interrupted) == (6, 1, False)
+    assert (summary.first_loss, summary.last_loss) == (found[0].loss, found[-1].loss)
+    assert load(RunConfig, tmp_path / "run" / "config.toml").train.steps == 6
+
+
+def test_evaluation_when_due_and_at_the_end(tmp_path: Path) -> None:
+    summary = run(tmp_path, "train.eval_every=4")
+    evaluated = {m.step: m.eval_loss for m in metrics(tmp_path) if m.eval_loss is not None}
+    assert list(evaluated) == [4, 6]
+    assert all(math.isfinite(loss) for loss in evaluated.values())
+    assert summary.eval_loss == evaluated[6]
+
+
+def test_evaluation_does_not_change_training(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("with", "without")]
+    for folder, every in zip(folders, (1, 0), strict=True):
+        folder.mkdir()
+        run(folder, f"train.eval_every={every}", "model.dropout=0.2")
+    often, seldom = ([m.loss for m in metrics(folder)] for folder in folders)
+    assert often == seldom
+
+
+def test_checkpoints_when_due_and_at_the_end(tmp_path: Path) -> None:
+    summary = run(tmp_path, "train.checkpoint_every=2", "train.steps=5", "train.keep_checkpoints=2")
+    assert saved_steps(tmp_path) == [4, 5]
+    assert summary.checkpoint == str(tmp_path / "run" / "checkpoints" / "step-00000005")
+
+
+def test_the_metrics_know_every_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint comes behind its line: where saving fails, the line is there."""
+    (tmp_path / "file").write_text("mine")
+    stopped = trainer(tmp_path, "train.checkpoint_every=4")
+    stopped.checkpoints.folder = tmp_path / "file"
+    with pytest.raises(CheckpointError, match="saving the checkpoint of step 4"):
+        stopped.run()
+    assert [m.step for m in metrics(tmp_path)] == [1, 2, 3, 4]
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "flowmoe", "penstock"])
+def test_one_process_communicates_nothing(tmp_path: Path, schedule: str) -> None:
+    summary = run(tmp_path, f"schedule.name={schedule}")
+    assert summary.communication_s == summary.exposed_communication_s == 0
+    assert {m.communication_s for m in metrics(tmp_path)} == {0.0}
+    assert {m.exposed_communication_s for m in metrics(tmp_path)} == {0.0}
+
+
+# ---- the trace ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refine_after", [0, 1, 3, 5, 6, 9])
+def test_a_trace_wherever_the_order_is_frozen_again(tmp_path: Path, refine_after: int) -> None:
+    """Also behind the very last step, where nothing has run under a new order, and one step before it."""
+    summary = run(tmp_path, f"schedule.refine_after={refine_after}")
+    steps = {event["args"]["step"] for event in events(tmp_path)}  # type: ignore[index]  # JSON
+    assert steps == ({0, 6} if refine_after == 5 else {0, 5, 6})  # 0: simulated
+    assert 0 < summary.overlap_efficiency <= 1
+    assert summary.simulated_iteration_s is not None and summary.simulated_iteration_s > 0
+    assert (tmp_path / "run" / "tasks.csv").exists()
+
+
+def test_a_run_of_one_step(tmp_path: Path) -> None:
+    summary = run(tmp_path, "train.steps=1", "schedule.refine_after=1")
+    assert summary.steps == 1
+    assert events(tmp_path)
+
+
+def test_no_trace_where_none_is_wanted(tmp_path: Path) -> None:
+    summary = run(tmp_path, "output.trace_steps=0")
+    assert not (tmp_path / "run" / "trace.json").exists()
+    assert not (tmp_path / "run" / "tasks.csv").exists()
+    assert summary.trace is None
+    assert 0 < summary.overlap_efficiency <= 1
+
+
+def test_a_longer_trace(tmp_path: Path) -> None:
+    run(tmp_path, "output.trace_steps=4", "schedule.refine_after=0")
+    steps = {event["args"]["step"] for event in events(tmp_path)}  # type: ignore[index]  # JSON
+    assert steps == {0, 3, 4, 5, 6}
+
+
+# ---- going on ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["flowmoe", "penstock"])
+def test_a_continued_run_has_the_same_bits(tmp_path: Path, schedule: str) -> None:
+    """Metrics behind the checkpoint are dropped and made again; the order may be frozen at another step."""
+    settings = (f"schedule.name={schedule}", "train.checkpoint_every=3", "train.steps=8", "model.dropout=0.1")
+    whole = run(tmp_path, *settings)
+    expected = [(m.step, m.loss, m.grad_norm, m.learning_rate) for m in metrics(tmp_path)]
+    remove_checkpoint(tmp_path, 8)
+    again = run(tmp_path, *settings, "train.resume=true")
+    assert [(m.step, m.loss, m.grad_norm, m.learning_rate) for m in metrics(tmp_path)] == expected
+    assert (again.steps, again.eval_loss) == (whole.steps, whole.eval_loss)
+    assert not (tmp_path / "run.1").exists()
+
+
+def test_resume_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
+    run(tmp_path)
+    remove_checkpoint(tmp_path, 6)
+    run(tmp_path, "train.resume=true")
+    assert [m.step for m in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "run.1" / "metrics.jsonl").exists()  # the earlier run is kept all the same
+
+
+@pytest.mark.parametrize("steps", [5, 6])
+def test_a_finished_run_needs_more_steps(tmp_path: Path, steps: int) -> None:
+    run(tmp_path)
+    config = (tmp_path / "run" / "config.toml").read_bytes()
+    with pytest.raises(ConfigError, match=r"finished 6 steps already.*more than 6") as caught:
+        run(tmp_path, "train.resume=true", f"train.steps={steps}")
+    assert caught.value.key == "train.steps"
+    assert (tmp_path / "run" / "config.toml").read_bytes() == config
+    assert run(tmp_path, "train.resume=true", "train.steps=7").steps == 7
+    assert [m.step for m in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_other_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    run(tmp_path)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError) as caught:
+        run(tmp_path, "train.resume=true", "train.steps=9", "train.seed=1")
+    assert caught.value.key == "train.seed"
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+# ---- ending early ------------------------------------------------------------------------------------------
+
+
+def test_a_request_to_stop_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes while the loop is under way, from a line being shown."""
+    stopped = trainer(tmp_path, "train.steps=50")
+    update = stopped.progress.update
+
+    def interrupt(metrics: StepMetrics) -> None:
+        update(metrics)
+        if metrics.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(stopped.progress, "update", interrupt)
+    before = signal.getsignal(signal.SIGTERM)
+    summary = stopped.run()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert (summary.steps, summary.interrupted) == (3, True)
+    assert saved_steps(tmp_path) == [3]
+    assert metrics(tmp_path)[-1].eval_loss is not None
+
+
+def test_divergence_saves_no_rubbish(tmp_path: Path) -> None:
+    settings = ("optimizer.lr=1e12", "optimizer.warmup_steps=0", "train.steps=60", "train.checkpoint_every=1")
+    with pytest.raises(DivergedError, match=r"diverged in step \d+.*last good checkpoint.*optimizer\.lr"):
+        run(tmp_path, *settings)
+    steps = saved_steps(tmp_path)
+    assert steps and steps[-1] == metrics(tmp_path)[-1].step
+    for step in reversed(steps):
+        good = trainer(tmp_path, *settings)
+        good.checkpoints.load(tmp_path / "run" / "checkpoints" / f"step-{step:08d}")
+        for name, parameter in good.stack.named_parameters():
+            assert parameter.isfinite().all(), f"{name} after step {step}"
+
+
+def test_divergence_without_a_checkpoint_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DivergedError, match="no checkpoint had been written yet"):
+        run(tmp_path, "optimizer.lr=1e12", "optimizer.warmup_steps=0", "train.steps=60")
+    assert saved_steps(tmp_path) == []
