@@ -1,0 +1,26 @@
+"""`penstock bench` on emulated links: the limit comes from bytes that crossed and the rate that was set."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.test_bench import SMALL
+from tests.support.runs import run
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("emulation")]
+
+
+def test_the_limit_is_that_of_the_slow_link() -> None:
+    options = ("--emulate", "2x1", "--inter-rate", "20mbit", "--schedules", "sequential,penstock")
+    result = run("bench", "--json", *options, *SMALL)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["ranks"], found["nodes"], found["inter_rate_bit_per_s"]) == (2, 2, 20e6)
+    assert found["wire_s"] == pytest.approx(found["wire_bytes"] * 8 / 20e6)
+    assert found["limit_s"] == max(found["wire_s"], found["compute_s"])
+    assert [case["schedule"] for case in found["cases"]] == ["sequential", "penstock"]
+    for case in found["cases"]:
+        assert case["limit_s"] == found["limit_s"]
+        assert case["overlap_efficiency"] == pytest.approx(found["limit_s"] / case["iteration_s_median"])
