@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli import main
 from penstock.config import load
 from penstock.train.config import RunConfig
 from tests.support.runs import clean_environ
@@ -65,3 +66,14 @@ def test_the_readme_shows_both_commands() -> None:
     readme = (ROOT / "README.md").read_text()
     assert "make run" in readme and "make test" in readme
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_the_readme_shows_a_real_schedule(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    assert main(["schedule", "flowmoe"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    shown = re.search(r"\$ penstock schedule flowmoe\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert shown is not None
+    assert [line for line in shown[1].splitlines() if line not in printed] == []
