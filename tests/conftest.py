@@ -15,7 +15,14 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+settings.register_profile("quick", settings.get_profile("penstock"), max_examples=20)
 settings.load_profile("penstock")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make quick` draws fewer examples than `make test`."""
+    if config.getoption("markexpr") == "not slow":
+        settings.load_profile("quick")
 
 
 @pytest.fixture(scope="session")

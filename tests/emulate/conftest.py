@@ -14,6 +14,13 @@ from penstock.emulate.system import NAMESPACES
 from penstock.emulate.wiring import BRIDGE, INTERFACE, UPLINK
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What makes real namespaces is left out of `make quick`."""
+    for item in items:
+        if "emulation" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def emulation() -> None:
     """What every test with real namespaces asks for: the one reason for which they are skipped."""

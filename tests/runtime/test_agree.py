@@ -12,6 +12,8 @@ from penstock.topology import Control
 from tests.steps import example_plan
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 
 def swapped(schedule: Schedule, lane: Lane, place: int) -> Schedule:
     """Two neighbours on a lane in the other order."""

@@ -105,6 +105,7 @@ def case_of(world_size: int, ep_size: int) -> Case:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (2, 2), (2, 1)])
 def test_any_valid_order_gives_the_same_loss_and_gradients(
     ranks: Pools, world_size: int, ep_size: int

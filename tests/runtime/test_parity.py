@@ -78,7 +78,7 @@ def plain(world_size: int, schedule: str, **moe: object) -> Case:
 
 
 @pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_any_case_in_float64(ranks: Pools, world_size: int, schedule: str) -> None:
     @settings(max_examples=25 if world_size < 4 else 18)
     @given(case=cases(world_size, schedule))

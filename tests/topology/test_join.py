@@ -234,6 +234,7 @@ def test_when_the_others_do_not_come(clean: pytest.MonkeyPatch, rank: int) -> No
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("address", "interface"),
     [("127.0.0.1", "lo"), ("127.1.2.3", "lo"), ("localhost", "lo"), ("::1", "lo"), ("192.0.2.1", None)],

@@ -57,6 +57,7 @@ def test_two_signals_close_together_count_as_one(second: signal.Signals) -> None
         assert requests.agreed(1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("earlier")
 def test_a_later_second_signal_acts_as_before() -> None:
     with StopRequests(Control(0, 1)) as requests:

@@ -22,6 +22,8 @@ from penstock.train.metrics import StepMetrics, read_metrics
 from penstock.train.trainer import DivergedError, Trainer
 from tests.support.runs import write_config
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 
