@@ -12,7 +12,8 @@ from penstock.bench import BenchConfig
 from penstock.bench.compare import Comparison
 from penstock.bench.summarise import summarise
 from penstock.bench.table import render
-from penstock.cli.train import BAD_CONFIGURATION, end_of_rank
+from penstock.cli.codes import BAD_USAGE
+from penstock.cli.train import end_of_rank
 from penstock.config import ConfigError, load
 from penstock.emulate import Cluster, EmulateConfig
 from penstock.topology import Layout, ProcessInfo, detect, join, leave
@@ -45,7 +46,7 @@ def _start_ranks(
 ) -> int:
     command = [sys.executable, "-m", "penstock", *given]
     outcome = launch(command, processes, grace_s=config.parallel.timeout_s + 10, place=place)
-    if outcome.first_failure is not None and outcome.exit_code != BAD_CONFIGURATION:
+    if outcome.first_failure is not None and outcome.exit_code != BAD_USAGE:
         print(f"penstock: {outcome.first_failure.describe()}", file=sys.stderr)
     return outcome.exit_code
 
@@ -59,7 +60,7 @@ def _be_rank(config: BenchConfig, info: ProcessInfo, json_wanted: bool, emulate:
     except ConfigError as error:
         if info.rank == 0:
             print(f"penstock: {error}", file=sys.stderr)
-        return BAD_CONFIGURATION
+        return BAD_USAGE
     found = comparison.measure()
     comparison.close()
     leave()

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock import __version__
+from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.cli.emulate import add_emulate, add_emulation_options, emulation
 from penstock.config import ConfigError
 from penstock.emulate import EmulationError, EmulationUnavailable
 from penstock.graph import ScheduleError
 
-FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
 MOST_PIECES = 64
 
 

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.config import ConfigError, load
 from penstock.emulate import Cluster, EmulateConfig
 from penstock.report import RunSummary
@@ -21,7 +22,6 @@ from penstock.train.config import RunConfig
 from penstock.train.launcher import Place, launch
 from penstock.train.trainer import DivergedError, Trainer
 
-FAILED, BAD_CONFIGURATION, INTERRUPTED = 1, 2, 130
 EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointError, DivergedError)
 
 
@@ -69,7 +69,7 @@ def _start_ranks(config: RunConfig, given: Sequence[str], processes: int, place:
     command = [sys.executable, "-m", "penstock", *given]
     # After a failure the others need up to one timeout to notice and to say what they waited for.
     outcome = launch(command, processes, grace_s=config.parallel.timeout_s + 10, place=place)
-    if outcome.first_failure is not None and outcome.exit_code not in (BAD_CONFIGURATION, INTERRUPTED):
+    if outcome.first_failure is not None and outcome.exit_code not in (BAD_USAGE, INTERRUPTED):
         print(f"penstock: {outcome.first_failure.describe()}; {_way_out(config)}", file=sys.stderr)
     return outcome.exit_code
 
@@ -82,7 +82,7 @@ def _be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
     except ConfigError as error:
         if info.rank == 0:  # every rank finds the same fault; once is enough
             print(f"penstock: {error}", file=sys.stderr)
-        return BAD_CONFIGURATION
+        return BAD_USAGE
     except EXPECTED as error:
         return _report_failure(config, info, str(error))
     except Exception as error:

@@ -1,0 +1,8 @@
+"""Exit codes of the command, the same for every subcommand. Success is 0."""
+
+FAILED = 1
+BAD_USAGE = 2
+"""Wrong arguments or a setting that cannot be used."""
+
+INTERRUPTED = 130
+"""Ctrl-C before there was anything to save, as shells count it."""
