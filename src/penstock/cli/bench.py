@@ -60,7 +60,7 @@ def _be_rank(config: BenchConfig, info: ProcessInfo, json_wanted: bool, emulate:
     except ConfigError as error:
         if info.rank == 0:
             print(f"penstock: {error}", file=sys.stderr)
-        return BAD_USAGE
+        return end_of_rank(info, BAD_USAGE)
     found = comparison.measure()
     comparison.close()
     leave()
@@ -70,4 +70,4 @@ def _be_rank(config: BenchConfig, info: ProcessInfo, json_wanted: bool, emulate:
         devices = info.world_size // nodes
         result = summarise(found, nodes=nodes, devices=devices, inter_rate_bit_per_s=rate)
         print(json.dumps(result.to_dict()) if json_wanted else render(result))
-    return end_of_rank(info)
+    return end_of_rank(info, 0)

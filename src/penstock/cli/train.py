@@ -75,6 +75,10 @@ def _start_ranks(config: RunConfig, given: Sequence[str], processes: int, place:
 
 
 def _be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
+    return end_of_rank(info, _train_as_rank(config, info, json_wanted))
+
+
+def _train_as_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
     try:
         device = pick_device(info.local_rank)
         join(info, config.parallel.timeout_s, device)
@@ -83,6 +87,8 @@ def _be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
         if info.rank == 0:  # every rank finds the same fault; once is enough
             print(f"penstock: {error}", file=sys.stderr)
         return BAD_USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except EXPECTED as error:
         return _report_failure(config, info, str(error))
     except Exception as error:
@@ -91,20 +97,21 @@ def _be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
     leave()
     if info.rank == 0:
         _print_summary(summary, json_wanted)
-    return end_of_rank(info)
+    return 0
 
 
-def end_of_rank(info: ProcessInfo) -> int:
-    """The exit code 0 of a rank that has closed and flushed all it has.
+def end_of_rank(info: ProcessInfo, code: int) -> int:
+    """The exit code of a rank that has closed and flushed all it has, or cannot.
 
     One of several ranks leaves at once instead: a Gloo thread that still holds the last exchange's tensor
     needs the interpreter to free it, and aborts the process if the interpreter is shutting down by then.
+    After a failure, destroying the process group in order could wait for peers that are gone.
     """
     if info.world_size > 1:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
-    return 0
+        os._exit(code)
+    return code
 
 
 def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:
@@ -119,12 +126,8 @@ def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:
             where = f" (details: {report})"
         except OSError as error:  # a full disk is a likely reason for being here
             where = f"\n{details.strip()}\n({report} could not be written: {error.strerror})"
-    print(f"penstock: {headline}{where}", file=sys.stderr, flush=True)
-    if info.world_size == 1:
-        return FAILED
-    # The process group is broken: destroying it in order could wait for peers that are gone.
-    sys.stdout.flush()
-    os._exit(FAILED)
+    print(f"penstock: {headline}{where}", file=sys.stderr)
+    return FAILED
 
 
 def _print_summary(summary: RunSummary, json_wanted: bool) -> None:
