@@ -22,7 +22,7 @@ info = detect(os.environ) or ALONE
 device = pick_device(info.local_rank)
 join(info, timeout_s=60, device=device)
 layout = Layout.build(ParallelConfig(), info.world_size, info.rank, config.moe.num_experts)
-stack = build_stack(config, build_machinery(layout, device, 60, "auto"))
+stack = build_stack(config, build_machinery(layout, device, config.parallel, "auto"))
 optimizer = torch.optim.AdamW(stack.parameters(), lr=1e-2)
 
 generator = torch.Generator().manual_seed(info.rank)

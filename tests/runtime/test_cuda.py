@@ -10,7 +10,7 @@ from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.runtime.lanes import StreamLanes
 from penstock.schedule import SCHEDULES, ScheduleConfig
-from penstock.topology import Layout
+from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
 from penstock.train.clip import clip_grad_norm
 from penstock.train.optimizer import build_adamw
@@ -45,7 +45,7 @@ def case_of(schedule: str, **moe: object) -> Case:
 
 def gpu_stack(case: Case) -> PipelinedStack:
     layout = Layout(world_size=1, ep_size=1, rank=0)
-    machinery = build_machinery(layout, torch.device("cuda", 0), 60.0, "float32")
+    machinery = build_machinery(layout, torch.device("cuda", 0), ParallelConfig(), "float32")
     assert isinstance(machinery.lanes, StreamLanes)
     stack = build_stack(case.config, machinery, case.dtype)
     prepare(stack, case)

@@ -13,7 +13,7 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack, TaskError
 from penstock.schedule import SCHEDULES, ScheduleConfig
-from penstock.topology import Layout
+from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
 from tests.support.parity import Case, batch_of, check_close, prepare, stack_of
 from tests.support.ranks import Pools
@@ -249,7 +249,7 @@ def test_bfloat16_is_near_float32() -> None:
     layout = Layout(world_size=1, ep_size=1, rank=0)
     results = []
     for precision in ("float32", "bfloat16"):
-        machinery = build_machinery(layout, torch.device("cpu"), 60.0, precision)
+        machinery = build_machinery(layout, torch.device("cpu"), ParallelConfig(), precision)
         stack = build_stack(case.config, machinery)
         prepare(stack, case)
         loss = stack(*batch_of(case))

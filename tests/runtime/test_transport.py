@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.graph import Group
+from penstock.runtime.sockets import Sockets
 from penstock.runtime.transport import GlooTransport, LocalTransport
 from penstock.topology import Layout, lane_groups
 from tests.support.parity import machinery
@@ -29,6 +31,29 @@ def layout_of(rank: int, world_size: int, ep_size: int) -> Layout:
 def new_transport(rank: int, world_size: int) -> GlooTransport:
     """With groups of its own: those of a transport that was aborted are dead."""
     return GlooTransport(lambda: lane_groups(layout_of(rank, world_size, world_size), NEVER_S))
+
+
+# ---- send buffers ------------------------------------------------------------------------------------------
+
+
+def buffers_of_new_connections(rank: int, world_size: int, limit_bytes: int) -> list[int]:
+    """SO_SNDBUF of every connection that a new transport opens."""
+    before = Sockets.now()
+    GlooTransport(lambda: lane_groups(layout_of(rank, world_size, world_size), NEVER_S), limit_bytes)
+    sizes: list[int] = []
+    connections = Sockets.now().since(before)
+    connections._each(lambda s: sizes.append(s.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)))
+    return sizes
+
+
+def test_every_connection_of_a_transport_gets_the_limit(ranks: Pools) -> None:
+    for sizes in ranks(2).run(buffers_of_new_connections, 2, 65536):
+        assert sizes and set(sizes) == {2 * 65536}, "Linux doubles what is asked, for its own book-keeping"
+
+
+def test_without_a_limit_the_system_decides(ranks: Pools) -> None:
+    for sizes in ranks(2).run(buffers_of_new_connections, 2, 0):
+        assert sizes and 2 * 65536 not in sizes
 
 
 # ---- exchanges ---------------------------------------------------------------------------------------------

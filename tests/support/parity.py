@@ -108,7 +108,7 @@ def _steer(gate_EM: Tensor, case: Case) -> None:
 def machinery(world_size: int, ep_size: int, rank: int) -> Machinery:
     """Groups and lanes of a rank; kept, since a pool runs many cases."""
     layout = Layout(world_size=world_size, ep_size=ep_size, rank=rank)
-    return build_machinery(layout, torch.device("cpu"), 60.0, "float32")
+    return build_machinery(layout, torch.device("cpu"), ParallelConfig(), "float32")
 
 
 def stack_of(rank: int, case: Case) -> PipelinedStack:

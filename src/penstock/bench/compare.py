@@ -67,7 +67,7 @@ class Comparison:
             train=TrainConfig(seed=compare.seed),
         )
         device = torch.device("cpu")
-        machinery = build_machinery(layout, device, config.parallel.timeout_s, "float32")
+        machinery = build_machinery(layout, device, config.parallel, "float32")
         self.control = machinery.control
         model = GPT(config.model, config.moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
         model.initialise(compare.seed)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -15,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.graph import Group
+from penstock.runtime.sockets import Sockets
 
 
 class Transport(Protocol):
@@ -95,13 +92,17 @@ class GlooTransport(_Groups):
     """CPU tensors over Gloo.
 
     An all-to-all is point-to-point operations with every receive posted before the first send: Gloo's own
-    all-to-all often falls into half duplex, which doubles its time on a slow link.
+    all-to-all often falls into half duplex, which doubles its time on a slow link. Send buffers are bounded,
+    so that the notice of a receive does not wait behind data.
     """
 
-    def __init__(self, make_groups: Callable[[], dict[Group, dist.ProcessGroup]]) -> None:
-        before = _connections()
+    def __init__(
+        self, make_groups: Callable[[], dict[Group, dist.ProcessGroup]], send_buffer_bytes: int = 0
+    ) -> None:
+        before = Sockets.now()
         super().__init__(make_groups())
-        self._sockets = _connections().items() - before.items()
+        self._sockets = Sockets.now().since(before)
+        self._sockets.limit_send_buffers(send_buffer_bytes)
 
     def all_to_all(self, rows: Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
         self._count_all_to_all(rows, input_splits)
@@ -125,13 +126,8 @@ class GlooTransport(_Groups):
         The threads waiting here wake at once, and so do the peers', who learn of the failure in
         milliseconds instead of one timeout later. The groups are dead afterwards.
         """
-        # A descriptor whose socket was closed may stand for something else by now: both must be as they were.
-        for descriptor, _ in self._sockets & _connections().items():
-            # A connection that a peer has closed already is as dead as we want it.
-            with suppress(OSError), closing(socket.socket(fileno=os.dup(descriptor))) as connection:
-                connection.getpeername()  # a listener has no peer; cutting one would abort the process
-                connection.shutdown(socket.SHUT_RDWR)
-        self._sockets = set()
+        self._sockets.cut()
+        self._sockets = Sockets(frozenset())
 
 
 class NcclTransport(_Groups):
@@ -151,16 +147,3 @@ class NcclTransport(_Groups):
     def abort(self) -> None:
         for group in self._groups.values():
             group._get_backend(torch.device("cuda")).abort()
-
-
-def _connections() -> dict[int, str]:
-    """The sockets that this process has open, by descriptor (Linux)."""
-    return dict(_open_sockets(Path("/proc/self/fd")))
-
-
-def _open_sockets(folder: Path) -> Iterator[tuple[int, str]]:
-    for entry in folder.iterdir() if folder.exists() else ():
-        with suppress(FileNotFoundError):  # the descriptor that lists the folder is gone by now
-            target = str(entry.readlink())
-            if target.startswith("socket:"):
-                yield int(entry.name), target

@@ -21,11 +21,14 @@ class ParallelConfig:
     processes: how many local ranks `penstock train` starts, unless somebody else started them.
     ep_size: over how many ranks the experts of a layer are spread; none = all ranks.
     timeout_s: how long a rank waits for the others before it gives up with an error.
+    send_buffer_bytes: what may wait for the wire in one connection (CPU ranks); 0 leaves it to the system.
+    Too much delays the other side's announcements, less than rate times round trip slows the link down.
     """
 
     processes: int = 4
     ep_size: int | None = None
     timeout_s: float = 60.0
+    send_buffer_bytes: int = 256 * 1024
 
     def __post_init__(self) -> None:
         if self.processes < 1:
@@ -35,6 +38,9 @@ class ParallelConfig:
         if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
             why = f"must be positive and at most {LONGEST_TIMEOUT_S:.0f} (twelve days)"
             raise ConfigError("timeout_s", self.timeout_s, why, "Use 60.")
+        if self.send_buffer_bytes < 0:
+            hint = "Use 262144, or 0 for what the system thinks best."
+            raise ConfigError("send_buffer_bytes", self.send_buffer_bytes, "must not be negative", hint)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,15 +13,15 @@ from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
 from penstock.runtime.transport import GlooTransport, LocalTransport, NcclTransport, Transport
 from penstock.schedule import StepPlan, plan_step
-from penstock.topology import Control, Layout, lane_groups
+from penstock.topology import Control, Layout, ParallelConfig, lane_groups
 from penstock.train.config import Precision, RunConfig
 
 
 def build_machinery(
-    layout: Layout, device: torch.device, timeout_s: float, precision: Precision
+    layout: Layout, device: torch.device, parallel: ParallelConfig, precision: Precision
 ) -> Machinery:
     """Transport, lanes and groups for this rank. Every rank must call it at the same point."""
-    transport = _transport(layout, device, timeout_s)
+    transport = _transport(layout, device, parallel)
     lanes: Lanes = (
         StreamLanes(device, transport.abort) if device.type == "cuda" else ThreadLanes(transport.abort)
     )
@@ -97,11 +97,13 @@ def pick_device(local_rank: int) -> torch.device:
     return device
 
 
-def _transport(layout: Layout, device: torch.device, timeout_s: float) -> Transport:
+def _transport(layout: Layout, device: torch.device, parallel: ParallelConfig) -> Transport:
     if layout.world_size == 1:
         return LocalTransport()
-    make_groups = partial(lane_groups, layout, timeout_s)
-    return NcclTransport(make_groups) if device.type == "cuda" else GlooTransport(make_groups)
+    make_groups = partial(lane_groups, layout, parallel.timeout_s)
+    if device.type == "cuda":
+        return NcclTransport(make_groups)
+    return GlooTransport(make_groups, parallel.send_buffer_bytes)
 
 
 def _autocast_dtype(device: torch.device, precision: Precision) -> torch.dtype | None:

@@ -44,7 +44,7 @@ class Trainer:
     def __init__(self, config: RunConfig, info: ProcessInfo, device: torch.device, *, quiet: bool) -> None:
         self.config = config = config.resolved(info.world_size)
         self.layout = Layout.build(config.parallel, info.world_size, info.rank, config.moe.num_experts)
-        machinery = build_machinery(self.layout, device, config.parallel.timeout_s, config.train.precision)
+        machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
         self.control, self.leader = machinery.control, info.rank == 0
         self.source = open_source(config, self.layout, self.control)
         self.stack = build_stack(config, machinery)
