@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.compare import Measurements, Sample
+from penstock.bench.compare import Measurements
+from penstock.bench.contender import Entry, Sample
 from penstock.bench.result import BenchResult, Spread
 from penstock.bench.summarise import busiest_uplink_bytes, summarise
 from penstock.bench.table import render
 from penstock.graph import StepShape
 from penstock.schedule import SCHEDULES, Pieces, StepPlan, plan_step, unit_cost
+from penstock.trace import TaskRecord
 
 
 def plan(name: str) -> StepPlan:
@@ -35,17 +37,34 @@ def sample(iteration_s: float) -> Sample:
     )
 
 
+class Idle:
+    """A contender of which only the entry is looked at."""
+
+    def step(self, number: int) -> None:
+        del number
+
+    def records(self) -> list[TaskRecord]:
+        return []
+
+    def close(self) -> None: ...
+
+
+def entry(name: str, simulated_s: float) -> Entry:
+    return Entry(name=name, transport="penstock", contender=Idle(), plan=plan(name), simulated_s=simulated_s)
+
+
 def result(rate: float | None = 8e6) -> BenchResult:
     iterations = {
         "sequential": [[4.0, 2.0, 4.0], [2.0, 4.0, 3.0]],
         "flowmoe": [[1.0, 2.0, 2.0], [2.0, 1.0, 2.0]],
     }
+    promised = {"sequential": 5.0, "flowmoe": 1.6}
     found = Measurements(
+        entries=tuple(entry(name, promised[name]) for name in iterations),
         samples={n: [[sample(s) for s in rank] for rank in ranks] for n, ranks in iterations.items()},
         compute_s=[[0.5, 1.5, 0.75], [1.0, 1.0, 1.0]],
         traffic=[{1: 1_000_000}, {0: 250_000}],
-        simulated_s={"sequential": 5.0, "flowmoe": 1.6},
-        plans={name: plan(name) for name in iterations},
+        virtual=False,
     )
     return summarise(found, nodes=2, devices=1, inter_rate_bit_per_s=rate)
 

@@ -17,6 +17,7 @@ class CompareConfig:
 
     schedules: what runs in turns. rounds: measured steps of each. warmup: steps before them.
     batch_per_device: samples per rank and step. seed: of weights and data.
+    shipped: `sequential` also on Gloo's own all-to-all, as other systems ship it.
     """
 
     schedules: tuple[str, ...] = ("sequential", "moe_pipeline", "flowmoe")
@@ -24,6 +25,7 @@ class CompareConfig:
     warmup: int = 2
     batch_per_device: int = 4
     seed: int = 0
+    shipped: bool = False
 
     def __post_init__(self) -> None:
         for name in self.schedules:

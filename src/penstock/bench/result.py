@@ -28,17 +28,21 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-    """One schedule.
+    """One schedule or peer.
 
+    schedule: its name. transport: whose all-to-all. label: both, unique in a comparison.
     iteration_s: forward, backward and gradient synchronisation, the slowest rank of each round.
     speedup: round by round against the first schedule of the run. limit_s: see BenchResult.
     overlap_efficiency: limit_s / iteration_s_median. exposed_communication_s: on the slowest rank.
     overhead_s: time in which the compute lane stood still although its next task was ready.
     peak_memory_bytes: highest resident memory of any rank above what it held before its step.
     simulated_s: predicted from costs that were measured apart from this schedule's own run.
+    What a peer cannot tell, because it has no tasks, is None; so is a prediction that nobody makes.
     """
 
     schedule: str
+    transport: str
+    label: str
     microbatches: int
     chunks: int
     iterations_s: tuple[float, ...]
@@ -46,19 +50,24 @@ class CaseResult:
     speedup: Spread
     limit_s: float
     busy_s: dict[str, float]
-    exposed_communication_s: float
-    overhead_s: float
+    exposed_communication_s: float | None
+    overhead_s: float | None
     peak_memory_bytes: int
-    simulated_s: float
+    simulated_s: float | None
 
     @property
     def overlap_efficiency(self) -> float:
         return self.limit_s / self.iteration_s.median
 
     @property
-    def simulation_error(self) -> float:
+    def simulation_error(self) -> float | None:
         """Relative; positive if the simulator promised too much."""
-        return self.iteration_s.median / self.simulated_s - 1
+        return None if self.simulated_s is None else self.iteration_s.median / self.simulated_s - 1
+
+    @property
+    def overhead_share(self) -> float | None:
+        """Of the iteration."""
+        return None if self.overhead_s is None else self.overhead_s / self.iteration_s.median
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {
@@ -67,7 +76,7 @@ class CaseResult:
             "speedup": self.speedup.median,
             "speedup_interval": [self.speedup.low, self.speedup.high],
             "overlap_efficiency": self.overlap_efficiency,
-            "overhead_share": self.overhead_s / self.iteration_s.median,
+            "overhead_share": self.overhead_share,
             "simulation_error": self.simulation_error,
         }
 
@@ -78,8 +87,10 @@ class BenchResult:
 
     compute_s: the same computation on all ranks at once, nothing sent. wire_bytes: of the busiest node in its
     busier direction, one step. wire_s: wire_bytes over the uplink's rate; None if the rate is not known.
+    virtual: devices slept for as long as the cost model says, instead of computing; bytes were real.
     """
 
+    virtual: bool
     ranks: int
     nodes: int
     inter_rate_bit_per_s: float | None
@@ -94,6 +105,8 @@ class BenchResult:
         return max(self.compute_s, self.wire_s or 0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        plain = {k: getattr(self, k) for k in ("ranks", "nodes", "inter_rate_bit_per_s", "compute_s")}
+        plain = {
+            k: getattr(self, k) for k in ("virtual", "ranks", "nodes", "inter_rate_bit_per_s", "compute_s")
+        }
         rest = {"wire_bytes": self.wire_bytes, "wire_s": self.wire_s, "limit_s": self.limit_s}
         return plain | rest | {"cases": [case.to_dict() for case in self.cases]}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from penstock.graph import Group
+from penstock.runtime import Machinery
+from penstock.runtime.lanes import ThreadLanes
 
 
 class SilentTransport:
@@ -35,3 +38,15 @@ class SilentTransport:
 
     def abort(self) -> None:
         pass
+
+
+def silent(machinery: Machinery) -> Machinery:
+    """The same machine with a transport that sends nothing, and lanes of its own."""
+    layout = machinery.layout
+    sizes = {
+        Group.WORLD: layout.world_size,
+        Group.EXPERT: layout.ep_size,
+        Group.EXPERT_REPLICAS: layout.edp_size,
+    }
+    transport = SilentTransport(sizes)
+    return replace(machinery, transport=transport, lanes=ThreadLanes(transport.abort))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from penstock.bench.compare import Measurements, Sample
+from penstock.bench.compare import Measurements
+from penstock.bench.contender import Entry, Sample
 from penstock.bench.result import BenchResult, CaseResult, Spread
 
 
@@ -25,7 +26,8 @@ def summarise(
         compute_s=compute_s,
         wire_bytes=wire_bytes,
         wire_s=wire_s,
-        cases=tuple(_case(name, found, base, limit_s) for name in found.samples),
+        virtual=found.virtual,
+        cases=tuple(_case(entry, found, base, limit_s) for entry in found.entries),
     )
 
 
@@ -45,22 +47,30 @@ def _slowest(samples: Sequence[Sequence[Sample]]) -> list[float]:
     return [max(s.iteration_s for s in turn) for turn in zip(*samples, strict=True)]
 
 
-def _case(name: str, found: Measurements, base: Sequence[float], limit_s: float) -> CaseResult:
-    samples, shape = found.samples[name], found.plans[name].graph.shape
+def _case(entry: Entry, found: Measurements, base: Sequence[float], limit_s: float) -> CaseResult:
+    samples = found.samples[entry.label]
+    shape = None if entry.plan is None else entry.plan.graph.shape
     iterations = _slowest(samples)
     flat = [sample for rank in samples for sample in rank]
-    lanes = flat[0].busy_s
     return CaseResult(
-        schedule=name,
-        microbatches=shape.microbatches,
-        chunks=shape.chunks,
+        schedule=entry.name,
+        transport=entry.transport,
+        label=entry.label,
+        microbatches=shape.microbatches if shape else 1,
+        chunks=shape.chunks if shape else 1,
         iterations_s=tuple(iterations),
         iteration_s=Spread.of(iterations),
         speedup=Spread.of([b / mine for b, mine in zip(base, iterations, strict=True)]),
         limit_s=limit_s,
-        busy_s={lane: median(s.busy_s[lane] for s in flat) for lane in lanes},
-        exposed_communication_s=max(median(s.exposed_s for s in rank) for rank in samples),
-        overhead_s=max(median(s.overhead_s for s in rank) for rank in samples),
+        busy_s={lane: median(s.busy_s[lane] for s in flat) for lane in flat[0].busy_s},
+        exposed_communication_s=_worst_rank([[s.exposed_s for s in rank] for rank in samples]),
+        overhead_s=_worst_rank([[s.overhead_s for s in rank] for rank in samples]),
         peak_memory_bytes=max(s.peak_bytes for s in flat),
-        simulated_s=found.simulated_s[name],
+        simulated_s=entry.simulated_s,
     )
+
+
+def _worst_rank(values: Sequence[Sequence[float | None]]) -> float | None:
+    """The largest of the ranks' medians; None for what cannot be told."""
+    known = [[value for value in rank if value is not None] for rank in values]
+    return max(median(rank) for rank in known) if all(known) else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.bench.result import BenchResult, CaseResult
 
 HEAD = (
@@ -29,7 +31,8 @@ def render(result: BenchResult) -> str:
 
 
 def _limits(result: BenchResult) -> list[str]:
-    lines = [f"{result.ranks} ranks on {result.nodes} nodes"]
+    kind = "virtual ranks (computation is slept, transfers are real)" if result.virtual else "ranks"
+    lines = [f"{result.ranks} {kind} on {result.nodes} nodes"]
     if result.wire_s is not None and result.inter_rate_bit_per_s is not None:
         rate = f"{result.inter_rate_bit_per_s / 1e6:.0f} Mbit/s between nodes"
         size = f"{result.wire_bytes / 1e6:.1f} MB over the busiest uplink"
@@ -49,15 +52,19 @@ def _compute(result: BenchResult) -> str:
 def _row(case: CaseResult) -> tuple[str, ...]:
     speedup, spread = case.speedup, case.iteration_s
     return (
-        case.schedule,
+        case.label,
         f"R={case.microbatches} C={case.chunks}",
         f"{1e3 * spread.median:.0f} [{1e3 * spread.low:.0f}, {1e3 * spread.high:.0f}]",
         f"{speedup.median:.2f} [{speedup.low:.2f}, {speedup.high:.2f}]",
         f"{case.overlap_efficiency:.2f}",
-        f"{1e3 * case.exposed_communication_s:.0f}",
-        f"{1e3 * case.busy_s.get('compute', 0.0):.0f}",
-        f"{1e3 * case.busy_s.get('inter', 0.0):.0f}",
-        f"{100 * case.overhead_s / spread.median:.1f} %",
+        _or_dash(case.exposed_communication_s, lambda s: f"{1e3 * s:.0f}"),
+        _or_dash(case.busy_s.get("compute"), lambda s: f"{1e3 * s:.0f}"),
+        _or_dash(case.busy_s.get("inter"), lambda s: f"{1e3 * s:.0f}"),
+        _or_dash(case.overhead_share, lambda share: f"{100 * share:.1f} %"),
         f"{case.peak_memory_bytes / 2**20:.0f}",
-        f"{1e3 * case.simulated_s:.0f} ({100 * case.simulation_error:+.0f} %)",
+        _or_dash(case.simulated_s, lambda s: f"{1e3 * s:.0f} ({100 * (spread.median / s - 1):+.0f} %)"),
     )
+
+
+def _or_dash(value: float | None, text: Callable[[float], str]) -> str:
+    return "-" if value is None else text(value)

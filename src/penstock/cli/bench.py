@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.bench import BenchConfig
-from penstock.bench.compare import Comparison
+from penstock.bench.compare import compare
+from penstock.bench.field import RealField
 from penstock.bench.summarise import summarise
 from penstock.bench.table import render
 from penstock.cli.codes import BAD_USAGE
@@ -56,13 +57,13 @@ def _be_rank(config: BenchConfig, info: ProcessInfo, json_wanted: bool, emulate:
     try:
         join(info, config.parallel.timeout_s, pick_device(info.local_rank))
         layout = Layout.build(config.parallel, info.world_size, info.rank, config.moe.num_experts)
-        comparison = Comparison(config, layout)
+        field = RealField(config, layout)
     except ConfigError as error:
         if info.rank == 0:
             print(f"penstock: {error}", file=sys.stderr)
         return end_of_rank(info, BAD_USAGE)
-    found = comparison.measure()
-    comparison.close()
+    found = compare(field, config.compare)
+    field.close()
     leave()
     if info.rank == 0:
         nodes = 1 if emulate is None else emulate.shape.nodes

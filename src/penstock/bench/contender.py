@@ -1,0 +1,83 @@
+"""What is compared: one way to run a step on this rank, and what one step of it showed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from penstock.bench.memory import peak_bytes, start_peak
+from penstock.graph import Lane
+from penstock.schedule import StepPlan
+from penstock.topology import Control
+from penstock.trace import TaskRecord, occupation, overhead_s
+
+TransportName = Literal["penstock", "gloo"]
+"""Whose all-to-all runs: Penstock's, receives first, or Gloo's own, as other systems ship it."""
+
+
+class Contender(Protocol):
+    """Runs whole steps: forward, backward, gradients synchronised."""
+
+    def step(self, number: int) -> None:
+        """Step `number` of the run; the same on all ranks."""
+        ...
+
+    def records(self) -> list[TaskRecord]:
+        """When every task of the last step ran here; empty if it has no tasks."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One row of the comparison. plan: None for a peer. simulated_s: None where nothing is predicted."""
+
+    name: str
+    transport: TransportName
+    contender: Contender
+    plan: StepPlan | None = None
+    simulated_s: float | None = None
+
+    @property
+    def label(self) -> str:
+        """Unique in one comparison: `deepspeed`, and `deepspeed (gloo)` as shipped."""
+        return self.name if self.transport == "penstock" else f"{self.name} (gloo)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One step on one rank. busy_s: by lane. Empty or None for a peer: what has no tasks cannot tell."""
+
+    iteration_s: float
+    busy_s: Mapping[str, float]
+    exposed_s: float | None
+    overhead_s: float | None
+    peak_bytes: int
+
+
+def run_step(entry: Entry, number: int, control: Control) -> Sample:
+    """One step, all ranks starting together."""
+    resident = start_peak()
+    control.barrier("starting a measured step")
+    start_s = time.perf_counter()
+    entry.contender.step(number)
+    iteration_s = time.perf_counter() - start_s
+    peak = peak_bytes() - resident
+    if entry.plan is None:
+        return Sample(iteration_s=iteration_s, busy_s={}, exposed_s=None, overhead_s=None, peak_bytes=peak)
+    records = entry.contender.records()
+    return Sample(
+        iteration_s=iteration_s,
+        busy_s=_busy(records),
+        exposed_s=occupation(records).exposed_s,
+        overhead_s=overhead_s(records, entry.plan.graph.needs, Lane.COMPUTE),
+        peak_bytes=peak,
+    )
+
+
+def _busy(records: list[TaskRecord]) -> dict[str, float]:
+    lanes = {record.lane for record in records}
+    return {str(n): sum(r.duration_s for r in records if r.lane is n) for n in Lane if n in lanes}

@@ -1,0 +1,69 @@
+"""Who takes part in a comparison."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Protocol
+
+from penstock.bench.calibrate import Calibration
+from penstock.bench.config import BenchConfig
+from penstock.bench.contender import Entry
+from penstock.bench.scheduled import Scheduled, Stacks, timed
+from penstock.topology import Control, Layout
+
+
+class Field(Protocol):
+    """All contenders of one comparison on this rank."""
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """In the order in which they take turns; the first is the base of all ratios."""
+        ...
+
+    @property
+    def control(self) -> Control: ...
+
+    @property
+    def virtual(self) -> bool:
+        """Whether computation is slept instead of done."""
+        ...
+
+    @property
+    def traffic(self) -> Counter[int]:
+        """Bytes that the entries on Penstock's transport have sent from here, by receiving rank."""
+        ...
+
+    def compute_alone_s(self, number: int) -> float:
+        """The computation of step `number` without a network, on all ranks at once."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RealField:
+    """Real computation: the schedules of one model."""
+
+    virtual = False
+
+    def __init__(self, config: BenchConfig, layout: Layout) -> None:
+        self._stacks = Stacks(config, layout)
+        self.control = self._stacks.machinery.control
+        calibration = Calibration(self._stacks)
+        entries = [calibration.entry(name) for name in config.compare.schedules]
+        if config.compare.shipped and "sequential" in config.compare.schedules:
+            entries.append(calibration.entry("sequential", "gloo"))
+        self.entries = tuple(entries)
+        plan = entries[0].plan
+        assert plan is not None, "the first entry is a schedule"
+        self._alone = Scheduled(self._stacks.silent, plan, self._stacks.batch)
+
+    @property
+    def traffic(self) -> Counter[int]:
+        return self._stacks.machinery.transport.traffic
+
+    def compute_alone_s(self, number: int) -> float:
+        self.control.barrier("starting computation alone")
+        return timed(self._alone.step, number)
+
+    def close(self) -> None:
+        self._stacks.close()

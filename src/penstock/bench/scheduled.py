@@ -1,0 +1,102 @@
+"""Contenders that run by a schedule: one model, one stack per transport, a plan for each entry."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock.bench.config import BenchConfig
+from penstock.bench.shipped import ShippedTransport
+from penstock.bench.silent import silent
+from penstock.models import GPT
+from penstock.runtime import Machinery, PipelinedStack
+from penstock.runtime.lanes import ThreadLanes
+from penstock.schedule import StepPlan
+from penstock.topology import Layout, lane_groups
+from penstock.trace import TaskRecord
+from penstock.train.assemble import build_machinery, first_plan
+from penstock.train.config import RunConfig, TrainConfig
+from penstock.train.corpus import DataConfig
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """Steps of one stack by one plan. Gradients are dropped after every step."""
+
+    stack: PipelinedStack
+    plan: StepPlan
+    batch: tuple[Tensor, Tensor]
+
+    def step(self, number: int) -> None:
+        del number  # the same batch every time: all entries do the same work
+        self.stack.plan = self.plan
+        self.stack(*self.batch).backward()
+        for parameter in self.stack.model.parameters():
+            parameter.grad = None
+
+    def records(self) -> list[TaskRecord]:
+        return self.stack.records()
+
+    def close(self) -> None:
+        self.stack.close()
+
+
+class Stacks:
+    """One model on this rank, as the stacks that share it: with a network, without, and as shipped."""
+
+    def __init__(self, config: BenchConfig, layout: Layout) -> None:
+        compare = config.compare
+        self.run_config = RunConfig(
+            model=config.model,
+            moe=config.moe,
+            schedule=replace(config.schedule, name=compare.schedules[0]),
+            parallel=config.parallel,
+            data=DataConfig(batch_per_device=compare.batch_per_device),
+            train=TrainConfig(seed=compare.seed),
+        )
+        self.config, self.layout = config, layout
+        self.machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
+        self.model = GPT(config.model, config.moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
+        self.model.initialise(compare.seed)
+        self.batch = batch_of(config, layout)
+        self.real = self._stack(self.machinery)
+        self.silent = self._stack(silent(self.machinery))
+        self._shipped: PipelinedStack | None = None
+
+    @property
+    def shipped(self) -> PipelinedStack:
+        """On Gloo's own all-to-all; its groups are made at the first use, on all ranks alike."""
+        if self._shipped is None:
+            transport = ShippedTransport(partial(lane_groups, self.layout, self.config.parallel.timeout_s))
+            lanes = ThreadLanes(transport.abort)
+            self._shipped = self._stack(replace(self.machinery, transport=transport, lanes=lanes))
+        return self._shipped
+
+    def close(self) -> None:
+        for stack in (self.real, self.silent, self._shipped):
+            if stack is not None:
+                stack.close()
+
+    def _stack(self, machinery: Machinery) -> PipelinedStack:
+        make_plan = partial(first_plan, self.run_config, self.layout)
+        return PipelinedStack(self.model, self.model, self.config.moe, machinery, make_plan)
+
+
+def batch_of(config: BenchConfig, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Random tokens and labels, [B, L] each, other ones on every rank."""
+    generator = torch.Generator().manual_seed(config.compare.seed + layout.rank)
+    shape = (config.compare.batch_per_device, config.model.seq_len)
+    high = config.model.vocab_size
+    return torch.randint(high, shape, generator=generator), torch.randint(high, shape, generator=generator)
+
+
+def timed(step: Callable[[int], None], number: int) -> float:
+    """Seconds of one step."""
+    start_s = time.perf_counter()
+    step(number)
+    return time.perf_counter() - start_s
