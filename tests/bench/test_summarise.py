@@ -33,7 +33,6 @@ def sample(iteration_s: float) -> Sample:
         busy_s={"compute": 0.5 * iteration_s, "inter": 0.25 * iteration_s},
         exposed_s=0.125 * iteration_s,
         overhead_s=0.01 * iteration_s,
-        peak_bytes=1 << 20,
     )
 
 
@@ -62,6 +61,7 @@ def result(rate: float | None = 8e6) -> BenchResult:
     found = Measurements(
         entries=tuple(entry(name, promised[name]) for name in iterations),
         samples={n: [[sample(s) for s in rank] for rank in ranks] for n, ranks in iterations.items()},
+        peaks_bytes={name: [1 << 20, 1 << 21] for name in iterations},
         compute_s=[[0.5, 1.5, 0.75], [1.0, 1.0, 1.0]],
         traffic=[{1: 1_000_000}, {0: 250_000}],
         virtual=False,

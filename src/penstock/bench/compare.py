@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.bench.config import CompareConfig
-from penstock.bench.contender import Entry, Sample, run_step
+from penstock.bench.contender import Entry, Sample, measure_peak, run_step
 from penstock.bench.field import Field
 
 
@@ -14,12 +14,14 @@ from penstock.bench.field import Field
 class Measurements:
     """Everything that was measured, the same on every rank: samples[label][rank][round].
 
-    compute_s: the computation alone, [rank][round]. traffic: bytes that the first entry sends, by rank.
+    peaks_bytes: memory of one step, [label][rank]. compute_s: the computation alone, [rank][round].
+    traffic: bytes that the first entry sends, by rank.
     virtual: computation was slept, not done.
     """
 
     entries: tuple[Entry, ...]
     samples: Mapping[str, list[list[Sample]]]
+    peaks_bytes: Mapping[str, list[int]]
     compute_s: list[list[float]]
     traffic: list[Mapping[int, int]]
     virtual: bool
@@ -28,6 +30,7 @@ class Measurements:
 def compare(field: Field, config: CompareConfig) -> Measurements:
     """Run all entries, and the computation alone, in turns."""
     samples: dict[str, list[Sample]] = {entry.label: [] for entry in field.entries}
+    peaks = {entry.label: measure_peak(entry, 0, field.control) for entry in field.entries}
     alone: list[float] = []
     traffic: Mapping[int, int] = {}
     for turn in range(config.warmup + config.rounds):
@@ -41,10 +44,11 @@ def compare(field: Field, config: CompareConfig) -> Measurements:
         compute_s = field.compute_alone_s(turn)
         if turn >= config.warmup:
             alone.append(compute_s)
-    everyone = field.control.gather((samples, alone, dict(traffic)), "collecting measurements")
+    everyone = field.control.gather((samples, alone, dict(traffic), peaks), "collecting measurements")
     return Measurements(
         entries=field.entries,
         samples={e.label: [rank[0][e.label] for rank in everyone] for e in field.entries},
+        peaks_bytes={e.label: [rank[3][e.label] for rank in everyone] for e in field.entries},
         compute_s=[rank[1] for rank in everyone],
         traffic=[rank[2] for rank in everyone],
         virtual=field.virtual,

@@ -55,27 +55,35 @@ class Sample:
     busy_s: Mapping[str, float]
     exposed_s: float | None
     overhead_s: float | None
-    peak_bytes: int
 
 
 def run_step(entry: Entry, number: int, control: Control) -> Sample:
     """One step, all ranks starting together."""
-    resident = start_peak()
     control.barrier("starting a measured step")
     start_s = time.perf_counter()
     entry.contender.step(number)
     iteration_s = time.perf_counter() - start_s
-    peak = peak_bytes() - resident
     if entry.plan is None:
-        return Sample(iteration_s=iteration_s, busy_s={}, exposed_s=None, overhead_s=None, peak_bytes=peak)
+        return Sample(iteration_s=iteration_s, busy_s={}, exposed_s=None, overhead_s=None)
     records = entry.contender.records()
     return Sample(
         iteration_s=iteration_s,
         busy_s=_busy(records),
         exposed_s=occupation(records).exposed_s,
         overhead_s=overhead_s(records, entry.plan.graph.needs, Lane.COMPUTE),
-        peak_bytes=peak,
     )
+
+
+def measure_peak(entry: Entry, number: int, control: Control) -> int:
+    """Bytes that one step holds at most, above what was resident before it.
+
+    A step of its own, not timed: for this, all freed memory must be given back to the kernel first, and
+    getting it again takes about a twelfth of a step.
+    """
+    resident = start_peak()
+    control.barrier("starting a step to measure memory")
+    entry.contender.step(number)
+    return peak_bytes() - resident
 
 
 def _busy(records: list[TaskRecord]) -> dict[str, float]:

@@ -65,7 +65,7 @@ def _case(entry: Entry, found: Measurements, base: Sequence[float], limit_s: flo
         busy_s={lane: median(s.busy_s[lane] for s in flat) for lane in flat[0].busy_s},
         exposed_communication_s=_worst_rank([[s.exposed_s for s in rank] for rank in samples]),
         overhead_s=_worst_rank([[s.overhead_s for s in rank] for rank in samples]),
-        peak_memory_bytes=max(s.peak_bytes for s in flat),
+        peak_memory_bytes=max(found.peaks_bytes[entry.label]),
         simulated_s=entry.simulated_s,
     )
 

@@ -17,6 +17,7 @@ from penstock.cli.codes import BAD_USAGE
 from penstock.cli.train import end_of_rank
 from penstock.config import ConfigError, load
 from penstock.emulate import Cluster, EmulateConfig
+from penstock.runtime.host_memory import keep_freed_memory
 from penstock.topology import Layout, ProcessInfo, detect, join, leave
 from penstock.topology.join import ALONE
 from penstock.train.assemble import pick_device
@@ -55,6 +56,7 @@ def _start_ranks(
 def _be_rank(config: BenchConfig, info: ProcessInfo, json_wanted: bool, emulate: EmulateConfig | None) -> int:
     """Measure; without an emulated cluster all ranks count as one node with a link of unknown rate."""
     try:
+        keep_freed_memory()
         join(info, config.parallel.timeout_s, pick_device(info.local_rank))
         layout = Layout.build(config.parallel, info.world_size, info.rank, config.moe.num_experts)
         field = RealField(config, layout)

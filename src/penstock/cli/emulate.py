@@ -27,7 +27,7 @@ from penstock.emulate import (
 Commands = argparse._SubParsersAction  # argparse has no public name for it
 Run = Callable[[argparse.Namespace, Sequence[str]], int]
 
-DEFAULT_INTER, DEFAULT_INTRA = "1gbit", "8gbit"
+DEFAULT_INTER, DEFAULT_INTRA, DEFAULT_MTU_BYTES = "1gbit", "8gbit", 9000
 
 MEETING_PORT: Final = "29500"
 """torchrun's default. Nothing else listens in a new namespace, so programs can meet there."""
@@ -64,16 +64,18 @@ def add_emulation_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--emulate", metavar="SHAPE", help="run on NODESxDEVICES made of namespaces, e.g. 2x4")
     _add_rates(group)
+    _add_mtu(group)
 
 
 def emulation(options: argparse.Namespace) -> EmulateConfig | None:
     """The cluster that these options ask for; None if they ask for none."""
     if options.emulate is not None:
         return _cluster_config(options, options.emulate, "--emulate")
-    for name, value in (("--inter-rate", options.inter_rate), ("--intra-rate", options.intra_rate)):
+    given = {"--inter-rate": options.inter_rate, "--intra-rate": options.intra_rate, "--mtu": options.mtu}
+    for name, value in given.items():
         if value is not None:
             hint = "Add --emulate NODESxDEVICES, such as --emulate 2x1."
-            raise ConfigError(name, value, "is the rate of an emulated link, and none is asked for", hint)
+            raise ConfigError(name, value, "is for emulated links, and none are asked for", hint)
     return None
 
 
@@ -94,6 +96,7 @@ def _add_up(actions: Commands[argparse.ArgumentParser]) -> None:
     parser = _action(actions, "up", _up, "make a cluster that stays until `down`")
     parser.add_argument("shape", metavar="SHAPE", help="NODESxDEVICES, such as 2x4")
     _add_rates(parser)
+    _add_mtu(parser)
 
 
 def _add_down(actions: Commands[argparse.ArgumentParser]) -> None:
@@ -134,6 +137,11 @@ def _add_rates(parser: argparse._ActionsContainer, *, defaults: bool = True) -> 
         parser.add_argument(name, metavar="RATE", help=f"of {what}, such as 700mbit{note}")
 
 
+def _add_mtu(parser: argparse._ActionsContainer) -> None:
+    what = "largest packet: 9000 as cluster networks have it, or 1500 (9000)"
+    parser.add_argument("--mtu", type=int, metavar="BYTES", help=what)
+
+
 def _cluster_config(options: argparse.Namespace, shape: str, key: str) -> EmulateConfig:
     parsed = parse_shape(shape, key)
     return EmulateConfig(
@@ -141,6 +149,7 @@ def _cluster_config(options: argparse.Namespace, shape: str, key: str) -> Emulat
         devices=parsed.devices,
         inter_rate_bit_per_s=parse_rate(options.inter_rate or DEFAULT_INTER, "--inter-rate"),
         intra_rate_bit_per_s=parse_rate(options.intra_rate or DEFAULT_INTRA, "--intra-rate"),
+        mtu_bytes=DEFAULT_MTU_BYTES if options.mtu is None else options.mtu,
     )
 
 
@@ -276,6 +285,7 @@ def _summary(cluster: Cluster) -> dict[str, Any]:
         "devices": config.devices,
         "inter_rate_bit_per_s": config.inter_rate_bit_per_s,
         "intra_rate_bit_per_s": config.intra_rate_bit_per_s,
+        "mtu_bytes": config.mtu_bytes,
     }
 
 

@@ -14,6 +14,7 @@ from penstock.config import ConfigError, load
 from penstock.emulate import Cluster, EmulateConfig
 from penstock.report import RunSummary
 from penstock.runtime import ScheduleMismatchError, TaskError
+from penstock.runtime.host_memory import keep_freed_memory
 from penstock.topology import CommunicationError, Layout, ProcessInfo, detect, join, leave
 from penstock.topology.join import ALONE
 from penstock.train.assemble import pick_device
@@ -81,6 +82,7 @@ def _be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
 def _train_as_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
     try:
         device = pick_device(info.local_rank)
+        keep_freed_memory()
         join(info, config.parallel.timeout_s, device)
         summary = Trainer(config, info, device, quiet=False).run()
     except ConfigError as error:

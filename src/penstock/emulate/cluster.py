@@ -91,7 +91,7 @@ class Cluster:
         for namespace in self.wiring.namespaces:
             command("ip", "netns", "add", namespace)
             run_inside(namespace, silence_ipv6)
-        links.build(self.wiring)
+        links.build(self.wiring, self.config.mtu_bytes)
         links.set_rate(self._device_ports(), self.config.intra_rate_bit_per_s, verb="add")
         links.set_rate(self._uplink_ports(None), self.config.inter_rate_bit_per_s, verb="add")
 

@@ -44,21 +44,25 @@ class Uplink:
     crossed: UplinkBytes
 
 
-def build(wiring: Wiring) -> None:
+def build(wiring: Wiring, mtu_bytes: int) -> None:
     """Bridges, links and addresses, in namespaces that exist and have nothing but `lo`."""
     for namespace in (*wiring.switches, wiring.core):
         ip(namespace, ("link set dev lo up", f"link add name {BRIDGE} type bridge", f"link set {BRIDGE} up"))
     for rank, (device, port) in enumerate(wiring.device_links()):
         address = f"address add {wiring.address(rank)}/{NETWORK.prefixlen} dev {INTERFACE}"
-        ip(device.namespace, ("link set dev lo up", _pair(device, port), address, f"link set {INTERFACE} up"))
+        ip(
+            device.namespace,
+            ("link set dev lo up", _pair(device, port, mtu_bytes), address, f"link set {INTERFACE} up"),
+        )
         ip(port.namespace, _join_bridge(port))
     for uplink, port in wiring.uplinks():
-        ip(uplink.namespace, (_pair(uplink, port), *_join_bridge(uplink)))
+        ip(uplink.namespace, (_pair(uplink, port, mtu_bytes), *_join_bridge(uplink)))
         ip(port.namespace, _join_bridge(port))
 
 
-def _pair(here: Port, there: Port) -> str:
-    return f"link add name {here.interface} type veth peer name {there.interface} netns {there.namespace}"
+def _pair(here: Port, there: Port, mtu_bytes: int) -> str:
+    peer = f"peer name {there.interface} netns {there.namespace} mtu {mtu_bytes}"
+    return f"link add name {here.interface} mtu {mtu_bytes} type veth {peer}"
 
 
 def _join_bridge(port: Port) -> tuple[str, ...]:
