@@ -16,7 +16,19 @@ import penstock
 PURE = ("config", "graph", "schedule", "trace", "cost", "simulate", "report")
 """Layers that never load torch."""
 
-LAYERS = (*PURE, "topology", "moe", "runtime", "models", "train", "emulate", "bench", "cli", "__main__")
+LAYERS = (
+    *PURE,
+    "topology",
+    "moe",
+    "runtime",
+    "models",
+    "train",
+    "emulate",
+    "virtual",
+    "bench",
+    "cli",
+    "__main__",
+)
 """Top-level packages and modules; each imports from itself and from those before it."""
 
 ROOT = Path(penstock.__file__).parent

@@ -39,6 +39,9 @@ def sample(iteration_s: float) -> Sample:
 class Idle:
     """A contender of which only the entry is looked at."""
 
+    def prepare(self, number: int) -> None:
+        del number
+
     def step(self, number: int) -> None:
         del number
 
@@ -63,8 +66,8 @@ def result(rate: float | None = 8e6) -> BenchResult:
         samples={n: [[sample(s) for s in rank] for rank in ranks] for n, ranks in iterations.items()},
         peaks_bytes={name: [1 << 20, 1 << 21] for name in iterations},
         compute_s=[[0.5, 1.5, 0.75], [1.0, 1.0, 1.0]],
-        traffic=[{1: 1_000_000}, {0: 250_000}],
-        virtual=False,
+        traffic=[[{1: 1_000_000}] * 3, [{0: 250_000}] * 3],
+        virtual=None,
     )
     return summarise(found, nodes=2, devices=1, inter_rate_bit_per_s=rate)
 

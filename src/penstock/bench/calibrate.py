@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.bench.contender import Entry, TransportName, run_step
-from penstock.bench.links import fit_all_reduce, fit_all_to_all
-from penstock.bench.predict import FittedCluster, PredictedCost, predict
+from penstock.bench.links import fit_links
+from penstock.bench.predict import PredictedCost, predict
 from penstock.bench.scheduled import Scheduled, Stacks
 from penstock.cost import MeasuredCost, StepCost
 from penstock.runtime import PipelinedStack
@@ -24,9 +24,7 @@ class Calibration:
     def __init__(self, stacks: Stacks) -> None:
         self.stacks, self.control = stacks, stacks.machinery.control
         transport = stacks.machinery.transport
-        self.cluster = FittedCluster(
-            dispatch=fit_all_to_all(transport, self.control), reduce=fit_all_reduce(transport, self.control)
-        )
+        self.cluster = fit_links(transport, self.control, stacks.run_config.cluster)
 
     def entry(self, name: str, transport: TransportName = "penstock") -> Entry:
         """The schedule `name`, its order frozen from measured costs."""

@@ -5,22 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.config import ConfigError
+from penstock.cost import ClusterConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.schedule import SCHEDULES, ScheduleConfig
 from penstock.topology import ParallelConfig
+from penstock.virtual import VirtualConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
     """Section `[compare]`.
 
-    schedules: what runs in turns. rounds: measured steps of each. warmup: steps before them.
+    schedules: what runs in turns; the first is the base of all ratios.
+    peers: other systems, each as shipped and on Penstock's transport.
+    rounds: measured steps of each. warmup: steps before them.
     batch_per_device: samples per rank and step. seed: of weights and data.
     shipped: `sequential` also on Gloo's own all-to-all, as other systems ship it.
     """
 
     schedules: tuple[str, ...] = ("sequential", "moe_pipeline", "flowmoe")
+    peers: tuple[str, ...] = ()
     rounds: int = 7
     warmup: int = 2
     batch_per_device: int = 4
@@ -39,7 +44,10 @@ class CompareConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """Everything that `penstock bench` reads. [schedule].name is not used: see [compare].schedules."""
+    """Everything that `penstock bench` reads. [schedule].name is not used: see [compare].schedules.
+
+    [cluster] and [virtual] describe virtual devices; without `--virtual` nothing depends on them.
+    """
 
     model: ModelConfig = field(
         default_factory=lambda: ModelConfig(num_layers=4, hidden_size=512, num_heads=8, seq_len=256)
@@ -52,3 +60,5 @@ class BenchConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = field(default_factory=lambda: ParallelConfig(processes=2))
     compare: CompareConfig = field(default_factory=CompareConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    virtual: VirtualConfig = field(default_factory=VirtualConfig)

@@ -20,6 +20,10 @@ TransportName = Literal["penstock", "gloo"]
 class Contender(Protocol):
     """Runs whole steps: forward, backward, gradients synchronised."""
 
+    def prepare(self, number: int) -> None:
+        """What step `number` needs and a training loop would have had ready: not timed."""
+        ...
+
     def step(self, number: int) -> None:
         """Step `number` of the run; the same on all ranks."""
         ...
@@ -59,6 +63,7 @@ class Sample:
 
 def run_step(entry: Entry, number: int, control: Control) -> Sample:
     """One step, all ranks starting together."""
+    entry.contender.prepare(number)
     control.barrier("starting a measured step")
     start_s = time.perf_counter()
     entry.contender.step(number)
@@ -80,6 +85,7 @@ def measure_peak(entry: Entry, number: int, control: Control) -> int:
     A step of its own, not timed: for this, all freed memory must be given back to the kernel first, and
     getting it again takes about a twelfth of a step.
     """
+    entry.contender.prepare(number)
     resident = start_peak()
     control.barrier("starting a step to measure memory")
     entry.contender.step(number)

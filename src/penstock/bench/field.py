@@ -24,8 +24,8 @@ class Field(Protocol):
     def control(self) -> Control: ...
 
     @property
-    def virtual(self) -> bool:
-        """Whether computation is slept instead of done."""
+    def label(self) -> str | None:
+        """What every output says of virtual devices; None for real ones."""
         ...
 
     @property
@@ -43,9 +43,8 @@ class Field(Protocol):
 class RealField:
     """Real computation: the schedules of one model."""
 
-    virtual = False
-
     def __init__(self, config: BenchConfig, layout: Layout) -> None:
+        self.label: str | None = None
         self._stacks = Stacks(config, layout)
         self.control = self._stacks.machinery.control
         calibration = Calibration(self._stacks)

@@ -9,7 +9,8 @@ from statistics import median
 import numpy as np
 import torch
 
-from penstock.cost import AlphaBeta
+from penstock.bench.predict import FittedCluster
+from penstock.cost import AlphaBeta, ClusterConfig
 from penstock.graph import Group
 from penstock.runtime.transport import Transport
 from penstock.topology import Control
@@ -17,6 +18,17 @@ from penstock.topology import Control
 SIZES_BYTES = (4096, 1 << 20, 1 << 21, 1 << 22)
 REPEATS = 5
 FLOAT_BYTES = 4
+
+
+def fit_links(transport: Transport, control: Control, devices: ClusterConfig) -> FittedCluster:
+    """Links as measured, between devices that compute as `devices` says. All ranks take part."""
+    return FittedCluster(
+        flops_per_s=devices.flops_per_s,
+        memory_bytes_per_s=devices.memory_bytes_per_s,
+        task_overhead_s=devices.task_overhead_s,
+        dispatch=fit_all_to_all(transport, control),
+        reduce=fit_all_reduce(transport, control),
+    )
 
 
 def fit_all_to_all(transport: Transport, control: Control) -> AlphaBeta:

@@ -87,10 +87,11 @@ class BenchResult:
 
     compute_s: the same computation on all ranks at once, nothing sent. wire_bytes: of the busiest node in its
     busier direction, one step. wire_s: wire_bytes over the uplink's rate; None if the rate is not known.
-    virtual: devices slept for as long as the cost model says, instead of computing; bytes were real.
+    virtual: devices slept for as long as the cost model says, instead of computing; bytes were real. The text
+    says which; None for real computation.
     """
 
-    virtual: bool
+    virtual: str | None
     ranks: int
     nodes: int
     inter_rate_bit_per_s: float | None
@@ -109,4 +110,5 @@ class BenchResult:
             k: getattr(self, k) for k in ("virtual", "ranks", "nodes", "inter_rate_bit_per_s", "compute_s")
         }
         rest = {"wire_bytes": self.wire_bytes, "wire_s": self.wire_s, "limit_s": self.limit_s}
-        return plain | rest | {"cases": [case.to_dict() for case in self.cases]}
+        virtual = {"virtual": self.virtual is not None, "virtual_devices": self.virtual}
+        return virtual | plain | rest | {"cases": [case.to_dict() for case in self.cases]}

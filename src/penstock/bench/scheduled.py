@@ -32,9 +32,12 @@ class Scheduled:
     plan: StepPlan
     batch: tuple[Tensor, Tensor]
 
-    def step(self, number: int) -> None:
+    def prepare(self, number: int) -> None:
         del number  # the same batch every time: all entries do the same work
         self.stack.plan = self.plan
+
+    def step(self, number: int) -> None:
+        self.prepare(number)
         self.stack(*self.batch).backward()
         for parameter in self.stack.model.parameters():
             parameter.grad = None
@@ -50,19 +53,11 @@ class Stacks:
     """One model on this rank, as the stacks that share it: with a network, without, and as shipped."""
 
     def __init__(self, config: BenchConfig, layout: Layout) -> None:
-        compare = config.compare
-        self.run_config = RunConfig(
-            model=config.model,
-            moe=config.moe,
-            schedule=replace(config.schedule, name=compare.schedules[0]),
-            parallel=config.parallel,
-            data=DataConfig(batch_per_device=compare.batch_per_device),
-            train=TrainConfig(seed=compare.seed),
-        )
+        self.run_config = run_config_of(config)
         self.config, self.layout = config, layout
         self.machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
         self.model = GPT(config.model, config.moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
-        self.model.initialise(compare.seed)
+        self.model.initialise(config.compare.seed)
         self.batch = batch_of(config, layout)
         self.real = self._stack(self.machinery)
         self.silent = self._stack(silent(self.machinery))
@@ -85,6 +80,20 @@ class Stacks:
     def _stack(self, machinery: Machinery) -> PipelinedStack:
         make_plan = partial(first_plan, self.run_config, self.layout)
         return PipelinedStack(self.model, self.model, self.config.moe, machinery, make_plan)
+
+
+def run_config_of(config: BenchConfig) -> RunConfig:
+    """The training run whose steps are compared; its schedule is the first of the comparison."""
+    compare = config.compare
+    return RunConfig(
+        model=config.model,
+        moe=config.moe,
+        schedule=replace(config.schedule, name=compare.schedules[0]),
+        parallel=config.parallel,
+        cluster=config.cluster,
+        data=DataConfig(batch_per_device=compare.batch_per_device),
+        train=TrainConfig(seed=compare.seed),
+    )
 
 
 def batch_of(config: BenchConfig, layout: Layout) -> tuple[Tensor, Tensor]:

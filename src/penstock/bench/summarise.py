@@ -14,7 +14,8 @@ def summarise(
     found: Measurements, *, nodes: int, devices: int, inter_rate_bit_per_s: float | None
 ) -> BenchResult:
     """Nothing is measured here; the same input gives the same result."""
-    wire_bytes = busiest_uplink_bytes(found.traffic, nodes, devices)
+    rounds = zip(*found.traffic, strict=True)
+    wire_bytes = round(median(busiest_uplink_bytes(turn, nodes, devices) for turn in rounds))
     wire_s = None if inter_rate_bit_per_s is None else wire_bytes * 8 / inter_rate_bit_per_s
     compute_s = median(max(turn) for turn in zip(*found.compute_s, strict=True))
     limit_s = max(compute_s, wire_s or 0.0)

@@ -31,8 +31,9 @@ def render(result: BenchResult) -> str:
 
 
 def _limits(result: BenchResult) -> list[str]:
-    kind = "virtual ranks (computation is slept, transfers are real)" if result.virtual else "ranks"
-    lines = [f"{result.ranks} {kind} on {result.nodes} nodes"]
+    lines = [f"{result.ranks} ranks on {result.nodes} nodes"]
+    if result.virtual is not None:
+        lines = [f"{lines[0]}: {result.virtual}; computation is slept, transfers are real"]
     if result.wire_s is not None and result.inter_rate_bit_per_s is not None:
         rate = f"{result.inter_rate_bit_per_s / 1e6:.0f} Mbit/s between nodes"
         size = f"{result.wire_bytes / 1e6:.1f} MB over the busiest uplink"

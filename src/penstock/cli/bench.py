@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.bench import BenchConfig
 from penstock.bench.compare import compare
-from penstock.bench.field import RealField
+from penstock.bench.field import Field, RealField
 from penstock.bench.summarise import summarise
 from penstock.bench.table import render
+from penstock.bench.virtual_field import VirtualField
 from penstock.cli.codes import BAD_USAGE
 from penstock.cli.train import end_of_rank
 from penstock.config import ConfigError, load
@@ -31,6 +32,7 @@ def bench(
     *,
     json_wanted: bool,
     emulate: EmulateConfig | None = None,
+    virtual: bool = False,
 ) -> int:
     """Exit code of the comparison; rank 0 prints the table or one JSON object."""
     config = load(BenchConfig, path, overrides)
@@ -40,7 +42,8 @@ def bench(
             return _start_ranks(config, given, emulate.shape.ranks, cluster)
     if info is None and config.parallel.processes > 1:
         return _start_ranks(config, given, config.parallel.processes)
-    return _be_rank(config, info or ALONE, json_wanted, emulate)
+    make_field = VirtualField if virtual else RealField
+    return _be_rank(config, info or ALONE, make_field, json_wanted, emulate)
 
 
 def _start_ranks(
@@ -53,13 +56,19 @@ def _start_ranks(
     return outcome.exit_code
 
 
-def _be_rank(config: BenchConfig, info: ProcessInfo, json_wanted: bool, emulate: EmulateConfig | None) -> int:
+def _be_rank(
+    config: BenchConfig,
+    info: ProcessInfo,
+    make_field: Callable[[BenchConfig, Layout], Field],
+    json_wanted: bool,
+    emulate: EmulateConfig | None,
+) -> int:
     """Measure; without an emulated cluster all ranks count as one node with a link of unknown rate."""
     try:
         keep_freed_memory()
         join(info, config.parallel.timeout_s, pick_device(info.local_rank))
         layout = Layout.build(config.parallel, info.world_size, info.rank, config.moe.num_experts)
-        field = RealField(config, layout)
+        field = make_field(config, layout)
     except ConfigError as error:
         if info.rank == 0:
             print(f"penstock: {error}", file=sys.stderr)

@@ -111,6 +111,14 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     bench.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; default: built in")
     bench.add_argument("--schedules", metavar="A,B,...", help="what to compare; the first is the base")
+    bench.add_argument(
+        "--peers", metavar="A,B,...", help="other systems to compare with: deepspeed, megatron"
+    )
+    bench.add_argument(
+        "--virtual",
+        action="store_true",
+        help="sleep instead of computing: more ranks than cores, see [virtual]",
+    )
     bench.add_argument("--json", action="store_true", help="print one JSON object")
     add_emulation_options(bench)
     bench.set_defaults(run=_bench)
@@ -134,14 +142,16 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> int:
 def _bench(options: argparse.Namespace, given: Sequence[str]) -> int:
     from penstock.cli.bench import bench
 
-    chosen = [] if options.schedules is None else [_schedules_override(options.schedules)]
-    overrides = [*options.overrides, *chosen]
-    cluster = emulation(options)
-    return bench(options.config, overrides, given, json_wanted=options.json, emulate=cluster)
-
-
-def _schedules_override(names: str) -> str:
-    return f"compare.schedules={json.dumps(names.split(','))}"
+    chosen = {"schedules": options.schedules, "peers": options.peers}
+    overrides = [f"compare.{k}={json.dumps(v.split(','))}" for k, v in chosen.items() if v is not None]
+    return bench(
+        options.config,
+        [*options.overrides, *overrides],
+        given,
+        json_wanted=options.json,
+        emulate=emulation(options),
+        virtual=options.virtual,
+    )
 
 
 def _schedule(options: argparse.Namespace, given: Sequence[str]) -> int:

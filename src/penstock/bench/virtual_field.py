@@ -1,0 +1,85 @@
+"""The comparison on virtual devices: computation is slept, transfers are real, so ranks may outnumber cores."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import torch
+
+from penstock.bench.config import BenchConfig
+from penstock.bench.contender import Entry
+from penstock.bench.links import fit_links
+from penstock.bench.predict import FittedCluster
+from penstock.bench.scheduled import run_config_of
+from penstock.schedule import SCHEDULES, StepPlan
+from penstock.simulate import Ranks, simulate
+from penstock.topology import Layout
+from penstock.trace import TaskRecord
+from penstock.train.assemble import build_machinery, first_plan
+from penstock.virtual import VirtualCost, VirtualStack, build_virtual
+
+
+@dataclass(frozen=True)
+class Slept:
+    """Steps of one virtual device by one plan."""
+
+    stack: VirtualStack
+    plan: StepPlan
+
+    def prepare(self, number: int) -> None:
+        self.stack.plan = self.plan
+        self.stack.prepare(number)
+
+    def step(self, number: int) -> None:
+        self.stack.step(number)
+
+    def records(self) -> list[TaskRecord]:
+        return self.stack.records()
+
+    def close(self) -> None:
+        self.stack.close()
+
+
+class VirtualField:
+    """Every schedule on the same virtual devices; order and prediction rest on links measured before."""
+
+    def __init__(self, config: BenchConfig, layout: Layout) -> None:
+        self.label: str | None = config.virtual.label
+        self._config, self._layout = run_config_of(config), layout
+        machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
+        self.control, self._transport = machinery.control, machinery.transport
+        self._stack = build_virtual(self._config, config.virtual, machinery)
+        self._cluster = fit_links(self._transport, self.control, self._config.cluster)
+        self._first_measured = config.compare.warmup
+        self.entries = tuple(self._entry(name) for name in config.compare.schedules)
+
+    @property
+    def traffic(self) -> Counter[int]:
+        return self._transport.traffic
+
+    def compute_alone_s(self, number: int) -> float:
+        """Slept seconds of this rank: nothing needs to be run to know them."""
+        plan = self.entries[0].plan
+        assert plan is not None, "every entry is a schedule"
+        self._stack.plan = plan
+        alone_s = self._stack.cost(number).alone_s(plan.graph.tasks)
+        return float(alone_s[self._layout.rank])
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _entry(self, name: str) -> Entry:
+        schedule = replace(self._config.schedule, name=name)
+        config = replace(self._config, schedule=schedule)
+        first = first_plan(config, self._layout, self._stack.base_shape, *self._stack.bucket_sizes)
+        cost = self._cost(first)
+        plan = self._stack.adopt(StepPlan(first.graph, SCHEDULES[name].order(first.graph, cost)))
+        ranks = Ranks(self._layout.world_size, self._layout.ep_size)
+        simulated_s = simulate(plan.schedule, plan.graph, cost, ranks).iteration_s
+        contender = Slept(self._stack, plan)
+        return Entry(name=name, transport="penstock", contender=contender, plan=plan, simulated_s=simulated_s)
+
+    def _cost(self, plan: StepPlan) -> VirtualCost:
+        self._stack.adopt(plan)
+        return replace(self._stack.cost(self._first_measured), cluster=self._cluster)

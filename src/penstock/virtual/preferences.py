@@ -1,0 +1,107 @@
+"""Which experts tokens prefer, and how that moves from step to step.
+
+Shapes: P ranks, B samples per rank, Y MoE layers, E experts. Preferences are logits [P or 1, B or 1, Y, E]:
+all ranks and samples share those of Zipf, every sample has its own of Dirichlet.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Logits = npt.NDArray[np.float64]
+
+
+class Draw(Protocol):
+    """Draws preferences from nothing but a generator."""
+
+    def __call__(self, rng: np.random.Generator) -> Logits: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZipfDraw:
+    """Popularity rank ** -exponent, the ranks in an order of its own in every layer. [1, 1, Y, E]."""
+
+    exponent: float
+    moe_layers: int
+    num_experts: int
+
+    def __call__(self, rng: np.random.Generator) -> Logits:
+        ranks = np.tile(np.arange(1.0, self.num_experts + 1), (self.moe_layers, 1))
+        logits: Logits = -self.exponent * np.log(rng.permuted(ranks, axis=1))
+        return logits[None, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirichletDraw:
+    """A symmetric Dirichlet distribution for every sample and layer. shape: [P, B, Y, E].
+
+    Drawn as logarithms of gamma numbers by G(a) = G(a + 1) * U ** (1 / a), which also for a small
+    concentration never becomes zero.
+    """
+
+    concentration: float
+    shape: tuple[int, int, int, int]
+
+    def __call__(self, rng: np.random.Generator) -> Logits:
+        larger = rng.standard_gamma(self.concentration + 1, self.shape)
+        uniform = rng.random(self.shape)  # in [0, 1), so 1 - uniform has a logarithm
+        smallest = np.finfo(np.float64).tiny
+        return np.log(np.maximum(larger, smallest)) + np.log1p(-uniform) / self.concentration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Movement:
+    """Preferences of every step: drawn once, drifting, drawn again at a change.
+
+    Drift turns from one draw to the next: cos(angle) * this + sin(angle) * next, a quarter turn in 1 / drift
+    steps. So preferences move continuously and stay as uneven on the way as the draws are.
+    """
+
+    draw: Draw
+    seed: tuple[int, ...]
+    drift: float = 0.0
+    change_at: int | None = None
+
+    def at(self, step: int) -> Logits:
+        """Logits of a step, counted from 0; a function of the seed and the step alone."""
+        changed = self.change_at is not None and step >= self.change_at
+        position = self.drift * step
+        index = math.floor(position)
+        here = self._drawn(changed, index)
+        if position == index:
+            return here
+        angle = (position - index) * math.pi / 2
+        return math.cos(angle) * here + math.sin(angle) * self._drawn(changed, index + 1)
+
+    def _drawn(self, changed: bool, index: int) -> Logits:
+        """Draw number `index` before or behind the change, its mean over experts brought to zero."""
+        logits = self.draw(np.random.default_rng([*self.seed, int(changed), index]))
+        centred: Logits = logits - logits.mean(axis=-1, keepdims=True)
+        return centred
+
+
+def inclusion(logits: Logits, top_k: int) -> npt.NDArray[np.float64]:
+    """The probability that an expert is among the `top_k` of a token. Shapes as `logits`, sums to top_k.
+
+    In proportion to exp(logit), except that no expert can be chosen more than surely: what would be over 1
+    goes to the others in proportion.
+    """
+    if logits.shape[-1] == top_k:
+        return np.ones_like(logits)
+    sure = np.zeros(logits.shape, dtype=bool)
+    chosen = np.zeros_like(logits)
+    for _ in range(top_k):  # every round makes at least one more expert sure, or none, and then it is done
+        free = np.where(sure, -np.inf, logits)
+        weights = np.exp(free - free.max(axis=-1, keepdims=True))
+        left = top_k - sure.sum(axis=-1, keepdims=True)
+        chosen = np.where(sure, 1.0, weights / weights.sum(axis=-1, keepdims=True) * left)
+        over = chosen >= 1
+        if (over == sure).all():
+            break
+        sure = over
+    return np.minimum(chosen, 1.0)

@@ -1,0 +1,198 @@
+"""Loads of experts in a training run, in a file that people can read: written while training, replayed here.
+
+The file is JSON lines: a header, then one line per step::
+
+    {"format": "penstock routing", "version": 1, "moe_layers": 2, "num_experts": 4, "top_k": 2}
+    {"step": 1, "tokens_per_expert": [[12, 4, 9, 7], [8, 8, 8, 8]]}
+
+tokens_per_expert: per MoE layer, how often each expert was chosen in the whole batch of all ranks, before
+any drop. How one sample was routed is not in the file: loads are shared out over samples evenly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from penstock.config import ConfigError
+from penstock.virtual.apportion import Counts, apportion
+from penstock.virtual.routing import RoutingSizes
+
+FORMAT, VERSION = "penstock routing", 1
+KEY = "recorded"
+"""The setting that names the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedModel:
+    """What routing of a file fits to."""
+
+    moe_layers: int
+    num_experts: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A file's content. steps: as numbered while training. loads_SYE: int64, [steps, MoE layers, experts]."""
+
+    model: RecordedModel
+    steps: tuple[int, ...]
+    loads_SYE: Counts
+
+
+class RoutingRecorder:
+    """Writes the loads of each step; a line is in the file before `write` returns. One rank writes.
+
+    resume_step: steps already done. 0 starts the file anew; otherwise lines up to that step are kept, so
+    that no step of a run that was killed and continued stands twice.
+    """
+
+    def __init__(self, path: Path, model: RecordedModel, resume_step: int = 0) -> None:
+        kept = read_recording(path) if resume_step and path.exists() else None
+        self._model, self._file = model, path.open("w", encoding="utf-8")
+        self._put({"format": FORMAT, "version": VERSION, **asdict(model)})
+        for step, loads_YE in zip(kept.steps, kept.loads_SYE, strict=True) if kept else ():
+            if step <= resume_step:
+                self.write(step, loads_YE.tolist())
+
+    def write(self, step: int, tokens_per_expert: Sequence[Sequence[float]]) -> None:
+        """Record one step. tokens_per_expert: [MoE layers][experts], whole numbers of any type.
+
+        `StepStatistics.chosen_YE.tolist()` is what a stack has after each step.
+        """
+        loads = [[int(count) for count in layer] for layer in tokens_per_expert]
+        sizes = {(len(loads), len(layer)) for layer in loads}
+        assert sizes == {(self._model.moe_layers, self._model.num_experts)}, "the model has not changed"
+        self._put({"step": step, "tokens_per_expert": loads})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _put(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+@dataclass(frozen=True)
+class RecordedRouting:
+    """Step n of this run is routed as step n of the recording, which begins again at its end.
+
+    Loads are scaled to this run's number of tokens, and every sample gets its even share of them.
+    """
+
+    sizes: RoutingSizes
+    recording: Recording
+
+    def counts(self, step: int) -> Counts:
+        """See `Routing.counts`."""
+        sizes = self.sizes
+        samples = sizes.ranks * sizes.samples
+        loads_YE = self.recording.loads_SYE[step % len(self.recording.steps)]
+        left_YE = apportion(loads_YE, samples * sizes.copies)
+        shares = np.empty((samples, *left_YE.shape), dtype=np.int64)
+        for sample in range(samples):  # each takes its even share of what the samples before it left
+            shares[sample] = apportion(left_YE, sizes.copies)
+            left_YE = left_YE - shares[sample]
+        return shares.reshape(sizes.shape)
+
+
+def recorded_routing(path: Path, sizes: RoutingSizes) -> RecordedRouting:
+    """Routing of the run that wrote `path`. Raises ConfigError if it is no recording or does not fit."""
+    recording = read_recording(path)
+    wanted = RecordedModel(moe_layers=sizes.moe_layers, num_experts=sizes.num_experts, top_k=sizes.top_k)
+    for name, ours in asdict(wanted).items():
+        theirs = getattr(recording.model, name)
+        if theirs != ours:
+            why = f"was recorded with {name} = {theirs}, and this model has {ours}"
+            raise ConfigError(KEY, str(path), why, "Use the model that was recorded, or record this one.")
+    if not recording.steps:
+        raise ConfigError(KEY, str(path), "holds no step", "Record at least one.")
+    return RecordedRouting(sizes, recording)
+
+
+def read_recording(path: Path) -> Recording:
+    """Read a file of `RoutingRecorder`; a last line that a killed run left without its end is dropped.
+
+    Raises ConfigError naming the line that is wrong.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+        raise ConfigError(KEY, str(path), why, "Give the file that a training run recorded.") from error
+    records = [_json(path, number, line) for number, line in enumerate(lines, start=1)]
+    model = _header(path, records[0] if records else {})
+    steps = [_step(path, number, record, model) for number, record in enumerate(records[1:], start=2)]
+    loads = np.array([load for _, load in steps], dtype=np.int64)
+    shape = (len(steps), model.moe_layers, model.num_experts)
+    return Recording(model, tuple(number for number, _ in steps), loads.reshape(shape))
+
+
+def _json(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise _wrong_line(path, number, f"is not JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise _wrong_line(path, number, "is not a JSON object")
+    return record
+
+
+def _header(path: Path, record: dict[str, Any]) -> RecordedModel:
+    if record.get("format") != FORMAT:
+        why = f'is no recorded routing: line 1 does not say "format": "{FORMAT}"'
+        raise ConfigError(KEY, str(path), why, "Give the file that a training run recorded.")
+    if record.get("version") != VERSION:
+        why = f"has version {record.get('version')} of the format, and version {VERSION} is read here"
+        raise ConfigError(KEY, str(path), why, "Record it again with this version of penstock.")
+    sizes: dict[str, Any] = {name: record.get(name) for name in ("moe_layers", "num_experts", "top_k")}
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise _wrong_line(path, 1, f"{name} is {size!r} and no positive whole number")
+    return RecordedModel(**sizes)
+
+
+def _step(
+    path: Path, number: int, record: dict[str, Any], model: RecordedModel
+) -> tuple[int, list[list[int]]]:
+    """A step's number and loads [MoE layers][experts]."""
+    step: Any = record.get("step")
+    loads: Any = record.get("tokens_per_expert")
+    if type(step) is not int:
+        raise _wrong_line(path, number, "has no step number")
+    if not _is_table(loads, model.moe_layers, model.num_experts):
+        shape = f"{model.moe_layers} lists of {model.num_experts} whole numbers"
+        raise _wrong_line(path, number, f"has no tokens_per_expert of {shape}, as line 1 promises")
+    for load in loads:
+        # A token chooses distinct experts, so none has more than one copy of it.
+        if sum(load) == 0 or max(load) * model.top_k > sum(load):
+            raise _wrong_line(path, number, f"has an expert chosen by more tokens than there are: {load}")
+    return step, loads
+
+
+def _is_table(loads: Any, rows: int, columns: int) -> bool:
+    return (
+        isinstance(loads, list)
+        and len(loads) == rows
+        and all(isinstance(row, list) and len(row) == columns for row in loads)
+        and all(type(count) is int and count >= 0 for row in loads for count in row)
+    )
+
+
+def _wrong_line(path: Path, number: int, why: str) -> ConfigError:
+    return ConfigError(KEY, str(path), f"line {number} {why}", "Mend or delete the line, or record again.")

@@ -1,0 +1,97 @@
+"""Routing without a router: how many tokens of every sample go to which expert, in every step.
+
+Shapes: P ranks, B samples per rank, Y MoE layers, E experts (total), L tokens per sample, k experts
+per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from penstock.virtual.apportion import Counts, apportion
+from penstock.virtual.config import VirtualConfig
+from penstock.virtual.preferences import DirichletDraw, Draw, Movement, ZipfDraw, inclusion
+
+PREFERENCES, CHANCE = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingSizes:
+    """The batch that is routed. samples: per rank. moe_layers: how many layers have a router."""
+
+    ranks: int
+    samples: int
+    seq_len: int
+    moe_layers: int
+    num_experts: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.top_k <= self.num_experts, "MoEConfig has checked it"
+
+    @property
+    def copies(self) -> int:
+        """Token copies of one sample in one layer."""
+        return self.seq_len * self.top_k
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of what `Routing.counts` returns: [P, B, Y, E]."""
+        return self.ranks, self.samples, self.moe_layers, self.num_experts
+
+
+class Routing(Protocol):
+    """Where tokens go. Every rank asks for itself and gets the same answer: nothing is exchanged."""
+
+    def counts(self, step: int) -> Counts:
+        """Token copies of every sample for every expert, int64 [P, B, Y, E]; `step` counts from 0.
+
+        The counts of a sample in a layer sum to L * k, and none is over L: a token's experts are distinct.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class GeneratedRouting:
+    """Tokens that choose by preferences and chance; a function of the seed and the step alone."""
+
+    sizes: RoutingSizes
+    preferences: Movement
+    seed: int
+
+    def counts(self, step: int) -> Counts:
+        """Every expert gets each of a sample's tokens by chance, then the sums are put right."""
+        sizes = self.sizes
+        probability = inclusion(self.preferences.at(step), sizes.top_k)
+        rng = np.random.default_rng([self.seed, CHANCE, step])
+        drawn = rng.binomial(sizes.seq_len, probability, size=sizes.shape).astype(np.int64)
+        return _with_sum(drawn, sizes.copies, sizes.seq_len)
+
+
+def generated_routing(config: VirtualConfig, sizes: RoutingSizes) -> GeneratedRouting:
+    """The generator that `config` describes; its routing must not be `recorded`."""
+    assert config.routing != "recorded", "recorded routing is read, not generated"
+    movement = Movement(
+        draw=_draw(config, sizes),
+        seed=(config.seed, PREFERENCES),
+        drift=config.drift,
+        change_at=config.change_at,
+    )
+    return GeneratedRouting(sizes, movement, config.seed)
+
+
+def _draw(config: VirtualConfig, sizes: RoutingSizes) -> Draw:
+    if config.routing == "dirichlet":
+        return DirichletDraw(concentration=config.dirichlet_concentration, shape=sizes.shape)
+    exponent = config.zipf_exponent if config.routing == "zipf" else 0.0
+    return ZipfDraw(exponent=exponent, moe_layers=sizes.moe_layers, num_experts=sizes.num_experts)
+
+
+def _with_sum(drawn: Counts, total: int, most: int) -> Counts:
+    """`drawn` [..., E] changed as little as needed so that it sums to `total` and stays from 0 to `most`."""
+    missing = total - drawn.sum(axis=-1)
+    added = apportion(most - drawn, np.maximum(missing, 0))
+    return drawn + added - apportion(drawn, np.maximum(-missing, 0))

@@ -1,0 +1,67 @@
+"""How many rows every rank sends to every expert, in every piece of a step.
+
+Shapes: P ranks, B samples per rank, R microbatches, C chunks, Y MoE layers, E experts (total), G groups of
+ranks that hold all experts, S source and T target rank in such a group, N experts of one rank.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.cost import Workload, split_sizes
+from penstock.cost.workload import capacity_slots
+from penstock.graph import StepShape
+from penstock.virtual.apportion import Counts, apportion
+
+
+def cut_rows(counts_PBYE: Counts, shape: StepShape, work: Workload) -> Counts:
+    """Rows that each rank sends to each expert in each piece: [P, R, C, Y, E].
+
+    Dropless they follow the counts. With a capacity_factor every expert has its slots, used or not.
+    """
+    if work.capacity_factor is not None:
+        return _even(counts_PBYE, shape, work)
+    ranks, _, layers, experts = counts_PBYE.shape
+    rows = np.zeros((ranks, shape.microbatches, shape.chunks, layers, experts), dtype=np.int64)
+    first = 0
+    for m, samples in enumerate(split_sizes(work.batch, shape.microbatches)):
+        _cut_microbatch(counts_PBYE[:, first : first + samples], work, rows[:, m])
+        first += samples
+    return rows
+
+
+def by_source_and_target(rows_PE: Counts, ep_size: int) -> Counts:
+    """Rows of one piece by who sends them and who holds their expert: [G, S, T, N]."""
+    groups, local = rows_PE.shape[0] // ep_size, rows_PE.shape[1] // ep_size
+    return rows_PE.reshape(groups, ep_size, ep_size, local)
+
+
+def _even(counts_PBYE: Counts, shape: StepShape, work: Workload) -> Counts:
+    ranks, _, layers, experts = counts_PBYE.shape
+    rows = np.empty((ranks, shape.microbatches, shape.chunks, layers, experts), dtype=np.int64)
+    for m in range(shape.microbatches):
+        tokens = work.tokens(m, shape.microbatches)
+        assert work.capacity_factor is not None
+        slots = capacity_slots(tokens, work.num_experts, work.top_k, work.capacity_factor, work.min_capacity)
+        for c, size in enumerate(split_sizes(slots, shape.chunks)):
+            rows[:, m, c] = size
+    return rows
+
+
+def _cut_microbatch(counts_PBYE: Counts, work: Workload, rows_PCYE: Counts) -> None:
+    """Add the samples' counts to the chunks. A chunk is a range of the microbatch's tokens.
+
+    Where a chunk's border cuts a sample, each part gets its even share of the sample's experts.
+    """
+    length, copies = work.seq_len, work.top_k
+    ends = np.cumsum(split_sizes(counts_PBYE.shape[1] * length, rows_PCYE.shape[1]))
+    chunk = 0
+    for sample in range(counts_PBYE.shape[1]):
+        left, token, end = counts_PBYE[:, sample], sample * length, (sample + 1) * length
+        while token < end:
+            while ends[chunk] <= token:  # chunks may be empty
+                chunk += 1
+            stop = min(end, int(ends[chunk]))
+            part = apportion(left, (stop - token) * copies)
+            rows_PCYE[:, chunk] += part
+            left, token = left - part, stop

@@ -1,0 +1,117 @@
+"""Sizes, configurations and workloads that the tests of virtual devices share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+
+from penstock.cost import ClusterConfig, Workload
+from penstock.graph import StepShape
+from penstock.virtual import Routing, RoutingSizes, VirtualConfig
+from penstock.virtual.recorded import RecordedModel, RecordedRouting, Recording
+from penstock.virtual.routing import generated_routing
+from tests.steps import shapes
+
+CLUSTER = ClusterConfig(
+    flops_per_s=1e9, memory_bytes_per_s=1e8, link_latency_s=1e-3, link_bytes_per_s=1e7, task_overhead_s=1e-2
+)
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> RoutingSizes:
+    """Small batches; also one expert, all experts for every token, and a token per sample."""
+    experts = draw(st.integers(1, 9))
+    return RoutingSizes(
+        ranks=draw(st.integers(1, 4)),
+        samples=draw(st.integers(1, 4)),
+        seq_len=draw(st.integers(1, 40)),
+        moe_layers=draw(st.integers(1, 3)),
+        num_experts=experts,
+        top_k=draw(st.integers(1, experts)),
+    )
+
+
+@st.composite
+def generated(draw: st.DrawFn) -> VirtualConfig:
+    """Any generator."""
+    kind = draw(st.sampled_from(["uniform", "zipf", "dirichlet"]))
+    moves = kind != "uniform"
+    return VirtualConfig(
+        routing=kind,  # type: ignore[arg-type]  # one of the literals
+        zipf_exponent=draw(st.sampled_from([0.0, 0.7, 3.0, 10.0])),
+        dirichlet_concentration=draw(st.sampled_from([1e-3, 0.05, 1.0, 1e6])),
+        drift=draw(st.sampled_from([0.0, 0.01, 0.37, 1.0])) if moves else 0.0,
+        change_at=draw(st.sampled_from([None, 1, 5])) if moves else None,
+        seed=draw(st.integers(0, 2**32)),
+    )
+
+
+@st.composite
+def recordings(draw: st.DrawFn, of: RoutingSizes, *, steps: int = 3) -> Recording:
+    """What a run with another batch may have left: loads of a model of these sizes."""
+    other = RoutingSizes(
+        ranks=draw(st.integers(1, 3)),
+        samples=draw(st.integers(1, 3)),
+        seq_len=draw(st.integers(1, 50)),
+        moe_layers=of.moe_layers,
+        num_experts=of.num_experts,
+        top_k=of.top_k,
+    )
+    routing = generated_routing(draw(generated()), other)
+    loads = [routing.counts(step).sum(axis=(0, 1)) for step in range(draw(st.integers(1, steps)))]
+    return recording_of(of, [load.tolist() for load in loads])
+
+
+def recording_of(of: RoutingSizes, loads: list[list[list[int]]]) -> Recording:
+    """loads: [steps][MoE layers][experts]."""
+    model = RecordedModel(moe_layers=of.moe_layers, num_experts=of.num_experts, top_k=of.top_k)
+    return Recording(model, tuple(range(1, len(loads) + 1)), np.array(loads, dtype=np.int64))
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> Routing:
+    """Any routing of any small batch."""
+    batch = draw(sizes())
+    if draw(st.booleans()):
+        return RecordedRouting(batch, draw(recordings(batch)))
+    return generated_routing(draw(generated()), batch)
+
+
+@st.composite
+def steps(draw: st.DrawFn, *, capacity: bool | None = None) -> tuple[StepShape, Workload, Routing]:
+    """A step's shape, its sizes, and routing of its batch. capacity: with a capacity_factor, or either."""
+    shape = draw(shapes().filter(lambda shape: any(shape.moe_layers)))
+    ep_size, local = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 2))
+    experts = ep_size * local
+    limited = draw(st.booleans()) if capacity is None else capacity
+    work = Workload(
+        batch=draw(st.integers(shape.microbatches, shape.microbatches + 3)),
+        seq_len=draw(st.integers(1, 9)),
+        hidden_size=8,
+        ffn_hidden_size=12,
+        vocab_size=50,
+        num_experts=experts,
+        top_k=draw(st.integers(1, min(experts, 3))),
+        expert_matrices=3,
+        capacity_factor=1.1 if limited else None,
+        min_capacity=2,
+        world_size=4,
+        ep_size=ep_size,
+        element_bytes=4,
+        all_reduce_bytes=tuple(400 * chunks for chunks in shape.all_reduce_chunks),
+        expert_all_reduce_bytes=tuple(400 * chunks for chunks in shape.expert_all_reduce_chunks),
+    )
+    batch = RoutingSizes(
+        ranks=work.world_size,
+        samples=work.batch,
+        seq_len=work.seq_len,
+        moe_layers=sum(shape.moe_layers),
+        num_experts=work.num_experts,
+        top_k=work.top_k,
+    )
+    return shape, work, generated_routing(draw(generated()), batch)
+
+
+NOWHERE = Path("no such folder") / "routing.jsonl"

@@ -1,0 +1,191 @@
+"""Costs per rank: the even ones where routing is even, in proportion to the rows where it is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.cost import StepCost, Workload, split_sizes
+from penstock.graph import Lane, Op, StepShape, Task, build_graph
+from penstock.schedule import SCHEDULES, plan_step
+from penstock.simulate import Ranks, lower_bound, simulate
+from penstock.virtual import Routing, VirtualCost
+from tests.steps import pieces_for
+from tests.virtual.strategies import CLUSTER, steps
+
+Step = tuple[StepShape, Workload, Routing]
+
+
+def cost_of(step: Step) -> VirtualCost:
+    shape, work, routing = step
+    return VirtualCost(shape, work, CLUSTER, routing.counts(0))
+
+
+def moves(shape: StepShape) -> list[Task]:
+    return [task for task in build_graph(shape).tasks if task.op in (Op.DISPATCH, Op.COMBINE)]
+
+
+# ---- rows --------------------------------------------------------------------------------------------------
+
+
+@given(steps(capacity=False))
+def test_pieces_hold_every_row_once(step: Step) -> None:
+    cost = cost_of(step)
+    assert (cost.rows >= 0).all()
+    assert (cost.rows.sum(axis=(1, 2)) == cost.counts_PBYE.sum(axis=1)).all()
+
+
+@given(steps(capacity=False))
+def test_a_chunk_has_the_rows_of_its_tokens(step: Step) -> None:
+    """As a real stack cuts: tokens of a microbatch into nearly equal ranges; no token twice at an expert."""
+    (shape, work, _), cost = step, cost_of(step)
+    for m in range(shape.microbatches):
+        chunks = split_sizes(work.tokens(m, shape.microbatches), shape.chunks)
+        for c, tokens in enumerate(chunks):
+            assert (cost.rows[:, m, c].sum(axis=-1) == tokens * work.top_k).all()
+            assert (cost.rows[:, m, c] <= tokens).all()
+
+
+@given(steps(capacity=False))
+def test_a_microbatch_has_the_rows_of_its_samples(step: Step) -> None:
+    (shape, work, _), cost = step, cost_of(step)
+    ends = np.cumsum(split_sizes(work.batch, shape.microbatches))
+    for m, samples in enumerate(np.split(cost.counts_PBYE, ends[:-1], axis=1)):
+        assert (cost.rows[:, m].sum(axis=1) == samples.sum(axis=1)).all()
+
+
+@given(steps())
+def test_splits_of_sender_and_receiver_match(step: Step) -> None:
+    (shape, work, _), cost = step, cost_of(step)
+    for task in moves(shape):
+        splits = [cost.splits(task, rank) for rank in range(work.world_size)]
+        for rank, (sent, _) in enumerate(splits):
+            first = rank - rank % work.ep_size
+            for place, rows in enumerate(sent):
+                assert rows == splits[first + place][1][rank - first]
+        assert sum(sum(sent) for sent, _ in splits) == sum(sum(got) for _, got in splits)
+
+
+@given(steps())
+def test_what_came_goes_back_and_gradients_go_the_other_way(step: Step) -> None:
+    (shape, work, _), cost = step, cost_of(step)
+    for task in moves(shape):
+        if task.op is not Op.DISPATCH or not task.forward:
+            continue
+        for rank in range(work.world_size):
+            there = cost.splits(task, rank)
+            back = there[1], there[0]
+            assert cost.splits(replace(task, op=Op.COMBINE), rank) == back
+            backward = next(t for t in moves(shape) if not t.forward).phase
+            assert cost.splits(replace(task, phase=backward), rank) == back
+            assert cost.splits(replace(task, op=Op.COMBINE, phase=backward), rank) == there
+
+
+@given(steps(capacity=False))
+def test_exchanged_counts_say_the_splits(step: Step) -> None:
+    (shape, work, routing), cost = step, cost_of(step)
+    shape = replace(shape, exchange_counts=True)
+    cost = VirtualCost(shape, work, CLUSTER, routing.counts(0))
+    for task in (t for t in build_graph(shape).tasks if t.op is Op.COUNTS):
+        for rank in range(work.world_size):
+            sent, received = cost.exchanged_counts(task, rank)
+            assert (
+                sent.shape
+                == received.shape
+                == (
+                    work.ep_size,
+                    shape.chunks,
+                    work.num_experts // work.ep_size,
+                )
+            )
+            for chunk in range(shape.chunks):
+                dispatch = Task(task.layer, Op.DISPATCH, task.phase, task.microbatch, chunk)
+                splits = cost.splits(dispatch, rank)
+                assert sent[:, chunk].sum(axis=-1).tolist() == splits[0]
+                assert received[:, chunk].sum(axis=-1).tolist() == splits[1]
+
+
+# ---- seconds -----------------------------------------------------------------------------------------------
+
+
+@given(steps(capacity=True))
+def test_with_a_capacity_every_rank_costs_what_the_plan_assumes(step: Step) -> None:
+    (shape, work, _), cost = step, cost_of(step)
+    even = StepCost(shape, work, CLUSTER)
+    for task in build_graph(shape).tasks:
+        assert cost(task) == pytest.approx(np.full(work.world_size, even(task)))
+
+
+@given(steps(capacity=False))
+def test_experts_of_all_ranks_cost_together_what_the_plan_assumes(step: Step) -> None:
+    (shape, work, _), cost = step, cost_of(step)
+    even = StepCost(shape, work, CLUSTER)
+    for task in build_graph(shape).tasks:
+        seconds = cost(task)
+        assert seconds.shape == (work.world_size,)
+        if task.lane is Lane.COMPUTE:
+            assert seconds.sum() == pytest.approx(work.world_size * even(task))
+            assert (seconds >= CLUSTER.task_overhead_s * (1 - 1e-9)).all()
+        elif task.op not in (Op.DISPATCH, Op.COMBINE):
+            assert (seconds == even(task)).all()
+        if task.lane is Lane.COMPUTE and task.op is not Op.EXPERTS:
+            assert (seconds == even(task)).all()
+
+
+def written_out() -> VirtualCost:
+    """Two ranks with two samples of four tokens, one choice; all of the first rank go to the second."""
+    shape = StepShape(moe_layers=(False, True), microbatches=2)
+    work = Workload(
+        batch=2, seq_len=4, hidden_size=10, ffn_hidden_size=100, vocab_size=50, num_experts=2, top_k=1,
+        expert_matrices=2, capacity_factor=None, min_capacity=4, world_size=2, ep_size=2, element_bytes=4,
+        all_reduce_bytes=(400, 400), expert_all_reduce_bytes=(0, 0),
+    )  # fmt: skip
+    counts = np.array([[[[0, 4]], [[0, 4]]], [[[1, 3]], [[4, 0]]]])
+    return VirtualCost(shape, work, CLUSTER, counts)
+
+
+def test_seconds_written_out() -> None:
+    cost = written_out()
+    row_s = 2 * 2 * 10 * 100 / 1e9 + 2 * 10 * 4 / 1e8
+    assert cost(Task.parse("L1.X.m0.c0.F")) == pytest.approx([1e-2 + row_s, 1e-2 + 7 * row_s])
+    assert cost(Task.parse("L1.X.m1.c0.B")) == pytest.approx([1e-2 + 8 * row_s, 1e-2 + 8 * row_s])
+    # Rank 0 sends four rows to rank 1 and gets one; then four and four.
+    assert cost(Task.parse("L1.D.m0.c0.F")) == pytest.approx([1e-3 + 160 / 1e7] * 2)
+    assert cost(Task.parse("L1.C.m1.c0.B")) == pytest.approx([1e-3 + 160 / 1e7] * 2)
+    assert cost.splits(Task.parse("L1.D.m0.c0.F"), 0) == ([0, 4], [0, 1])
+    assert cost.splits(Task.parse("L1.C.m0.c0.F"), 0) == ([0, 1], [0, 4])
+    assert cost.splits(Task.parse("L1.N.m0.F"), 1) == ([1, 1], [1, 1])
+
+
+def test_a_transfer_of_nothing_costs_nothing() -> None:
+    cost = written_out()
+    stay = replace(cost, counts_PBYE=np.array([[[[4, 0]], [[4, 0]]], [[[0, 4]], [[0, 4]]]]))
+    assert stay(Task.parse("L1.D.m0.c0.F")).tolist() == [0.0, 0.0]
+
+
+def test_alone_is_the_sum_of_the_computation() -> None:
+    cost = written_out()
+    tasks = build_graph(cost.shape).tasks
+    alone = cost.alone_s(tasks)
+    assert alone == pytest.approx(sum(cost(task) for task in tasks if task.lane is Lane.COMPUTE))
+    assert alone[1] > alone[0]
+
+
+@settings(max_examples=25)
+@given(steps(), st.sampled_from(sorted(SCHEDULES)))
+def test_the_simulator_predicts_it(step: Step, name: str) -> None:
+    """Orders are frozen from costs per rank, and no simulated step beats its bound."""
+    shape, work, routing = step
+    pieces = pieces_for(shape, microbatches=shape.microbatches, chunks=shape.chunks)
+    plan = plan_step(
+        SCHEDULES[name], shape, pieces, lambda cut: VirtualCost(cut, work, CLUSTER, routing.counts(0))
+    )
+    cost = VirtualCost(plan.graph.shape, work, CLUSTER, routing.counts(0))
+    ranks = Ranks(work.world_size, work.ep_size)
+    timeline = simulate(plan.schedule, plan.graph, cost, ranks)
+    assert timeline.iteration_s >= lower_bound(plan.graph, cost, ranks).seconds * (1 - 1e-9)
+    assert timeline.iteration_s >= cost.alone_s(plan.graph.tasks).max() * (1 - 1e-9)

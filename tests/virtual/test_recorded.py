@@ -1,0 +1,143 @@
+"""The file of recorded loads: written while training, read back, refused where it does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import ConfigError
+from penstock.virtual import RecordedModel, RoutingRecorder, RoutingSizes, VirtualConfig, read_recording
+from penstock.virtual.build import build_routing
+from penstock.virtual.recorded import recorded_routing
+from tests.support.parity import Case, batch_of, machinery, stack_of
+from tests.virtual.strategies import NOWHERE, recordings, sizes
+from tests.virtual.test_stack import case_of
+
+MODEL = RecordedModel(moe_layers=2, num_experts=3, top_k=1)
+LOADS = [[1, 2, 3], [6, 0, 0]]
+HEADER = '{"format": "penstock routing", "version": 1, "moe_layers": 2, "num_experts": 3, "top_k": 1}'
+STEP = '{"step": 1, "tokens_per_expert": [[1, 2, 3], [6, 0, 0]]}'
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+@given(data=st.data())
+def test_what_is_written_is_read(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    recording = data.draw(recordings(data.draw(sizes())))
+    path = tmp_path_factory.mktemp("recorded") / "routing.jsonl"
+    with RoutingRecorder(path, recording.model) as recorder:
+        for step, loads in zip(recording.steps, recording.loads_SYE, strict=True):
+            recorder.write(step, loads.astype(float).tolist())  # as statistics come from a step
+    read = read_recording(path)
+    assert (read.model, read.steps) == (recording.model, recording.steps)
+    assert (read.loads_SYE == recording.loads_SYE).all()
+
+
+def test_the_file_is_what_the_documentation_shows(tmp_path: Path) -> None:
+    path = tmp_path / "routing.jsonl"
+    with RoutingRecorder(path, MODEL) as recorder:
+        recorder.write(1, LOADS)
+        assert path.read_text().splitlines() == [HEADER, STEP], "written at once, before the file is closed"
+
+
+def test_a_continued_run_drops_the_steps_it_repeats(tmp_path: Path) -> None:
+    path = tmp_path / "routing.jsonl"
+    with RoutingRecorder(path, MODEL, resume_step=5) as recorder:  # nothing to keep
+        for step in (6, 7, 8):
+            recorder.write(step, LOADS)
+    with path.open("a") as file:
+        file.write('{"step": 9, "tok')  # killed while writing
+    with RoutingRecorder(path, MODEL, resume_step=7) as recorder:
+        recorder.write(8, LOADS)
+    assert read_recording(path).steps == (6, 7, 8)
+    with RoutingRecorder(path, MODEL):
+        pass
+    assert read_recording(path).steps == ()
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "is no recorded routing: line 1 does not say"),
+        (['{"step": 1, "loss": 2.0}'], "is no recorded routing: line 1 does not say"),
+        ([HEADER.replace('"version": 1', '"version": 2')], "has version 2 of the format, and version 1 is"),
+        ([HEADER.replace("3", '"3"')], "line 1 num_experts is '3' and no positive whole number"),
+        ([HEADER, STEP, "{"], "line 3 is not JSON"),
+        ([HEADER, "7"], "line 2 is not a JSON object"),
+        ([HEADER, STEP.replace('"step": 1, ', "")], "line 2 has no step number"),
+        ([HEADER, STEP.replace("6, ", "")], "line 2 has no tokens_per_expert of 2 lists of 3 whole numbers"),
+        ([HEADER, STEP.replace("6", "6.5")], "line 2 has no tokens_per_expert of 2 lists of 3 whole numbers"),
+        ([HEADER, STEP.replace("6", "0")], "line 2 has an expert chosen by more tokens than there are"),
+        (
+            [HEADER.replace('"top_k": 1', '"top_k": 2'), STEP],
+            "line 2 has an expert chosen by more tokens than there are: [6, 0, 0]",
+        ),
+    ],
+)
+def test_a_wrong_file_names_its_line(tmp_path: Path, lines: list[str], message: str) -> None:
+    path = write(tmp_path / "routing.jsonl", *lines)
+    with pytest.raises(ConfigError) as caught:
+        read_recording(path)
+    assert str(caught.value).startswith(f"recorded = {json.dumps(str(path))}: {message}")
+    assert caught.value.hint
+
+
+def test_a_missing_file() -> None:
+    with pytest.raises(ConfigError, match="cannot be read \\(No such file or directory\\)"):
+        read_recording(NOWHERE)
+
+
+def batch(moe_layers: int, num_experts: int, top_k: int) -> RoutingSizes:
+    return RoutingSizes(
+        ranks=2, samples=1, seq_len=4, moe_layers=moe_layers, num_experts=num_experts, top_k=top_k
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (batch(1, 3, 1), "was recorded with moe_layers = 2, and this model has 1"),
+        (batch(2, 4, 1), "was recorded with num_experts = 3, and this model has 4"),
+        (batch(2, 3, 2), "was recorded with top_k = 1, and this model has 2"),
+    ],
+)
+def test_a_file_of_another_model_is_refused(tmp_path: Path, wanted: RoutingSizes, message: str) -> None:
+    path = write(tmp_path / "routing.jsonl", HEADER, STEP)
+    with pytest.raises(ConfigError, match=message):
+        recorded_routing(path, wanted)
+
+
+def test_a_file_without_steps_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "routing.jsonl", HEADER)
+    with pytest.raises(ConfigError, match="holds no step"):
+        recorded_routing(path, batch(2, 3, 1))
+
+
+def recorded_run(case: Case, path: Path) -> list[list[float]]:
+    """Two real steps with their routing recorded; returns the loads of the last."""
+    stack = stack_of(0, case)
+    model = RecordedModel(moe_layers=2, num_experts=case.moe.num_experts, top_k=case.moe.top_k)
+    loads: list[list[float]] = []
+    with RoutingRecorder(path, model) as recorder:
+        for step in (1, 2):
+            stack(*batch_of(case)).backward()
+            assert stack.statistics is not None
+            loads = stack.statistics.chosen_YE.tolist()
+            recorder.write(step, loads)
+    return loads
+
+
+def test_a_real_run_is_replayed(tmp_path: Path) -> None:
+    """The same model and batch: the loads of the experts come out as they were."""
+    case, path = case_of(world_size=1, ep_size=1), tmp_path / "routing.jsonl"
+    loads = recorded_run(case, path)
+    config = VirtualConfig(routing="recorded", recorded=path)
+    routing = build_routing(case.config, config, machinery(1, 1, 0).layout)
+    assert routing.counts(1).sum(axis=(0, 1)).tolist() == loads

@@ -1,0 +1,295 @@
+"""Virtual devices on real ranks: the schedule's order, true bytes, sleeps as long as the cost, failures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.cost import ClusterConfig
+from penstock.graph import Group, Lane, Op, Task
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.runtime import ScheduleMismatchError, TaskError
+from penstock.runtime.communicate import Buckets
+from penstock.schedule import SCHEDULES, Schedule, ScheduleConfig, StepPlan
+from penstock.topology import Layout, ParallelConfig
+from penstock.train.assemble import build_machinery, first_plan
+from penstock.virtual import VirtualConfig, VirtualStack, build_virtual, gradient_bytes
+from tests.support.parity import Case, batch_of, machinery, stack_of
+from tests.support.ranks import Pools
+
+NAMES = sorted(SCHEDULES)
+LAYOUTS = [(4, 4), (4, 2)]
+SLEEPS = ClusterConfig(task_overhead_s=5e-4, flops_per_s=1e8)
+ZIPF = VirtualConfig(routing="zipf", zipf_exponent=1.2, drift=0.1)
+
+
+def case_of(name: str = "flowmoe", *, world_size: int = 4, ep_size: int = 4, **moe: Any) -> Case:
+    return Case(
+        world_size=world_size,
+        ep_size=ep_size,
+        schedule=ScheduleConfig(name=name, microbatches=2, chunks=2, all_reduce_chunk_bytes=1024),
+        model=ModelConfig(
+            num_layers=3, hidden_size=16, num_heads=2, seq_len=6, vocab_size=13, moe_layers=(0, 2)
+        ),
+        moe=MoEConfig(**({"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 8} | moe)),
+        batch=3,
+    )
+
+
+def virtual_of(rank: int, case: Case, virtual: VirtualConfig = ZIPF) -> VirtualStack:
+    assert case.ep_size is not None
+    config = replace(case.config, cluster=SLEEPS)
+    return build_virtual(config, virtual, machinery(case.world_size, case.ep_size, rank))
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a step left on one rank. expected: bytes that the cost model says this rank sends."""
+
+    as_planned: bool
+    sleeps: list[tuple[float, float]]
+    traffic: Counter[int]
+    expected: Counter[int]
+
+
+def run_virtual(rank: int, case: Case, number: int = 3) -> Ran:
+    stack = virtual_of(rank, case)
+    transport = stack.machinery.transport
+    before = transport.traffic.copy()
+    stack.step(number)
+    records, cost = sorted(stack.records(), key=lambda record: record.start_s), stack.cost(number)
+    lanes = stack.plan.schedule.lanes
+    return Ran(
+        all([r.task for r in records if r.lane is lane] == list(order) for lane, order in lanes.items()),
+        [(r.duration_s, float(cost(r.task)[rank])) for r in records if r.lane is Lane.COMPUTE],
+        Counter(transport.traffic - before),
+        expected_traffic(rank, stack, number),
+    )
+
+
+def expected_traffic(rank: int, stack: VirtualStack, number: int) -> Counter[int]:
+    """Written out: rows to every peer, and what a ring all-reduce sends to the neighbour."""
+    cost, work, layout = stack.cost(number), stack.workload, stack.machinery.layout
+    sent: Counter[int] = Counter()
+    for task in stack.plan.graph.tasks:
+        if task.op in (Op.DISPATCH, Op.COMBINE, Op.COUNTS):
+            local = work.num_experts // work.ep_size
+            row = cost.shape.chunks * local * 8 if task.op is Op.COUNTS else work.hidden_size * 4
+            group = next(g for g in layout.members(Group.EXPERT) if rank in g)
+            for peer, rows in zip(group, cost.splits(task, rank)[0], strict=True):
+                sent[peer] += rows * row if peer != rank else 0
+        elif task.lane is Lane.INTER:
+            group = next(g for g in layout.members(task.spec.group) if rank in g)
+            size = 2 * (len(group) - 1) * reduced_bytes(task, stack) // len(group)
+            sent[group[(group.index(rank) + 1) % len(group)]] += size
+    return +sent
+
+
+def reduced_bytes(task: Task, stack: VirtualStack) -> int:
+    work, shape = stack.workload, stack.plan.graph.shape
+    if task.op is Op.STATISTICS:
+        return 8 * (5 + 2 * sum(shape.moe_layers) * work.num_experts)
+    replicated = task.op is Op.ALL_REDUCE
+    sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
+    pieces = shape.all_reduce_chunks if replicated else shape.expert_all_reduce_chunks
+    slices = torch.empty(sizes[task.layer] // 4).tensor_split(pieces[task.layer])
+    assert task.chunk is not None
+    return slices[task.chunk].nbytes
+
+
+def check_ran(result: Ran) -> None:
+    assert result.as_planned, "a lane ran another order than its list"
+    assert all(slept_s >= cost_s for slept_s, cost_s in result.sleeps)
+    assert result.traffic == result.expected
+
+
+# ---- every schedule ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world_size", "ep_size"), [*LAYOUTS, (4, 1)])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_runs_with_uneven_routing(
+    ranks: Pools, name: str, world_size: int, ep_size: int
+) -> None:
+    """Dropless: counts are exchanged, ranks send and sleep differently."""
+    results = ranks(world_size).run(run_virtual, case_of(name, world_size=world_size, ep_size=ep_size))
+    for result in results:
+        check_ran(result)
+    if ep_size > 1:
+        assert len({tuple(cost_s for _, cost_s in r.sleeps) for r in results}) > 1
+        assert len({r.traffic.total() for r in results}) > 1
+
+
+def real_and_virtual(rank: int, case: Case) -> tuple[Counter[int], Counter[int], bool]:
+    """Bytes sent by a real step and by a virtual one; whether their first plans are the same."""
+    real, virtual = stack_of(rank, case), virtual_of(rank, case, VirtualConfig())
+    tokens, labels = batch_of(case)
+    mine = slice(rank * case.batch, (rank + 1) * case.batch)
+    transport = real.machinery.transport
+    sent = []
+    for step in (lambda: real(tokens[mine], labels[mine]).backward(), lambda: virtual.step(0)):
+        before = transport.traffic.copy()
+        step()
+        sent.append(Counter(transport.traffic - before))
+    same = virtual.plan.graph == real.plan.graph and virtual.base_shape == real.base_shape
+    return sent[0], sent[1], same
+
+
+@pytest.mark.parametrize(("world_size", "ep_size"), LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_virtual_step_sends_what_a_real_one_sends(
+    ranks: Pools, name: str, world_size: int, ep_size: int
+) -> None:
+    case = case_of(name, world_size=world_size, ep_size=ep_size, capacity_factor=1.25)
+    for real, virtual, same in ranks(world_size).run(real_and_virtual, case):
+        assert same
+        assert real == virtual
+        assert real.total() > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_rank_alone(name: str) -> None:
+    check_ran(run_virtual(0, case_of(name, world_size=1, ep_size=1)))
+
+
+# ---- steps -------------------------------------------------------------------------------------------------
+
+
+def test_every_step_has_its_own_routing() -> None:
+    stack = virtual_of(0, case_of(world_size=1, ep_size=1))
+    assert stack.records() == []
+    for number in (0, 5):
+        stack.prepare(number)
+        stack.step(number)
+        assert {record.step for record in stack.records(number + 1)} == {number + 1}
+        assert len(stack.records()) == len(stack.plan.graph.tasks)
+    assert (stack.cost(0).counts_PBYE != stack.cost(5).counts_PBYE).any()
+
+
+def test_plans_may_be_exchanged_between_steps() -> None:
+    case = case_of(world_size=1, ep_size=1)
+    stack = virtual_of(0, case)
+    layout = stack.machinery.layout
+    for name in NAMES:
+        config = replace(case.config, schedule=replace(case.schedule, name=name))
+        stack.adopt(first_plan(config, layout, stack.base_shape, *stack.bucket_sizes))
+        stack.step(0)
+        assert {record.task for record in stack.records()} == set(stack.plan.graph.tasks)
+
+
+def test_fewer_samples_than_microbatches() -> None:
+    case = case_of(world_size=1, ep_size=1)
+    with pytest.raises(ValueError, match=r"microbatches = 2: a batch of 1 samples .* Use 1 or fewer"):
+        layout = Layout(world_size=1, ep_size=1, rank=0)
+        device = machinery(1, 1, 0)
+        stack = virtual_of(0, replace(case, schedule=replace(case.schedule, microbatches=1), batch=1))
+        assert stack.machinery is device
+        stack.adopt(first_plan(case.config, layout, stack.base_shape, *stack.bucket_sizes))
+
+
+# ---- sizes -------------------------------------------------------------------------------------------------
+
+
+@cache
+def models() -> list[tuple[ModelConfig, MoEConfig]]:
+    small = ModelConfig(num_layers=3, hidden_size=16, num_heads=2, seq_len=6, vocab_size=13)
+    mixed = replace(small, moe_layers=(1,), ffn_hidden_size=20)
+    experts = MoEConfig(num_experts=8, moe_ffn_hidden_size=12)
+    return [(m, e) for m in (small, mixed) for e in (experts, replace(experts, expert="gelu"))]
+
+
+def sizes_of(rank: int, case: Case) -> tuple[Any, Any, Any]:
+    real = stack_of(rank, case)
+    buckets: Buckets = real.buckets
+    wanted = gradient_bytes(case.model, case.moe, real.machinery.layout)
+    return buckets.sizes_bytes, wanted, virtual_of(rank, case).bucket_sizes
+
+
+@pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (2, 2), (2, 1)])
+def test_gradients_are_as_large_as_those_of_the_model(ranks: Pools, world_size: int, ep_size: int) -> None:
+    for model, moe in models():
+        case = replace(case_of(world_size=world_size, ep_size=ep_size), model=model, moe=moe)
+        for real, computed, used in ranks(world_size).run(sizes_of, case):
+            assert real == computed == used
+
+
+# ---- failures ----------------------------------------------------------------------------------------------
+
+
+def own_stack(rank: int, case: Case, seed: int) -> VirtualStack:
+    """With groups of its own, which a failure leaves dead."""
+    layout = Layout(world_size=case.world_size, ep_size=case.world_size, rank=rank)
+    device = build_machinery(layout, torch.device("cpu"), ParallelConfig(timeout_s=300), "float32")
+    return build_virtual(replace(case.config, cluster=SLEEPS), replace(ZIPF, seed=seed), device)
+
+
+def fails(stack: VirtualStack, action: Callable[[], None]) -> str:
+    try:
+        action()
+    except TaskError as error:
+        return str(error)
+    finally:
+        stack.close()
+        dist.barrier()
+    return "no error"
+
+
+def route_otherwise(rank: int, case: Case) -> str:
+    """The last rank draws from another seed."""
+    stack = own_stack(rank, case, seed=int(rank == case.world_size - 1))
+    return fails(stack, lambda: stack.step(0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_that_route_differently_end_with_an_error(ranks: Pools, name: str) -> None:
+    """Long before the groups' timeout: other splits than the partners' would wait for bytes forever."""
+    messages = ranks(4).run(route_otherwise, case_of(name))
+    assert all(message.startswith(f"rank {rank}: task L0.") for rank, message in enumerate(messages))
+    assert any("the partners have routed their tokens otherwise" in message for message in messages)
+
+
+def lose_the_network(rank: int, case: Case) -> str:
+    """One rank's connections are cut before its second step."""
+    stack = own_stack(rank, case, seed=0)
+    stack.step(0)
+    dist.barrier()
+    if rank == 1:
+        stack.machinery.transport.abort()
+    return fails(stack, lambda: stack.step(1))
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_a_cut_network_ends_the_step_of_every_rank(ranks: Pools, capacity_factor: float | None) -> None:
+    messages = ranks(4).run(lose_the_network, case_of("penstock", capacity_factor=capacity_factor))
+    for rank, message in enumerate(messages):
+        assert message.startswith(f"rank {rank}: task L")
+        assert "failed on lane inter" in message.splitlines()[0]
+        assert ">" in message
+
+
+def adopt_another_order(rank: int, case: Case) -> str:
+    """Two tasks of the last rank's order are exchanged."""
+    stack = virtual_of(rank, case)
+    plan = stack.plan
+    lanes = dict(plan.schedule.lanes)
+    first, second, *rest = lanes[Lane.COMPUTE]
+    if rank == case.world_size - 1:
+        lanes[Lane.COMPUTE] = (second, first, *rest)
+    try:
+        stack.adopt(StepPlan(plan.graph, Schedule(plan.schedule.name, lanes)))
+    except ScheduleMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def test_another_order_on_one_rank_is_refused(ranks: Pools) -> None:
+    for message in ranks(2).run(adopt_another_order, case_of(world_size=2, ep_size=2)):
+        assert "lane compute, place 0: rank 0 runs L0.EM.m0.F, rank 1 runs L0.EM.m1.F" in message
