@@ -6,16 +6,17 @@ from dataclasses import replace
 
 from penstock.bench.contender import Entry, TransportName, run_step
 from penstock.bench.links import fit_links
-from penstock.bench.predict import PredictedCost, predict
+from penstock.bench.load import Load
+from penstock.bench.predict import ComputeTimes, PredictedCost, predict
 from penstock.bench.scheduled import Scheduled, Stacks
-from penstock.cost import MeasuredCost, StepCost
-from penstock.runtime import PipelinedStack
+from penstock.cost import StepCost
 from penstock.schedule import SCHEDULES, StepPlan
 from penstock.simulate import Ranks
 from penstock.trace import TaskRecord
 from penstock.train.assemble import first_plan, workload
 
-SILENT_ROUNDS = 3
+ROUNDS = 3
+SLACK = 1.25
 
 
 class Calibration:
@@ -49,25 +50,26 @@ class Calibration:
     def _cost(self, plan: StepPlan) -> PredictedCost:
         stacks = self.stacks
         sizes = workload(stacks.run_config, stacks.layout, *stacks.real.buckets.sizes_bytes)
-        return PredictedCost(StepCost(plan.graph.shape, sizes, self.cluster), self._computation(plan))
-
-    def _computation(self, plan: StepPlan) -> MeasuredCost:
-        """Medians of the compute tasks of all ranks, running at once, without a network."""
-        stack: PipelinedStack = self.stacks.silent
-        entry = Entry(
+        alone = Entry(
             name="alone",
             transport="penstock",
-            contender=Scheduled(stack, stack.adopt(plan), self.stacks.batch),
+            contender=Scheduled(stacks.silent, stacks.silent.adopt(plan), stacks.batch),
             plan=plan,
         )
+        alone_s = self._times(alone)
+        load = Load(stacks.machinery.transport, self.control)
+        load.start(enough_for_s=SLACK * (ROUNDS + 1) * max(self.control.gather(self._last_s, "timing")))
+        beside_s = self._times(alone)
+        return PredictedCost(
+            StepCost(plan.graph.shape, sizes, self.cluster), alone_s, beside_s, load.finish()
+        )
+
+    def _times(self, entry: Entry) -> ComputeTimes:
+        """The compute tasks of all ranks, running at once, without transfers of their own."""
         records: list[TaskRecord] = []
-        for number in range(SILENT_ROUNDS + 1):
-            run_step(entry, number, self.control)
+        for number in range(ROUNDS + 1):
+            self._last_s = run_step(entry, number, self.control).iteration_s
             if number > 0:  # the first step allocates
-                records += stack.records(number)
+                records += [replace(r, step=number) for r in entry.contender.records()]
         everyone = self.control.gather(records, "exchanging measured durations")
-        return MeasuredCost.from_records([r for rank in everyone for r in rank], _unknown)
-
-
-def _unknown(task: object) -> float:
-    raise AssertionError(f"{task} did not run in the silent run")
+        return ComputeTimes.from_records(r for rank in everyone for r in rank)

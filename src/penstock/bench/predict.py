@@ -1,13 +1,29 @@
-"""What the simulator promises, from costs measured apart from the run that it predicts."""
+"""What the simulator promises, from costs measured apart from the run that it predicts.
+
+Computation beside traffic is slower than alone: the kernel moves the bytes on the same cores. Traffic beside
+computation is a little slower, too. So both are measured both ways, and a task costs what its share of
+company says, which in turn depends on the simulated timeline: a fixed point, found by simulating again.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from penstock.cost import AlphaBeta, ClusterConfig, MeasuredCost, StepCost
-from penstock.graph import Lane, Task
+import numpy as np
+import numpy.typing as npt
+
+from penstock.cost import AlphaBeta, ClusterConfig, StepCost
+from penstock.graph import Lane, Op, Phase, Task
 from penstock.schedule import StepPlan
-from penstock.simulate import Ranks, simulate
+from penstock.simulate import Ranks, Seconds, Timeline, simulate
+from penstock.trace import TaskRecord
+
+PASSES = 3
+Shares = Mapping[Task, float]
+"""Which part of a task's time the other side, computation or transfers, is busy on the same rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +46,96 @@ class FittedCluster(ClusterConfig):
 
 
 @dataclass(frozen=True)
-class PredictedCost:
-    """Transfers from fitted links, computation from a run of the same tasks without a network."""
+class ComputeTimes:
+    """Durations of the compute tasks of a step, measured on all ranks at once: task -> [rounds, ranks]."""
 
-    transfers: StepCost
-    computation: MeasuredCost
+    seconds: Mapping[Task, npt.NDArray[np.float64]]
+
+    @staticmethod
+    def from_records(records: Iterable[TaskRecord]) -> ComputeTimes:
+        """Records of all ranks and rounds; every task must have run in each."""
+        found: dict[Task, dict[tuple[int, int], float]] = defaultdict(dict)
+        for record in records:
+            if record.lane is Lane.COMPUTE:
+                found[record.task][record.step, record.rank] = record.duration_s
+        return ComputeTimes({task: _table(durations) for task, durations in found.items()})
+
+    def typical(self) -> dict[tuple[int, Op, Phase], float]:
+        """Median by kind: tasks of one layer, op and phase differ in microbatch and chunk only."""
+        kinds: dict[tuple[int, Op, Phase], list[npt.NDArray[np.float64]]] = defaultdict(list)
+        for task, seconds in self.seconds.items():
+            kinds[task.layer, task.op, task.phase].append(seconds)
+        return {kind: float(np.median(np.stack(tables))) for kind, tables in kinds.items()}
+
+
+def _table(durations: Mapping[tuple[int, int], float]) -> npt.NDArray[np.float64]:
+    rounds, ranks = (sorted({key[axis] for key in durations}) for axis in (0, 1))
+    return np.array([[durations[number, rank] for rank in ranks] for number in rounds])
+
+
+class PredictedCost:
+    """Transfers from fitted links; computation as measured alone and beside traffic.
+
+    slowed: what a transfer beside computation takes, over what it takes alone.
+    """
+
+    def __init__(self, transfers: StepCost, alone: ComputeTimes, beside: ComputeTimes, slowed: float) -> None:
+        self.transfers, self.slowed, self._beside = transfers, slowed, beside
+        self._typical_alone, self._typical_beside = alone.typical(), beside.typical()
+        self.rounds = len(next(iter(beside.seconds.values())))
 
     def __call__(self, task: Task) -> float:
-        return self.computation(task) if task.lane is Lane.COMPUTE else self.transfers(task)
+        """Seconds of a task in full company: what an order should be made for."""
+        return self.seconds(task, 1.0)
+
+    def seconds(self, task: Task, share: float) -> float:
+        """Seconds of a task that has company for `share` of its time."""
+        if task.lane is not Lane.COMPUTE:
+            return self.transfers(task) * (1 + share * (self.slowed - 1))
+        kind = (task.layer, task.op, task.phase)
+        alone_s, beside_s = self._typical_alone[kind], self._typical_beside[kind]
+        return alone_s + share * (beside_s - alone_s)
+
+    def drawn(self, task: Task, share: float, number: int) -> float | Seconds:
+        """The same with the ups and downs that the ranks showed in measured round `number`, [ranks]."""
+        seconds = self.seconds(task, share)
+        if task.lane is not Lane.COMPUTE:
+            return seconds
+        typical_s = self._typical_beside[task.layer, task.op, task.phase]
+        scattered: Seconds = seconds * (1 + share * (self._beside.seconds[task][number] / typical_s - 1))
+        return scattered
 
 
 def predict(plan: StepPlan, cost: PredictedCost, ranks: Ranks) -> float:
-    """Iteration in seconds."""
-    return simulate(plan.schedule, plan.graph, cost, ranks).iteration_s
+    """Iteration in seconds: the mean over draws, since every collective waits for the slowest rank."""
+    shares: Shares = dict.fromkeys(plan.graph.tasks, 1.0)
+    for _ in range(PASSES):
+        shares = company(simulate(plan.schedule, plan.graph, partial(_expected, cost, shares)))
+    draws = (partial(_drawn, cost, shares, number) for number in range(cost.rounds))
+    return float(np.mean([simulate(plan.schedule, plan.graph, drawn, ranks).iteration_s for drawn in draws]))
+
+
+def _expected(cost: PredictedCost, shares: Shares, task: Task) -> float:
+    return cost.seconds(task, shares[task])
+
+
+def _drawn(cost: PredictedCost, shares: Shares, number: int, task: Task) -> float | Seconds:
+    return cost.drawn(task, shares[task], number)
+
+
+def company(timeline: Timeline) -> Shares:
+    """For every task the share of its time in which the other side was busy, on rank 0."""
+    spans = {task: (float(i.start[0]), float(i.end[0])) for task, i in timeline.times.items()}
+    return {task: _covered(span, _other_side(task, spans)) for task, span in spans.items()}
+
+
+def _other_side(task: Task, spans: Mapping[Task, tuple[float, float]]) -> list[tuple[float, float]]:
+    computes = task.lane is Lane.COMPUTE
+    return [span for other, span in spans.items() if (other.lane is Lane.COMPUTE) is not computes]
+
+
+def _covered(span: tuple[float, float], others: Iterable[tuple[float, float]]) -> float:
+    """Share of `span` that `others`, which do not overlap, cover. 0 for an empty span."""
+    start, end = span
+    common = sum(max(0.0, min(end, stop) - max(start, begin)) for begin, stop in others)
+    return min(1.0, common / (end - start)) if end > start else 0.0

@@ -1,4 +1,4 @@
-"""Penstock's own schedule: all graph transformations at once, ordered by the remaining critical path."""
+"""Penstock's own schedule: all graph transformations at once, in an order that is searched for."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from dataclasses import replace
 
 from penstock.graph import Graph, StepShape, Task
 from penstock.schedule.flowmoe import FlowMoE
-from penstock.schedule.freeze import Cost, freeze, slowest
+from penstock.schedule.freeze import Cost, slowest
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.system import Pieces
+from penstock.schedule.search import search
+from penstock.schedule.system import Pieces, is_all_reduce
+
+LEAST_EVALUATIONS, MOST_EVALUATIONS, MOST_PLACEMENTS = 60, 3000, 600_000
+APART = (0, 1, 2, 4, 8)
 
 
 class Penstock:
     """FlowMoE's pieces, and experts' weight gradients (W) as tasks that fill gaps of the compute lane.
 
-    Among ready tasks the one with the longest chain of work behind it goes first. Nothing waits for a W, so
-    it runs where the compute lane would wait for the network, and the last ones run under the last
+    The search begins with the rule `the longest chain of work behind it goes first`. Nothing waits for a W,
+    so it runs where the compute lane would wait for the network, and the last ones run under the last
     all-reduce, which no other schedule can hide.
 
     penstock: one column = one slot, · = idle
@@ -36,8 +40,24 @@ class Penstock:
         return replace(FlowMoE().shape(shape, pieces), split_experts=True)
 
     def order(self, graph: Graph, cost: Cost) -> Schedule:
-        remaining_s = remaining_path(graph, cost)
-        return freeze(self.name, graph, cost, lambda task: (-remaining_s[task],))
+        evaluations = max(LEAST_EVALUATIONS, min(MOST_EVALUATIONS, MOST_PLACEMENTS // len(graph.tasks)))
+        return search(self.name, graph, cost, _starts(graph, cost), evaluations)
+
+
+def _starts(graph: Graph, cost: Cost) -> list[dict[Task, float]]:
+    """Where the search begins: longest remaining path first, also with microbatches held apart, and FlowMoE's
+    rule."""
+    remaining_s = remaining_path(graph, cost)
+    usual_s = max(remaining_s.values()) / len(graph.tasks)
+    whole_s = max(remaining_s.values())
+    staggered = [
+        {task: apart * usual_s * (task.microbatch or 0) - remaining_s[task] for task in graph.tasks}
+        for apart in APART
+    ]
+    published = {
+        task: whole_s * is_all_reduce(task) + 1e-6 * whole_s * graph.position[task] for task in graph.tasks
+    }
+    return [*staggered, published]
 
 
 def remaining_path(graph: Graph, cost: Cost) -> Mapping[Task, float]:

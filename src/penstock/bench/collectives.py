@@ -1,0 +1,307 @@
+"""How near each collective comes to the wire: Penstock's transport beside Gloo as shipped.
+
+The limit counts payload only: bytes that tensors hold, over the rate of the link. TCP and IP headers take
+their part of the same rate: a wire that is never idle has an efficiency of 0.993 with packets of 9000 bytes
+(8948 bytes of payload travel in 9014) and of 0.956 with packets of 1500 (1448 in 1514).
+
+Small exchanges are repeated back to back and their mean is taken: one alone would mostly measure how evenly
+the ranks started, and on an emulated link how much an idle link lets pass at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, Final
+
+import torch
+
+from penstock.bench.result import Spread
+from penstock.bench.summarise import busiest_uplink_bytes
+from penstock.config import ConfigError
+from penstock.graph import Group
+from penstock.runtime.transport import Transport
+from penstock.topology import Control, Layout
+
+SIZES_BYTES: Final = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
+ROW_BYTES: Final = 1024
+FLOAT_BYTES: Final = 4
+COUNTS_PER_PEER: Final = 16
+LEAST_BYTES: Final = 4 << 20
+"""One timing repeats a collective until this much of every rank's buffer has been exchanged."""
+
+COUNTS_REPEATS: Final = 16
+ROUNDS: Final = 7
+WARMUP: Final = 1
+PENSTOCK, GLOO = "penstock", "gloo"
+COUNTS: Final = "counts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveTimes:
+    """One collective at one size, as it was measured; the same on every rank.
+
+    size_bytes: of the buffer of one rank, what it keeps included. repeats: calls in one timing. times_s: of
+    one call, by transport, the slowest rank of each round. traffic: by sending rank, payload bytes by
+    receiving rank, of one call.
+    """
+
+    collective: str
+    size_bytes: int
+    repeats: int
+    times_s: Mapping[str, tuple[float, ...]]
+    traffic: tuple[Mapping[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveResult:
+    """One row. wire_bytes: payload over the busiest uplink in its busier direction.
+
+    limit_s: see `Uplinks`; None if the rate is not known, nothing crosses a link, or the exchange is so small
+    that only its latency counts.
+    """
+
+    collective: str
+    size_bytes: int
+    wire_bytes: int
+    limit_s: float | None
+    times_s: Mapping[str, Spread]
+
+    def efficiency(self, transport: str) -> float | None:
+        """limit / median time; None without a limit."""
+        return None if self.limit_s is None else self.limit_s / self.times_s[transport].median
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"efficiency": {name: self.efficiency(name) for name in self.times_s}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectivesResult:
+    """All collectives at all sizes on one cluster."""
+
+    ranks: int
+    nodes: int
+    inter_rate_bit_per_s: float | None
+    rows: tuple[CollectiveResult, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; the key `collectives` tells it from the result of a comparison."""
+        plain = {"ranks": self.ranks, "nodes": self.nodes, "inter_rate_bit_per_s": self.inter_rate_bit_per_s}
+        return plain | {"collectives": [row.to_dict() for row in self.rows]}
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> CollectivesResult:
+        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
+        return CollectivesResult(
+            ranks=plain["ranks"],
+            nodes=plain["nodes"],
+            inter_rate_bit_per_s=plain["inter_rate_bit_per_s"],
+            rows=tuple(_row_from(row) for row in plain["collectives"]),
+        )
+
+
+def _row_from(row: Mapping[str, Any]) -> CollectiveResult:
+    return CollectiveResult(
+        collective=row["collective"],
+        size_bytes=row["size_bytes"],
+        wire_bytes=row["wire_bytes"],
+        limit_s=row["limit_s"],
+        times_s={name: Spread(**spread) for name, spread in row["times_s"].items()},
+    )
+
+
+# ---- measuring ---------------------------------------------------------------------------------------------
+
+
+def measure_collectives(
+    transport: Transport,
+    control: Control,
+    layout: Layout,
+    shipped: Transport,
+    *,
+    sizes_bytes: Sequence[int] = SIZES_BYTES,
+    rounds: int = ROUNDS,
+) -> tuple[CollectiveTimes, ...]:
+    """Every collective at every size, transports in turns. All ranks must call it at the same point.
+
+    shipped: the same groups on connections of its own, with Gloo's collectives as torch ships them.
+    sizes_bytes: of one rank's buffer, multiples of `ROW_BYTES`. Raises `ConfigError` if a rank is alone,
+    since it has nobody to exchange with.
+    """
+    if layout.ep_size == 1:
+        hint = "Use 2 or more, for example with --emulate 2x1."
+        raise ConfigError("processes", layout.world_size, "an exchange needs two ranks in a group", hint)
+    ways = {PENSTOCK: transport, GLOO: shipped}
+    measure = partial(_measure, transport=transport, control=control, rounds=rounds)
+    found = [measure(COUNTS, layout.ep_size * COUNTS_PER_PEER * 8, _counts(ways, layout))]
+    for size_bytes in sizes_bytes:
+        found += [measure(name, size_bytes, moves) for name, moves in _moves(ways, layout, size_bytes)]
+    return tuple(found)
+
+
+def _counts(ways: Mapping[str, Transport], layout: Layout) -> dict[str, Callable[[], object]]:
+    """The exchange of tokens per expert that goes before a dropless dispatch."""
+    counts = torch.zeros(layout.ep_size, COUNTS_PER_PEER, dtype=torch.int64)
+    ones = [1] * layout.ep_size
+    return {way: partial(each.all_to_all, counts, ones, ones) for way, each in ways.items()}
+
+
+def _moves(
+    ways: Mapping[str, Transport], layout: Layout, size_bytes: int
+) -> Iterator[tuple[str, dict[str, Callable[[], object]]]]:
+    """What to time at this size: name of the collective, one call by transport."""
+    peers = layout.ep_size
+    rows = torch.zeros(size_bytes // ROW_BYTES, ROW_BYTES // FLOAT_BYTES)
+    for name, weights in (("even", [1] * peers), ("uneven", [peers - t for t in range(peers)])):
+        splits = shares(len(rows), weights)
+        arguments = (rows, splits, [splits[layout.ep_rank]] * peers)
+        yield f"all-to-all, {name}", {way: partial(each.all_to_all, *arguments) for way, each in ways.items()}
+    # A sum in place: zeros stay zeros, whatever the number of rounds.
+    flat = rows.flatten()
+    yield "all-reduce", {way: partial(each.all_reduce, flat, Group.WORLD) for way, each in ways.items()}
+
+
+def shares(total: int, weights: Sequence[int]) -> list[int]:
+    """`total` rows in proportion to the weights, as whole numbers."""
+    bounds = [0, *(round(total * part / sum(weights)) for part in accumulate(weights))]
+    return [after - before for before, after in pairwise(bounds)]
+
+
+def _measure(
+    name: str,
+    size_bytes: int,
+    moves: Mapping[str, Callable[[], object]],
+    transport: Transport,
+    control: Control,
+    rounds: int,
+) -> CollectiveTimes:
+    """Rounds in turns, so that noise falls on all transports alike."""
+    repeats = COUNTS_REPEATS if name == COUNTS else max(1, LEAST_BYTES // size_bytes)
+    before = transport.traffic.copy()
+    moves[PENSTOCK]()
+    sent = control.gather(dict(transport.traffic - before), "collecting what was sent")
+    times: dict[str, list[float]] = {way: [] for way in moves}
+    for turn in range(WARMUP + rounds):
+        for way, move in moves.items():
+            time_s = _timed(move, control, repeats)
+            if turn >= WARMUP:
+                times[way].append(time_s)
+    everyone = control.gather(times, "collecting measurements")
+    slowest = {
+        way: tuple(max(turn) for turn in zip(*(rank[way] for rank in everyone), strict=True)) for way in moves
+    }
+    return CollectiveTimes(
+        collective=name, size_bytes=size_bytes, repeats=repeats, times_s=slowest, traffic=tuple(sent)
+    )
+
+
+def _timed(move: Callable[[], object], control: Control, repeats: int) -> float:
+    """Seconds of one call on this rank, the mean of `repeats` calls in a row; all ranks start together."""
+    control.barrier("measuring a collective")
+    start_s = time.perf_counter()
+    for _ in range(repeats):
+        move()
+    return (time.perf_counter() - start_s) / repeats
+
+
+# ---- what it means -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uplinks:
+    """The links between nodes.
+
+    devices: per node; they share its uplink. inter_rate_bit_per_s: in each direction, None if not known.
+    burst_bytes: what an uplink that was idle lets pass at once; an emulated link does, a real one does not.
+    """
+
+    nodes: int
+    devices: int
+    inter_rate_bit_per_s: float | None
+    burst_bytes: float = 0.0
+
+    def limit_s(self, wire_bytes: int, repeats: int) -> float | None:
+        """Least seconds of one of `repeats` calls in a row that each send `wire_bytes` over an uplink.
+
+        None without a rate, or if the burst would hide what the link does.
+        """
+        limited_bytes = repeats * wire_bytes - self.burst_bytes
+        if self.inter_rate_bit_per_s is None or limited_bytes <= 0:
+            return None
+        return limited_bytes * 8 / self.inter_rate_bit_per_s / repeats
+
+
+def summarise_collectives(found: Sequence[CollectiveTimes], uplinks: Uplinks) -> CollectivesResult:
+    """Nothing is measured here; the same input gives the same result."""
+    return CollectivesResult(
+        ranks=uplinks.nodes * uplinks.devices,
+        nodes=uplinks.nodes,
+        inter_rate_bit_per_s=uplinks.inter_rate_bit_per_s,
+        rows=tuple(_row(times, uplinks) for times in found),
+    )
+
+
+def _row(times: CollectiveTimes, uplinks: Uplinks) -> CollectiveResult:
+    wire_bytes = busiest_uplink_bytes(times.traffic, uplinks.nodes, uplinks.devices)
+    return CollectiveResult(
+        collective=times.collective,
+        size_bytes=times.size_bytes,
+        wire_bytes=wire_bytes,
+        limit_s=None if times.collective == COUNTS else uplinks.limit_s(wire_bytes, times.repeats),
+        times_s={way: Spread.of(values) for way, values in times.times_s.items()},
+    )
+
+
+HEAD: Final = (
+    "collective",
+    "per rank",
+    "over the uplink",
+    "limit ms",
+    "penstock ms [95 %]",
+    "efficiency",
+    "Gloo as shipped ms [95 %]",
+    "efficiency",
+)
+
+
+def render_collectives(result: CollectivesResult) -> str:
+    """What was measured and one row for each collective and size, in Markdown."""
+    rows = [HEAD, *(_cells(row) for row in result.rows)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    lines = [" | ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows]
+    rule = "-|-".join("-" * width for width in widths)
+    rate = result.inter_rate_bit_per_s
+    link = "link rate not known" if rate is None else f"{rate / 1e6:.0f} Mbit/s between nodes"
+    head = [f"{result.ranks} ranks on {result.nodes} nodes, {link}", LIMIT_NOTE, ""]
+    return "\n".join([*head, *(f"| {line} |" for line in (lines[0], rule, *lines[1:]))])
+
+
+LIMIT_NOTE: Final = "limit: payload over the busiest uplink at its full rate, headers not counted"
+
+
+def _cells(row: CollectiveResult) -> tuple[str, ...]:
+    return (
+        row.collective,
+        _size(row.size_bytes),
+        _size(row.wire_bytes),
+        "-" if row.limit_s is None else f"{1e3 * row.limit_s:.2f}",
+        *_timing(row, PENSTOCK),
+        *_timing(row, GLOO),
+    )
+
+
+def _timing(row: CollectiveResult, way: str) -> tuple[str, str]:
+    """Time and efficiency."""
+    spread, efficiency = row.times_s[way], row.efficiency(way)
+    times = f"{1e3 * spread.median:.2f} [{1e3 * spread.low:.2f}, {1e3 * spread.high:.2f}]"
+    return times, "-" if efficiency is None else f"{efficiency:.2f}"
+
+
+def _size(size_bytes: int) -> str:
+    for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.4g} {unit}"
+    return f"{size_bytes} B"
