@@ -12,6 +12,9 @@ from penstock.schedule import SCHEDULES, ScheduleConfig
 from penstock.topology import ParallelConfig
 from penstock.virtual import VirtualConfig
 
+PEERS = ("deepspeed", "megatron")
+"""Other systems that can be compared with, installed or not."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
@@ -21,22 +24,26 @@ class CompareConfig:
     peers: other systems, each as shipped and on Penstock's transport.
     rounds: measured steps of each. warmup: steps before them.
     batch_per_device: samples per rank and step. seed: of weights and data.
-    shipped: `sequential` also on Gloo's own all-to-all, as other systems ship it.
+    tune: predict every schedule with several numbers of pieces and compare it at its best.
     """
 
     schedules: tuple[str, ...] = ("sequential", "moe_pipeline", "flowmoe")
     peers: tuple[str, ...] = ()
-    rounds: int = 7
-    warmup: int = 2
+    rounds: int = 5
+    warmup: int = 1
     batch_per_device: int = 4
     seed: int = 0
-    shipped: bool = False
+    tune: bool = False
 
     def __post_init__(self) -> None:
         for name in self.schedules:
             if name not in SCHEDULES:
                 hint = f"Use some of {', '.join(SCHEDULES)}."
                 raise ConfigError("schedules", list(self.schedules), f"no schedule is called {name}", hint)
+        for name in self.peers:
+            if name not in PEERS:
+                hint = f"Use some of {', '.join(PEERS)}."
+                raise ConfigError("peers", list(self.peers), f"no other system is called {name}", hint)
         for key in ("rounds", "warmup", "batch_per_device"):
             if getattr(self, key) < 1:
                 raise ConfigError(key, getattr(self, key), "must be at least 1", "Use 1 or more.")
@@ -57,7 +64,9 @@ class BenchConfig:
             num_experts=2, top_k=2, moe_ffn_hidden_size=1024, expert="gelu", capacity_factor=1.25
         )
     )
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    schedule: ScheduleConfig = field(
+        default_factory=lambda: ScheduleConfig(microbatches=4, all_reduce_chunk_bytes=4 << 20)
+    )
     parallel: ParallelConfig = field(default_factory=lambda: ParallelConfig(processes=2))
     compare: CompareConfig = field(default_factory=CompareConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from typing import Protocol
 
 from penstock.bench.calibrate import Calibration
 from penstock.bench.config import BenchConfig
-from penstock.bench.contender import Entry
+from penstock.bench.contender import Entry, TransportName
+from penstock.bench.peers import Work, build_peer
 from penstock.bench.scheduled import Scheduled, Stacks, timed
 from penstock.topology import Control, Layout
+
+TRANSPORTS: tuple[TransportName, ...] = ("penstock", "gloo")
 
 
 class Field(Protocol):
@@ -41,7 +45,10 @@ class Field(Protocol):
 
 
 class RealField:
-    """Real computation: the schedules of one model."""
+    """Real computation: the schedules of one model, and other systems with the same weights.
+
+    Where peers take part, `sequential` runs on Gloo's own all-to-all, too: every rival in both columns.
+    """
 
     def __init__(self, config: BenchConfig, layout: Layout) -> None:
         self.label: str | None = None
@@ -49,12 +56,17 @@ class RealField:
         self.control = self._stacks.machinery.control
         calibration = Calibration(self._stacks)
         entries = [calibration.entry(name) for name in config.compare.schedules]
-        if config.compare.shipped and "sequential" in config.compare.schedules:
-            entries.append(calibration.entry("sequential", "gloo"))
+        if config.compare.peers:
+            entries += [calibration.shipped(entry) for entry in entries if entry.name == "sequential"]
+        entries += [self._peer(config, layout, *which) for which in product(config.compare.peers, TRANSPORTS)]
         self.entries = tuple(entries)
         plan = entries[0].plan
         assert plan is not None, "the first entry is a schedule"
         self._alone = Scheduled(self._stacks.silent, plan, self._stacks.batch)
+
+    def _peer(self, config: BenchConfig, layout: Layout, name: str, transport: TransportName) -> Entry:
+        work = Work(config=config, layout=layout, model=self._stacks.model, batch=self._stacks.batch)
+        return Entry(name=name, transport=transport, contender=build_peer(name, work, transport))
 
     @property
     def traffic(self) -> Counter[int]:
@@ -65,4 +77,7 @@ class RealField:
         return timed(self._alone.step, number)
 
     def close(self) -> None:
+        for entry in self.entries:
+            if entry.plan is None:
+                entry.contender.close()
         self._stacks.close()

@@ -106,9 +106,7 @@ class BenchResult:
         return max(self.compute_s, self.wire_s or 0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        plain = {
-            k: getattr(self, k) for k in ("virtual", "ranks", "nodes", "inter_rate_bit_per_s", "compute_s")
-        }
+        plain = {k: getattr(self, k) for k in ("ranks", "nodes", "inter_rate_bit_per_s", "compute_s")}
         rest = {"wire_bytes": self.wire_bytes, "wire_s": self.wire_s, "limit_s": self.limit_s}
         virtual = {"virtual": self.virtual is not None, "virtual_devices": self.virtual}
         return virtual | plain | rest | {"cases": [case.to_dict() for case in self.cases]}

@@ -12,7 +12,8 @@ from penstock.bench.contender import Entry
 from penstock.bench.links import fit_links
 from penstock.bench.predict import FittedCluster
 from penstock.bench.scheduled import run_config_of
-from penstock.schedule import SCHEDULES, StepPlan
+from penstock.bench.tune import variants
+from penstock.schedule import SCHEDULES, ScheduleConfig, StepPlan
 from penstock.simulate import Ranks, simulate
 from penstock.topology import Layout
 from penstock.trace import TaskRecord
@@ -46,7 +47,7 @@ class VirtualField:
 
     def __init__(self, config: BenchConfig, layout: Layout) -> None:
         self.label: str | None = config.virtual.label
-        self._config, self._layout = run_config_of(config), layout
+        self._bench, self._config, self._layout = config, run_config_of(config), layout
         machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
         self.control, self._transport = machinery.control, machinery.transport
         self._stack = build_virtual(self._config, config.virtual, machinery)
@@ -70,11 +71,19 @@ class VirtualField:
         self._stack.close()
 
     def _entry(self, name: str) -> Entry:
-        schedule = replace(self._config.schedule, name=name)
+        plans = {plan.graph.shape: plan for plan in map(self._first_plan, variants(self._bench, name))}
+        best = min((self._ordered(name, plan) for plan in plans.values()), key=lambda e: e.simulated_s or 0.0)
+        assert best.plan is not None, "a schedule has a plan"
+        self._stack.adopt(best.plan)
+        return best
+
+    def _first_plan(self, schedule: ScheduleConfig) -> StepPlan:
         config = replace(self._config, schedule=schedule)
-        first = first_plan(config, self._layout, self._stack.base_shape, *self._stack.bucket_sizes)
+        return first_plan(config, self._layout, self._stack.base_shape, *self._stack.bucket_sizes)
+
+    def _ordered(self, name: str, first: StepPlan) -> Entry:
         cost = self._cost(first)
-        plan = self._stack.adopt(StepPlan(first.graph, SCHEDULES[name].order(first.graph, cost)))
+        plan = StepPlan(first.graph, SCHEDULES[name].order(first.graph, cost))
         ranks = Ranks(self._layout.world_size, self._layout.ep_size)
         simulated_s = simulate(plan.schedule, plan.graph, cost, ranks).iteration_s
         contender = Slept(self._stack, plan)

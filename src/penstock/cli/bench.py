@@ -5,45 +5,94 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from penstock.bench import BenchConfig
+from penstock.bench.collectives import (
+    CollectivesResult,
+    Uplinks,
+    measure_collectives,
+    render_collectives,
+    summarise_collectives,
+)
 from penstock.bench.compare import compare
 from penstock.bench.field import Field, RealField
+from penstock.bench.peers import require
+from penstock.bench.result import BenchResult
+from penstock.bench.shipped import ShippedTransport
 from penstock.bench.summarise import summarise
 from penstock.bench.table import render
 from penstock.bench.virtual_field import VirtualField
-from penstock.cli.codes import BAD_USAGE
+from penstock.cli.codes import BAD_USAGE, FAILED
 from penstock.cli.train import end_of_rank
 from penstock.config import ConfigError, load
 from penstock.emulate import Cluster, EmulateConfig
+from penstock.emulate.links import burst_bytes
+from penstock.runtime import TaskError
 from penstock.runtime.host_memory import keep_freed_memory
-from penstock.topology import Layout, ProcessInfo, detect, join, leave
+from penstock.topology import CommunicationError, Layout, ProcessInfo, detect, join, lane_groups, leave
 from penstock.topology.join import ALONE
-from penstock.train.assemble import pick_device
+from penstock.train.assemble import build_machinery, pick_device
 from penstock.train.launcher import Place, launch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the options ask for, beside the configuration."""
+
+    json: bool
+    virtual: bool
+    collectives: bool
+    plot: Path | None
+
+    def __post_init__(self) -> None:
+        if self.collectives and (self.virtual or self.plot is not None):
+            other = "--virtual" if self.virtual else "--plot"
+            hint = f"Leave {other} out, or --collectives."
+            raise ConfigError(
+                "--collectives", True, f"measures the transport and has no use for {other}", hint
+            )
+
+
+def suite(folder: Path) -> int:
+    """Everything that BENCHMARKS.md shows; it and its figures are written to `folder`."""
+    from penstock.bench.suite import SUITE, run_suite  # loads the plotting library
+
+    return run_suite(SUITE, folder, sys.stderr)
 
 
 def bench(
     path: Path | None,
     overrides: Sequence[str],
     given: Sequence[str],
-    *,
-    json_wanted: bool,
-    emulate: EmulateConfig | None = None,
-    virtual: bool = False,
+    wanted: Wanted,
+    emulate: EmulateConfig | None,
 ) -> int:
     """Exit code of the comparison; rank 0 prints the table or one JSON object."""
     config = load(BenchConfig, path, overrides)
+    _check_together(config, wanted)
     info = detect(os.environ)
     if info is None and emulate is not None:
         with Cluster(emulate) as cluster:
             return _start_ranks(config, given, emulate.shape.ranks, cluster)
     if info is None and config.parallel.processes > 1:
         return _start_ranks(config, given, config.parallel.processes)
-    make_field = VirtualField if virtual else RealField
-    return _be_rank(config, info or ALONE, make_field, json_wanted, emulate)
+    info = info or ALONE
+    return end_of_rank(info, _be_rank(config, info, wanted, emulate))
+
+
+def _check_together(config: BenchConfig, wanted: Wanted) -> None:
+    if wanted.virtual and config.compare.peers:
+        why = "other systems compute, and virtual devices sleep instead"
+        raise ConfigError("--peers", ",".join(config.compare.peers), why, "Leave --virtual out.")
+    for peer in config.compare.peers:
+        require(peer)
 
 
 def _start_ranks(
@@ -56,30 +105,71 @@ def _start_ranks(
     return outcome.exit_code
 
 
-def _be_rank(
-    config: BenchConfig,
-    info: ProcessInfo,
-    make_field: Callable[[BenchConfig, Layout], Field],
-    json_wanted: bool,
-    emulate: EmulateConfig | None,
-) -> int:
-    """Measure; without an emulated cluster all ranks count as one node with a link of unknown rate."""
+def _be_rank(config: BenchConfig, info: ProcessInfo, wanted: Wanted, emulate: EmulateConfig | None) -> int:
     try:
         keep_freed_memory()
         join(info, config.parallel.timeout_s, pick_device(info.local_rank))
         layout = Layout.build(config.parallel, info.world_size, info.rank, config.moe.num_experts)
-        field = make_field(config, layout)
+        result = (_collectives if wanted.collectives else _comparison)(config, layout, wanted, emulate)
     except ConfigError as error:
         if info.rank == 0:
             print(f"penstock: {error}", file=sys.stderr)
-        return end_of_rank(info, BAD_USAGE)
-    found = compare(field, config.compare)
-    field.close()
+        return BAD_USAGE
+    except (TaskError, CommunicationError) as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return FAILED
     leave()
     if info.rank == 0:
-        nodes = 1 if emulate is None else emulate.shape.nodes
-        rate = None if emulate is None else emulate.inter_rate_bit_per_s
-        devices = info.world_size // nodes
-        result = summarise(found, nodes=nodes, devices=devices, inter_rate_bit_per_s=rate)
-        print(json.dumps(result.to_dict()) if json_wanted else render(result))
-    return end_of_rank(info, 0)
+        print(json.dumps(result.to_dict()) if wanted.json else _text(result))
+        if wanted.plot is not None:
+            _plot(result.to_dict(), wanted.plot)
+    return 0
+
+
+def _comparison(
+    config: BenchConfig, layout: Layout, wanted: Wanted, emulate: EmulateConfig | None
+) -> BenchResult:
+    """Without an emulated cluster all ranks count as one node with a link of unknown rate."""
+    field: Field = VirtualField(config, layout) if wanted.virtual else RealField(config, layout)
+    found = compare(field, config.compare)
+    field.close()
+    nodes = 1 if emulate is None else emulate.nodes
+    rate = None if emulate is None else emulate.inter_rate_bit_per_s
+    return summarise(found, nodes=nodes, devices=layout.world_size // nodes, inter_rate_bit_per_s=rate)
+
+
+def _collectives(
+    config: BenchConfig, layout: Layout, wanted: Wanted, emulate: EmulateConfig | None
+) -> CollectivesResult:
+    del wanted
+    machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
+    shipped = ShippedTransport(partial(lane_groups, layout, config.parallel.timeout_s))
+    found = measure_collectives(machinery.transport, machinery.control, layout, shipped)
+    return summarise_collectives(found, _uplinks(layout, emulate))
+
+
+def _uplinks(layout: Layout, emulate: EmulateConfig | None) -> Uplinks:
+    if emulate is None:
+        return Uplinks(nodes=1, devices=layout.world_size, inter_rate_bit_per_s=None)
+    rate = emulate.inter_rate_bit_per_s
+    return Uplinks(
+        nodes=emulate.nodes,
+        devices=emulate.devices,
+        inter_rate_bit_per_s=rate,
+        burst_bytes=burst_bytes(rate),
+    )
+
+
+def _text(result: BenchResult | CollectivesResult) -> str:
+    return render(result) if isinstance(result, BenchResult) else render_collectives(result)
+
+
+def _plot(result: dict[str, Any], folder: Path) -> None:
+    from penstock.bench.page import write_page  # both load large libraries
+    from penstock.bench.plot import draw
+
+    folder.mkdir(parents=True, exist_ok=True)
+    page = folder / "index.html"
+    page.write_text(write_page({"comparison": result}, title="penstock bench"))
+    for path in (*draw({"comparison": result}, folder).values(), page):
+        print(f"written: {path}", file=sys.stderr)

@@ -119,6 +119,15 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="sleep instead of computing: more ranks than cores, see [virtual]",
     )
+    bench.add_argument(
+        "--collectives",
+        action="store_true",
+        help="measure the transport alone: how near it comes to the wire",
+    )
+    bench.add_argument("--plot", type=Path, metavar="DIR", help="write figures (PNG) and a page there")
+    bench.add_argument(
+        "--suite", type=Path, metavar="DIR", help="run all that BENCHMARKS.md shows, and write it there"
+    )
     bench.add_argument("--json", action="store_true", help="print one JSON object")
     add_emulation_options(bench)
     bench.set_defaults(run=_bench)
@@ -140,18 +149,16 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _bench(options: argparse.Namespace, given: Sequence[str]) -> int:
-    from penstock.cli.bench import bench
+    from penstock.cli.bench import Wanted, bench, suite
 
+    if options.suite is not None:
+        return suite(options.suite)
     chosen = {"schedules": options.schedules, "peers": options.peers}
     overrides = [f"compare.{k}={json.dumps(v.split(','))}" for k, v in chosen.items() if v is not None]
-    return bench(
-        options.config,
-        [*options.overrides, *overrides],
-        given,
-        json_wanted=options.json,
-        emulate=emulation(options),
-        virtual=options.virtual,
+    wanted = Wanted(
+        json=options.json, virtual=options.virtual, collectives=options.collectives, plot=options.plot
     )
+    return bench(options.config, [*options.overrides, *overrides], given, wanted, emulation(options))
 
 
 def _schedule(options: argparse.Namespace, given: Sequence[str]) -> int:

@@ -1,0 +1,26 @@
+"""Which settings of a schedule are tried before the comparison; the best prediction takes part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+from penstock.bench.config import BenchConfig
+from penstock.schedule import ScheduleConfig
+
+MICROBATCHES = (2, 4)
+ALL_REDUCE_CHUNK_BYTES = (1 << 20, 1 << 22)
+
+
+def variants(config: BenchConfig, name: str) -> tuple[ScheduleConfig, ...]:
+    """Settings for schedule `name`: what [schedule] says, or with compare.tune all that are worth a trial.
+
+    Pieces that do not divide the batch evenly are left out, as long as any others are there.
+    """
+    given = replace(config.schedule, name=name)
+    if not config.compare.tune:
+        return (given,)
+    batch = config.compare.batch_per_device
+    pieces = [m for m in MICROBATCHES if batch % m == 0] or [given.microbatches]
+    tried = product(pieces, ALL_REDUCE_CHUNK_BYTES)
+    return tuple(replace(given, microbatches=m, chunks=m, all_reduce_chunk_bytes=size) for m, size in tried)
