@@ -6,7 +6,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
@@ -15,13 +16,15 @@ from penstock.emulate import Cluster, EmulateConfig
 from penstock.report import RunSummary
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
+from penstock.runtime.statistics import StepStatistics
 from penstock.topology import CommunicationError, Layout, ProcessInfo, detect, join, leave
 from penstock.topology.join import ALONE
 from penstock.train.assemble import pick_device
 from penstock.train.checkpoint import CheckpointError, complete_checkpoints
 from penstock.train.config import RunConfig
 from penstock.train.launcher import Place, launch
-from penstock.train.trainer import DivergedError, Trainer
+from penstock.train.trainer import DivergedError, OnStep, Trainer
+from penstock.virtual import RecordedModel, RoutingRecorder
 
 EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointError, DivergedError)
 
@@ -84,7 +87,8 @@ def _train_as_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> i
         device = pick_device(info.local_rank)
         keep_freed_memory()
         join(info, config.parallel.timeout_s, device)
-        summary = Trainer(config, info, device, quiet=False).run()
+        with _routing_file(config, info) as on_step:
+            summary = Trainer(config, info, device, quiet=False, on_step=on_step).run()
     except ConfigError as error:
         if info.rank == 0:  # every rank finds the same fault; once is enough
             print(f"penstock: {error}", file=sys.stderr)
@@ -100,6 +104,31 @@ def _train_as_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> i
     if info.rank == 0:
         _print_summary(summary, json_wanted)
     return 0
+
+
+@contextmanager
+def _routing_file(config: RunConfig, info: ProcessInfo) -> Iterator[OnStep | None]:
+    """What writes routing.jsonl while it is entered, if that is wanted and this is the rank that writes."""
+    if not config.output.routing or info.rank > 0:
+        yield None
+        return
+    config = config.resolved(info.world_size)
+    model = RecordedModel(
+        moe_layers=sum(config.model.is_moe(layer) for layer in range(config.model.num_layers)),
+        num_experts=config.moe.num_experts,
+        top_k=config.moe.top_k,
+    )
+    with ExitStack() as closing:
+        recorder: RoutingRecorder | None = None
+
+        def write(step: int, statistics: StepStatistics) -> None:
+            nonlocal recorder
+            if recorder is None:  # an earlier run's folder has been moved aside by now
+                path = config.output.dir / "routing.jsonl"
+                recorder = closing.enter_context(RoutingRecorder(path, model, resume_step=step - 1))
+            recorder.write(step, statistics.chosen_YE.tolist())
+
+        yield write
 
 
 def end_of_rank(info: ProcessInfo, code: int) -> int:

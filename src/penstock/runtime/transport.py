@@ -92,8 +92,10 @@ class GlooTransport(_Groups):
     """CPU tensors over Gloo.
 
     An all-to-all is point-to-point operations with every receive posted before the first send: Gloo's own
-    all-to-all often falls into half duplex, which doubles its time on a slow link. Send buffers are bounded,
-    so that the notice of a receive does not wait behind data.
+    all-to-all often falls into half duplex, which doubles its time on a slow link. Sends go round by round,
+    in round i to the rank i places further on: every rank then has one partner at a time, and streams do not
+    push each other aside on a receiver's link. Send buffers are bounded, so that the notice of a receive
+    does not wait behind data.
     """
 
     def __init__(
@@ -106,18 +108,9 @@ class GlooTransport(_Groups):
 
     def all_to_all(self, rows: Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
         self._count_all_to_all(rows, input_splits)
-        group = self._groups[Group.EXPERT]
-        rank, size = group.rank(), group.size()
         received = rows.new_empty(sum(output_splits), *rows.shape[1:])
         inbox, outbox = received.split(list(output_splits)), rows.contiguous().split(list(input_splits))
-        sources = [(rank - i) % size for i in range(1, size)]
-        targets = [(rank + i) % size for i in range(1, size)]
-        work = [dist.irecv(inbox[s], group=group, group_src=s) for s in sources if inbox[s].numel()]
-        work += [dist.isend(outbox[t], group=group, group_dst=t) for t in targets if outbox[t].numel()]
-        inbox[rank].copy_(outbox[rank])
-        for transfer in work:
-            assert transfer is not None
-            transfer.wait()
+        exchange(inbox, outbox, self._groups[Group.EXPERT])
         return received
 
     def abort(self) -> None:
@@ -128,6 +121,20 @@ class GlooTransport(_Groups):
         """
         self._sockets.cut()
         self._sockets = Sockets(frozenset())
+
+
+def exchange(inbox: Sequence[Tensor], outbox: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Share t of `outbox` goes to rank t, share s of `inbox` comes from rank s. Empty ones do not travel."""
+    rank, size = group.rank(), group.size()
+    others = range(1, size)
+    sources, targets = [(rank - i) % size for i in others], [(rank + i) % size for i in others]
+    receives = [dist.irecv(inbox[s], group=group, group_src=s) if inbox[s].numel() else None for s in sources]
+    inbox[rank].copy_(outbox[rank])
+    for target, receive in zip(targets, receives, strict=True):
+        send = dist.isend(outbox[target], group=group, group_dst=target) if outbox[target].numel() else None
+        for transfer in (send, receive):
+            if transfer is not None:
+                transfer.wait()
 
 
 class NcclTransport(_Groups):

@@ -25,13 +25,13 @@ class Penstock:
 
     penstock: one column = one slot, · = idle
     forward
-    layer    L0                                L1
-    compute  EM0 EM1 AT0 AT1 ·  ·  X0 X1 U0 U1 AT0 AT1 ·  ·  X0 X1 U0 U1 HD0 HD1 ·
-    inter    ·   ·   ·   N0  N1 D0 D1 C0 C1 ·  ·   N0  N1 D0 D1 C0 C1 ·  ·   ·   ST
+    layer    L0                          L1  L0 L1
+    compute  EM1 AT1 EM0 AT0 X1 ·  X0 U1 AT1 U0 AT0 X1 ·  X0 U1 HD1 U0 HD0 ·
+    inter    ·   ·   N1  D1  N0 D0 C1 C0 ·   N1 D1  N0 D0 C1 C0 ·   ·  ·   ST
     backward
-    layer    L1                          L0                               L1          L0
-    compute  HD1 HD0 U1 U0 X1 X0 AT1 AT0 U1    U0 X1 X0 AT1 AT0   EM1 EM0 W1    W0    W1 W0
-    inter    ·   ·   ·  C1 C0 D1 D0  ·   AR1.0 C1 C0 D1 D0  AR1.1 ·   ·   AR0.0 AR0.1 ·  ·
+    layer    L1                      L0 L1 L0 L1  L0                                  L1
+    compute  HD1 U1 HD0 X1 W1 AT1 U0 U1 X0 X1 AT0 U0    AT1 EM1   X0 W1 AT0 EM0 W0    W0
+    inter    ·   ·  C1  ·  D1 ·   ·  C0 C1 D0 D1  AR1.1 C0  AR1.0 ·  D0 ·   ·   AR0.0 AR0.1
     """
 
     name = "penstock"

@@ -28,7 +28,7 @@ class ParallelConfig:
     processes: int = 4
     ep_size: int | None = None
     timeout_s: float = 60.0
-    send_buffer_bytes: int = 256 * 1024
+    send_buffer_bytes: int = 64 * 1024
 
     def __post_init__(self) -> None:
         if self.processes < 1:
@@ -39,7 +39,7 @@ class ParallelConfig:
             why = f"must be positive and at most {LONGEST_TIMEOUT_S:.0f} (twelve days)"
             raise ConfigError("timeout_s", self.timeout_s, why, "Use 60.")
         if self.send_buffer_bytes < 0:
-            hint = "Use 262144, or 0 for what the system thinks best."
+            hint = "Use 65536, or 0 for what the system thinks best."
             raise ConfigError("send_buffer_bytes", self.send_buffer_bytes, "must not be negative", hint)
 
 

@@ -55,12 +55,14 @@ class OutputConfig:
     """Section `[output]`.
 
     dir: where checkpoints, metrics and the trace go. tensorboard: write event files, too.
-    trace_steps: how many of the last steps go into the trace; 0 = no trace.
+    trace_steps: how many of the last steps go into the trace; 0 = no trace. routing: write how many tokens
+    chose each expert in every step, for virtual devices that route as this run did.
     """
 
     dir: Path = Path("runs/default")
     tensorboard: bool = True
     trace_steps: int = 2
+    routing: bool = False
 
     def __post_init__(self) -> None:
         if self.trace_steps < 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from penstock.config import ConfigError, to_toml
 from penstock.cost import StepCost
 from penstock.graph import Group
 from penstock.report import RunSummary
+from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Layout, ProcessInfo
 from penstock.trace import TaskRecord, occupation
 from penstock.train.assemble import build_machinery, build_stack, workload
@@ -33,19 +35,34 @@ from penstock.train.tracing import StepAnalysis, analyse
 
 ANALYSED_STEPS = 2
 
+OnStep = Callable[[int, StepStatistics], None]
+"""Told of every step that has ended, counted from 1, and of what its batch was like."""
+
 
 class DivergedError(RuntimeError):
     """The loss or the gradient norm is no number any more; going on would only save rubbish."""
 
 
 class Trainer:
-    """Trains what a configuration describes, on this rank of a group that has joined already."""
+    """Trains what a configuration describes, on this rank of a group that has joined already.
 
-    def __init__(self, config: RunConfig, info: ProcessInfo, device: torch.device, *, quiet: bool) -> None:
+    on_step: called before a step's checkpoint is written; the output folder is there by then.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        info: ProcessInfo,
+        device: torch.device,
+        *,
+        quiet: bool,
+        on_step: OnStep | None = None,
+    ) -> None:
         self.config = config = config.resolved(info.world_size)
         self.layout = Layout.build(config.parallel, info.world_size, info.rank, config.moe.num_experts)
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
         self.control, self.leader = machinery.control, info.rank == 0
+        self.on_step = on_step
         self.source = open_source(config, self.layout, self.control)
         self.stack = build_stack(config, machinery)
         self.optimizer = build_adamw(self.stack.model.named_parameters(), config.optimizer)
@@ -115,6 +132,9 @@ class Trainer:
         iteration_s = time.perf_counter() - start_s
         records = self.stack.records(step + 1)
         self._keep(records)
+        if self.on_step is not None:
+            assert self.stack.statistics is not None, "a step has ended"
+            self.on_step(step + 1, self.stack.statistics)
         return self._metrics(step + 1, loss_value, rate, norm_value, iteration_s, records)
 
     def _after_step(self, metrics: StepMetrics, writer: MetricsWriter | None, *, last: bool) -> None:

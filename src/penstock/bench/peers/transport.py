@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.bench.peers.scoped import replaced
+from penstock.runtime.transport import exchange
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def all_to_all_single(
         )
     group = dist.group.WORLD if group is None else group
     received = _shares(output, output_split_sizes, group.size(), "output")
-    _exchange(received, _shares(input.contiguous(), input_split_sizes, group.size(), "input"), group)
+    exchange(received, _shares(input.contiguous(), input_split_sizes, group.size(), "input"), group)
 
 
 def _shares(rows: Tensor, sizes: Sequence[int] | None, ranks: int, what: str) -> Sequence[Tensor]:
@@ -54,16 +55,3 @@ def _shares(rows: Tensor, sizes: Sequence[int] | None, ranks: int, what: str) ->
     if len(rows) % ranks:
         raise ValueError(f"receives first: {len(rows)} {what} rows cannot be shared evenly by {ranks} ranks")
     return torch.split(rows, [len(rows) // ranks] * ranks)
-
-
-def _exchange(inbox: Sequence[Tensor], outbox: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Share t of `outbox` goes to rank t, share s of `inbox` comes from rank s. Empty ones do not travel."""
-    rank, size = group.rank(), group.size()
-    sources = [(rank - i) % size for i in range(1, size)]
-    targets = [(rank + i) % size for i in range(1, size)]
-    work = [dist.irecv(inbox[s], group=group, group_src=s) for s in sources if inbox[s].numel()]
-    work += [dist.isend(outbox[t], group=group, group_dst=t) for t in targets if outbox[t].numel()]
-    inbox[rank].copy_(outbox[rank])
-    for transfer in work:
-        assert transfer is not None
-        transfer.wait()
