@@ -4,13 +4,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PEERS := $(VENV)/.peers
 
 .PHONY: run test quick lint bench clean
 
 run: $(INSTALLED)  ## install, then train configs/tiny.toml; RUN="train.steps=50" changes settings
 	$(BIN)/penstock train configs/tiny.toml $(RUN)
 
-test: lint  ## install, then lint, type-check and run every test
+test: lint $(PEERS)  ## install, then lint, type-check and run every test
 	$(BIN)/python -m pytest
 
 quick: $(INSTALLED)  ## the tests to run while editing: under a minute
@@ -21,8 +22,8 @@ lint: $(INSTALLED)  ## style and strict types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED)  ## the three schedules in turns, on the same shapes and seeds
-	$(BIN)/penstock bench
+bench: $(INSTALLED) $(PEERS)  ## everything that BENCHMARKS.md shows; Linux, root, an idle machine, a quarter of an hour
+	$(BIN)/penstock bench --suite .
 
 clean:
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -30,4 +31,8 @@ clean:
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+$(PEERS): $(INSTALLED)  # the other systems that the benchmark compares with; training does not need them
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/pip install --quiet --constraint constraints.txt --editable ".[peers]"
 	touch $@

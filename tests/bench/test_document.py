@@ -60,7 +60,8 @@ GOLDEN = f"""\
 
 ![Rates](docs/bench/rates.png)
 
-The same figures with all numbers, to open in a browser: [docs/bench/index.html](docs/bench/index.html).
+The command also writes `docs/bench/index.html`: the same figures with all numbers, as a page for a browser.
+It holds its plotting library, works without a network, and is too large for the repository.
 
 {READING}
 

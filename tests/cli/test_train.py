@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from penstock.graph import Lane
+from penstock.virtual import RecordedModel, read_recording
 from tests.support.runs import (
     clean_environ,
     command,
@@ -207,6 +209,65 @@ def test_an_earlier_run_is_kept(tmp_path: Path) -> None:
     assert "it is kept as" in result.stderr
     assert losses(tmp_path / "run") == losses(tmp_path / "run.1")
     assert (tmp_path / "run.1" / "checkpoints" / "step-00000003").is_dir()
+
+
+# ---- recorded routing --------------------------------------------------------------------------------------
+
+RECORDED_MODEL = (
+    "model.num_layers=2",
+    "model.hidden_size=16",
+    "model.num_heads=2",
+    "model.seq_len=16",
+    "moe.num_experts=4",
+    "moe.moe_ffn_hidden_size=24",
+    "moe.capacity_factor=none",
+)
+"""The model of `write_config`, for `penstock bench`."""
+
+
+@pytest.fixture(scope="module")
+def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The routing of a run that lost its last two steps, continued from the checkpoint before them."""
+    folder = tmp_path_factory.mktemp("recorded")
+    config, two = write_config(folder), ("parallel.processes=2", "train.checkpoint_every=2")
+    first = run("train", config, *two, "output.routing=true", "train.steps=4")
+    assert first.returncode == 0, first.stderr
+    assert read_recording(folder / "run" / "routing.jsonl").steps == (1, 2, 3, 4)
+    shutil.rmtree(folder / "run" / "checkpoints" / "step-00000004")
+    second = run("train", config, *two, "output.routing=true", "train.steps=6", "train.resume=true")
+    assert second.returncode == 0, second.stderr
+    return folder / "run" / "routing.jsonl"
+
+
+def test_every_step_is_recorded_once_also_where_a_run_goes_on(recorded_run: Path) -> None:
+    found = read_recording(recorded_run)
+    assert found.steps == (1, 2, 3, 4, 5, 6)
+    assert found.model == RecordedModel(moe_layers=2, num_experts=4, top_k=2)
+    copies = 2 * 4 * 16 * 2  # ranks, samples, tokens, choices: the batch of all ranks, not of one
+    assert (found.loads_SYE.sum(axis=2) == copies).all()
+    assert len({load.tobytes() for load in found.loads_SYE}) > 1, "other batches, other loads"
+
+
+def test_virtual_devices_route_as_the_run_did(recorded_run: Path) -> None:
+    routing = ("virtual.routing=recorded", f"virtual.recorded={recorded_run}")
+    options = ("--virtual", "--json", "--schedules", "sequential")
+    result = run("bench", *options, *RECORDED_MODEL, *routing, "compare.rounds=1", "compare.warmup=1")
+    assert result.returncode == 0, result.stderr
+    assert f"recorded routing ({recorded_run})" in json.loads(result.stdout)["virtual_devices"]
+
+
+def test_another_model_than_the_recorded_one_is_refused(recorded_run: Path) -> None:
+    routing = ("virtual.routing=recorded", f"virtual.recorded={recorded_run}", "moe.num_experts=8")
+    result = run("bench", "--virtual", *RECORDED_MODEL, *routing)
+    assert result.returncode == 2
+    assert "num_experts = 4, and this model has 8" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_routing_is_recorded_only_when_asked_for(whole_run: tuple[Path, dict[str, Any]]) -> None:
+    assert not (whole_run[0] / "routing.jsonl").exists()
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,10 @@ def _overview(overview: Sequence[tuple[str, str]], page: str) -> Iterator[str]:
         yield "## At a glance"
     yield from (f"![{title}]({path})" for title, path in overview)
     if page:
-        yield f"The same figures with all numbers, to open in a browser: [{page}]({page})."
+        yield (
+            f"The command also writes `{page}`: the same figures with all numbers, as a page for a browser.\n"
+            "It holds its plotting library, works without a network, and is too large for the repository."
+        )
 
 
 def _section(section: Section) -> str:

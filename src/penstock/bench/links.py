@@ -56,7 +56,9 @@ def _fit(move: Callable[[int], None], control: Control) -> AlphaBeta:
     weights = 1 / np.array(times)
     matrix = np.stack([np.ones_like(sizes), sizes], axis=1) * weights[:, None]
     (alpha_s, beta_s), *_ = np.linalg.lstsq(matrix, np.ones_like(sizes), rcond=None)
-    return AlphaBeta(alpha_s=max(float(alpha_s), 0.0), beta_s_per_byte=max(float(beta_s), 0.0))
+    if beta_s <= 0:  # noise beats the slope on a link that is fast: all there is to say is its rate
+        return AlphaBeta(alpha_s=0.0, beta_s_per_byte=float(np.sum(times) / sizes.sum()))
+    return AlphaBeta(alpha_s=max(float(alpha_s), 0.0), beta_s_per_byte=float(beta_s))
 
 
 def _timed(move: Callable[[int], None], elements: int, control: Control) -> float:

@@ -31,7 +31,7 @@ def render(result: BenchResult) -> str:
 
 
 def _limits(result: BenchResult) -> list[str]:
-    lines = [f"{result.ranks} ranks on {result.nodes} nodes"]
+    lines = [f"{result.ranks} ranks on {result.nodes} node{'s' if result.nodes > 1 else ''}"]
     if result.virtual is not None:
         lines = [f"{lines[0]}: {result.virtual}; computation is slept, transfers are real"]
     if result.wire_s is not None and result.inter_rate_bit_per_s is not None:

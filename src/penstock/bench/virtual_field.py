@@ -1,4 +1,4 @@
-"""The comparison on virtual devices: computation is slept, transfers are real, so ranks may outnumber cores."""
+"""The comparison on virtual devices: computation is slept, transfers are real; ranks may outnumber cores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from penstock.bench.config import BenchConfig
 from penstock.bench.contender import Entry
 from penstock.bench.links import fit_links
-from penstock.bench.predict import FittedCluster
 from penstock.bench.scheduled import run_config_of
 from penstock.bench.tune import variants
 from penstock.schedule import SCHEDULES, ScheduleConfig, StepPlan

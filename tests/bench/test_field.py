@@ -1,0 +1,263 @@
+"""Comparisons on real ranks: who takes part, that all ranks agree, and what comes out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.bench.calibrate import Calibration
+from penstock.bench.compare import Measurements, compare
+from penstock.bench.config import BenchConfig, CompareConfig
+from penstock.bench.contender import Entry, Sample
+from penstock.bench.field import Field, RealField
+from penstock.bench.result import BenchResult
+from penstock.bench.scheduled import Stacks
+from penstock.bench.summarise import summarise
+from penstock.bench.table import render
+from penstock.bench.tune import variants
+from penstock.bench.virtual_field import VirtualField
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.runtime import PipelinedStack
+from penstock.schedule import SCHEDULES, ScheduleConfig
+from penstock.topology import Layout, ParallelConfig
+from penstock.virtual import VirtualConfig
+from tests.support.ranks import Pools
+
+ALL = ("flowmoe", "sequential", "penstock", "moe_pipeline")
+"""Not in the order of the catalogue."""
+
+ROUNDS = 2
+SHAPE = ModelConfig(num_layers=2, hidden_size=16, num_heads=2, seq_len=8, vocab_size=32)
+ZIPF = VirtualConfig(routing="zipf", zipf_exponent=1.5)
+
+
+def config_of(
+    world_size: int = 2, *, schedules: tuple[str, ...] = ALL, tune: bool = False, **moe: Any
+) -> BenchConfig:
+    sizes: dict[str, Any] = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 16, "capacity_factor": 1.25}
+    return BenchConfig(
+        model=SHAPE,
+        moe=MoEConfig(**(sizes | moe)),
+        schedule=ScheduleConfig(microbatches=2, all_reduce_chunk_bytes=2048),
+        parallel=ParallelConfig(processes=world_size, timeout_s=60),
+        compare=CompareConfig(schedules=schedules, rounds=ROUNDS, warmup=1, batch_per_device=4, tune=tune),
+        virtual=ZIPF,
+    )
+
+
+def layout_of(rank: int, config: BenchConfig) -> Layout:
+    return Layout.build(config.parallel, config.parallel.processes, rank, config.moe.num_experts)
+
+
+def field_of(rank: int, config: BenchConfig, virtual: bool) -> Field:
+    layout = layout_of(rank, config)
+    return VirtualField(config, layout) if virtual else RealField(config, layout)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What one rank knows of a comparison; contenders themselves cannot be sent. orders: text by label."""
+
+    labels: list[str]
+    orders: dict[str, str]
+    simulated_s: list[float | None]
+    samples: Mapping[str, list[list[Sample]]]
+    peaks_bytes: Mapping[str, list[int]]
+    compute_s: list[list[float]]
+    traffic: list[list[Mapping[int, int]]]
+    result: BenchResult
+
+
+def run_comparison(rank: int, config: BenchConfig, virtual: bool) -> Compared:
+    field = field_of(rank, config, virtual)
+    found: Measurements = compare(field, config.compare)
+    field.close()
+    nodes = config.parallel.processes // 2
+    return Compared(
+        labels=[entry.label for entry in found.entries],
+        orders={entry.label: order_text(entry) for entry in found.entries},
+        simulated_s=[entry.simulated_s for entry in found.entries],
+        samples=found.samples,
+        peaks_bytes=found.peaks_bytes,
+        compute_s=found.compute_s,
+        traffic=found.traffic,
+        result=summarise(found, nodes=nodes, devices=2, inter_rate_bit_per_s=None),
+    )
+
+
+def order_text(entry: Entry) -> str:
+    assert entry.plan is not None
+    entry.plan.schedule.check(entry.plan.graph)
+    return entry.plan.schedule.text()
+
+
+@pytest.fixture(scope="module")
+def real(ranks: Pools) -> list[Compared]:
+    found: list[Compared] = ranks(2).run(run_comparison, config_of(), False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def virtual(ranks: Pools) -> list[Compared]:
+    """Dropless, so that uneven routing is seen in sizes, too."""
+    found: list[Compared] = ranks(4).run(run_comparison, config_of(4, capacity_factor=None), True)
+    return found
+
+
+# ---- both fields -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["real", "virtual"])
+def test_schedules_take_turns_in_the_order_asked_for(kind: str, request: pytest.FixtureRequest) -> None:
+    for found in request.getfixturevalue(kind):
+        assert found.labels == list(ALL)
+        assert [found.orders[name].splitlines()[0] for name in ALL] == [f"schedule {name}" for name in ALL]
+        assert all(seconds is not None and seconds > 0 for seconds in found.simulated_s)
+
+
+@pytest.mark.parametrize("kind", ["real", "virtual"])
+def test_all_ranks_know_the_same(kind: str, request: pytest.FixtureRequest) -> None:
+    first, *others = request.getfixturevalue(kind)
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("kind", ["real", "virtual"])
+def test_every_rank_and_round_has_its_sample(kind: str, request: pytest.FixtureRequest) -> None:
+    found, *others = request.getfixturevalue(kind)
+    world_size = 1 + len(others)
+    assert found.samples.keys() == found.peaks_bytes.keys() == set(ALL)
+    for name in ALL:
+        assert [len(rank) for rank in found.samples[name]] == [ROUNDS] * world_size
+        assert len(found.peaks_bytes[name]) == world_size
+        for sample in (sample for rank in found.samples[name] for sample in rank):
+            assert set(sample.busy_s) == {"compute", "inter"}
+            assert sample.exposed_s is not None and sample.overhead_s is not None
+            assert 0 <= sample.exposed_s < sample.iteration_s
+    assert [len(rank) for rank in found.compute_s] == [ROUNDS] * world_size
+    assert [len(rank) for rank in found.traffic] == [ROUNDS] * world_size
+    assert all(seconds > 0 for rank in found.compute_s for seconds in rank)
+
+
+def test_a_step_sends_the_same_bytes_every_time(real: list[Compared]) -> None:
+    for rank, rounds in enumerate(real[0].traffic):
+        assert set(rounds[0]) == {1 - rank} and rounds[0][1 - rank] > 0
+        assert all(sent == rounds[0] for sent in rounds)
+
+
+# ---- virtual devices ---------------------------------------------------------------------------------------
+
+
+def test_virtual_devices_are_marked_everywhere(virtual: list[Compared]) -> None:
+    result = virtual[0].result
+    assert result.virtual == "virtual devices, zipf routing (exponent 1.5)"
+    assert result.to_dict()["virtual"] is True and result.to_dict()["virtual_devices"] == result.virtual
+    assert "4 ranks on 2 nodes: virtual devices, zipf routing" in render(result)
+
+
+def test_real_devices_are_not(real: list[Compared]) -> None:
+    result = real[0].result
+    assert result.virtual is None and result.to_dict()["virtual"] is False
+    assert "virtual" not in render(result)
+
+
+# ---- Gloo's own all-to-all ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    loss: float
+    gradients: dict[str, Tensor]
+    sent: Counter[int]
+
+
+def step_of(stack: PipelinedStack, stacks: Stacks) -> Step:
+    transport = stack.machinery.transport
+    before = transport.traffic.copy()
+    loss = stack(*stacks.batch)
+    loss.backward()
+    gradients = {n: p.grad for n, p in stack.model.named_parameters() if p.grad is not None}
+    for parameter in stack.model.parameters():
+        parameter.grad = None
+    return Step(loss.item(), gradients, transport.traffic - before)
+
+
+def run_both_transports(rank: int, config: BenchConfig) -> tuple[Step, Step]:
+    stacks = Stacks(config, layout_of(rank, config))
+    steps = step_of(stacks.real, stacks), step_of(stacks.shipped, stacks)
+    stacks.close()
+    return steps
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("capacity", [1.25, None])
+def test_the_shipped_transport_computes_the_same(ranks: Pools, name: str, capacity: float | None) -> None:
+    """The same bits: the two move rows, and neither adds any."""
+    config = config_of(schedules=(name,), capacity_factor=capacity)
+    for ours, shipped in ranks(2).run(run_both_transports, config):
+        assert ours.loss == shipped.loss and ours.sent == shipped.sent
+        assert ours.gradients.keys() == shipped.gradients.keys() != set()
+        for parameter, gradient in ours.gradients.items():
+            assert torch.equal(gradient, shipped.gradients[parameter]), parameter
+
+
+# ---- tuning ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was chosen and what every variant promised, by number of microbatches and chunks."""
+
+    chosen: tuple[int, int]
+    chosen_s: float | None
+    promised_s: dict[tuple[int, int], float | None]
+
+
+def cut_of(entry: Entry) -> tuple[int, int]:
+    assert entry.plan is not None
+    return entry.plan.graph.shape.microbatches, entry.plan.graph.shape.chunks
+
+
+def tuned_by(maker: Calibration | VirtualField, chosen: Entry, config: BenchConfig) -> Tuned:
+    """Every variant predicted again, from the same measurements."""
+    plans = [maker._first_plan(variant) for variant in variants(config, chosen.name)]
+    tried = [maker._ordered(chosen.name, plan) for plan in plans]
+    return Tuned(cut_of(chosen), chosen.simulated_s, {cut_of(e): e.simulated_s for e in tried})
+
+
+def run_tuned(rank: int, config: BenchConfig, virtual: bool) -> list[Tuned]:
+    if virtual:
+        field = VirtualField(config, layout_of(rank, config))
+        found = [tuned_by(field, entry, config) for entry in field.entries]
+        field.close()
+        return found
+    stacks = Stacks(config, layout_of(rank, config))
+    calibration = Calibration(stacks)
+    found = [tuned_by(calibration, calibration.entry(name), config) for name in config.compare.schedules]
+    stacks.close()
+    return found
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_tuning_takes_what_promises_most(ranks: Pools, asleep: bool) -> None:
+    config = config_of(schedules=("flowmoe", "moe_pipeline"), tune=True)
+    first, second = ranks(2).run(run_tuned, config, asleep)
+    assert first == second
+    flowmoe, pipeline = first
+    assert flowmoe.promised_s.keys() == {(2, 1), (4, 1)} and pipeline.promised_s.keys() == {(1, 2), (1, 4)}
+    for found in first:
+        assert found.chosen_s == min(s for s in found.promised_s.values() if s is not None)
+        assert found.promised_s[found.chosen] == found.chosen_s
+
+
+def test_without_tuning_the_section_decides(ranks: Pools) -> None:
+    config = config_of(schedules=("flowmoe",))
+    config = replace(config, schedule=replace(config.schedule, microbatches=3))
+    for (found,) in ranks(2).run(run_tuned, config, True):
+        assert found.chosen == (3, 1) and found.promised_s.keys() == {(3, 1)}
