@@ -88,12 +88,11 @@ def test_the_limit_is_payload_over_rate_and_latency_has_none(ranks: Pools) -> No
     assert even.efficiency("gloo") == even.limit_s / even.times_s["gloo"].median
 
 
-def test_what_an_idle_link_lets_pass_at_once_is_taken_off_once_per_timing() -> None:
-    uplinks = Uplinks(nodes=2, devices=1, inter_rate_bit_per_s=8e6, burst_bytes=1000)
-    assert uplinks.limit_s(5000, 1) == 4e-3
-    assert uplinks.limit_s(5000, 4) == pytest.approx(4.75e-3)
-    assert uplinks.limit_s(1000, 1) is None
-    assert Uplinks(nodes=2, devices=1, inter_rate_bit_per_s=None).limit_s(5000, 1) is None
+def test_the_limit_is_payload_over_the_rate() -> None:
+    uplinks = Uplinks(nodes=2, devices=1, inter_rate_bit_per_s=8e6)
+    assert uplinks.limit_s(5000) == pytest.approx(5e-3)
+    assert uplinks.limit_s(0) is None
+    assert Uplinks(nodes=2, devices=1, inter_rate_bit_per_s=None).limit_s(5000) is None
 
 
 def test_small_exchanges_are_repeated(ranks: Pools) -> None:

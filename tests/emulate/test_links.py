@@ -54,14 +54,16 @@ def test_devices_of_a_node_share_its_uplink() -> None:
         assert eventually_near(lambda: sum(rates_bit_per_s(running)), 400 * MBIT)
 
 
-def test_bytes_are_counted_where_they_cross() -> None:
-    with Cluster(EmulateConfig(nodes=3, devices=1)) as cluster:
+@pytest.mark.parametrize(("mtu_bytes", "least", "most"), [(1500, 1.03, 1.1), (9000, 1.004, 1.06)])
+def test_bytes_are_counted_where_they_cross(mtu_bytes: int, least: float, most: float) -> None:
+    """Headers are: 66 bytes for every 1448 of payload, or for every 8948."""
+    with Cluster(EmulateConfig(nodes=3, devices=1, mtu_bytes=mtu_bytes)) as cluster:
         with flowing(cluster, [(0, 1)]) as running:
             wait_for(lambda: running[0].received_bytes > 20e6)
         payload_bytes = running[0].received_bytes
         sender, receiver, idle = cluster.bytes_sent()
         assert sender.sent_bytes == pytest.approx(receiver.received_bytes, rel=0.01)
-        assert 1.03 * payload_bytes < receiver.received_bytes < 1.1 * payload_bytes  # 66 bytes for every 1448
+        assert least * payload_bytes < receiver.received_bytes < most * payload_bytes
         assert receiver.sent_bytes < 0.05 * payload_bytes
         assert idle.sent_bytes + idle.received_bytes < 5000
 

@@ -218,7 +218,7 @@ def _cluster(shape: str, rate: str) -> tuple[str, ...]:
 
 def _rates(rate: str, note: str, seconds: float) -> Run:
     """All schedules, each with the number of pieces that promises most, one rank per core."""
-    arguments = (*_cluster("2x1", rate), *ALL, "compare.tune=true", "compare.rounds=4")
+    arguments = (*_cluster("2x1", rate), *ALL, "compare.tune=true", "compare.rounds=3")
     title = _title("2x1", rate)
     return Run(name=f"2x1-{rate}", title=title, arguments=arguments, note=note, seconds=seconds)
 
@@ -230,8 +230,8 @@ def _shared(shape: str, note: str) -> Run:
     return Run(name=f"{shape}-400mbit", title=title, arguments=arguments, note=note, seconds=65)
 
 
-def _virtual(shape: str, experts: int, note: str) -> Run:
-    settings = (f"moe.num_experts={experts}", "compare.tune=true", "compare.rounds=2")
+def _virtual(shape: str, experts: int, pieces: str, note: str) -> Run:
+    settings = (f"moe.num_experts={experts}", pieces, "compare.rounds=2")
     arguments = ("--virtual", *_cluster(shape, "400mbit"), *ENDS, *settings)
     title = f"{_title(shape, '400mbit')}, virtual"
     name = f"virtual-{shape}-400mbit"
@@ -263,7 +263,7 @@ SUITE: Final = (
             *ENDS,
             "--peers",
             "deepspeed,megatron",
-            "compare.rounds=4",
+            "compare.rounds=3",
         ),
         note="The same attention, weights and data through the MoE layers of other systems, with their own "
         "gradient synchronisation. `(gloo)` is as shipped; the other row of each has Penstock's all-to-all "
@@ -273,8 +273,10 @@ SUITE: Final = (
     ),
     _shared("2x2", "Two devices share each uplink, and four ranks share two cores."),
     _shared("4x1", "Four nodes with an uplink each; four ranks share two cores."),
-    _virtual("4x2", 8, "More devices than cores: they sleep instead of computing."),
-    _virtual("4x4", 16, "The same with four devices behind each uplink."),
+    _virtual(
+        "4x2", 8, "schedule.microbatches=4", "More devices than cores: they sleep instead of computing."
+    ),
+    _virtual("4x4", 16, "schedule.microbatches=2", "The same with four devices behind each uplink."),
     _collectives("2x1", 2, "How near the transport comes to the wire; 0.99 is a wire that is never idle."),
     _collectives("4x1", 4, "The same with four ranks."),
 )

@@ -33,7 +33,6 @@ from penstock.cli.codes import BAD_USAGE, FAILED
 from penstock.cli.train import end_of_rank
 from penstock.config import ConfigError, load
 from penstock.emulate import Cluster, EmulateConfig
-from penstock.emulate.links import burst_bytes
 from penstock.runtime import TaskError
 from penstock.runtime.host_memory import keep_freed_memory
 from penstock.topology import CommunicationError, Layout, ProcessInfo, detect, join, lane_groups, leave
@@ -151,12 +150,10 @@ def _collectives(
 def _uplinks(layout: Layout, emulate: EmulateConfig | None) -> Uplinks:
     if emulate is None:
         return Uplinks(nodes=1, devices=layout.world_size, inter_rate_bit_per_s=None)
-    rate = emulate.inter_rate_bit_per_s
     return Uplinks(
         nodes=emulate.nodes,
         devices=emulate.devices,
-        inter_rate_bit_per_s=rate,
-        burst_bytes=burst_bytes(rate),
+        inter_rate_bit_per_s=emulate.inter_rate_bit_per_s,
     )
 
 

@@ -74,18 +74,13 @@ def set_rate(ports: Iterable[Port], rate_bit_per_s: float, *, verb: str = "chang
 
     `change` keeps what is queued and the counters; one process per namespace.
     """
-    bucket = burst_bytes(rate_bit_per_s)
+    bucket = max(LEAST_BURST_BYTES, round(rate_bit_per_s / 8 * BURST_S))
     shape = f"root tbf rate {round(rate_bit_per_s)}bit burst {bucket} latency {QUEUE_MS}ms"
     lines = defaultdict(list)
     for port in ports:
         lines[port.namespace].append(f"qdisc {verb} dev {port.interface} {shape}")
     for namespace, of_namespace in lines.items():
         tc(namespace, of_namespace)
-
-
-def burst_bytes(rate_bit_per_s: float) -> int:
-    """How much may pass at once through a link of this rate that was idle."""
-    return max(LEAST_BURST_BYTES, round(rate_bit_per_s / 8 * BURST_S))
 
 
 def set_up(port: Port, *, up: bool) -> None:
