@@ -171,6 +171,14 @@ def test_an_unknown_schedule_is_named() -> None:
 
 
 @pytest.mark.slow
+def test_ranks_that_somebody_else_started_get_no_second_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**started, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}.items():
+        monkeypatch.setenv(name, value)
+    result = run("bench", "--emulate", "2x1")
+    assert result.returncode == 2 and "Leave --emulate out" in result.stderr.replace("leave", "Leave")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -178,6 +186,12 @@ def test_an_unknown_schedule_is_named() -> None:
         (["--peers", "deepspeed", "--virtual"], ["--peers", "deepspeed", "Leave --virtual out"]),
         (["--collectives", "--virtual"], ["--collectives", "Leave --virtual out"]),
         (["--collectives", "--plot", "figures"], ["--collectives", "Leave --plot out"]),
+        (["--collectives", "--peers", "deepspeed"], ["--collectives", "Leave --peers out"]),
+        (["--suite", "figures", "--virtual"], ["--suite", "Leave everything but --suite DIR out"]),
+        (["--suite", "figures", "compare.rounds=1"], ["--suite", "Leave everything but --suite DIR out"]),
+        (["--schedules", "flowmoe,flowmoe"], ["compare.schedules", "twice", "Name each once"]),
+        (["compare.schedules=[]"], ["compare.schedules", "nothing to compare"]),
+        (["moe.capacity_factor=none"], ["moe.capacity_factor", "use --virtual"]),
         (["--schedules", "sequential,flow"], ["compare.schedules", "flow", "Use some of", "moe_pipeline"]),
         (["compare.rounds=0"], ["compare.rounds", "at least 1"]),
         (["compare.peer=deepspeed"], ["compare.peer", "compare.peers"]),

@@ -36,6 +36,12 @@ class CompareConfig:
     tune: bool = False
 
     def __post_init__(self) -> None:
+        for key in ("schedules", "peers"):
+            names = getattr(self, key)
+            if len(set(names)) < len(names):
+                raise ConfigError(key, list(names), "names one twice", "Name each once.")
+        if not self.schedules:
+            raise ConfigError("schedules", [], "there is nothing to compare", "Use one or more.")
         for name in self.schedules:
             if name not in SCHEDULES:
                 hint = f"Use some of {', '.join(SCHEDULES)}."

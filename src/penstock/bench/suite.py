@@ -227,7 +227,7 @@ def _shared(shape: str, note: str) -> Run:
     """Four ranks that compute on the cores of two."""
     arguments = (*_cluster(shape, "400mbit"), *ENDS, "moe.num_experts=4", "compare.rounds=2")
     title = _title(shape, "400mbit")
-    return Run(name=f"{shape}-400mbit", title=title, arguments=arguments, note=note, seconds=65)
+    return Run(name=f"{shape}-400mbit", title=title, arguments=arguments, note=note, seconds=70)
 
 
 def _virtual(shape: str, experts: int, pieces: str, note: str) -> Run:

@@ -33,7 +33,7 @@ from penstock.cli.codes import BAD_USAGE, FAILED
 from penstock.cli.train import end_of_rank
 from penstock.config import ConfigError, load
 from penstock.emulate import Cluster, EmulateConfig
-from penstock.runtime import TaskError
+from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
 from penstock.topology import CommunicationError, Layout, ProcessInfo, detect, join, lane_groups, leave
 from penstock.topology.join import ALONE
@@ -49,10 +49,12 @@ class Wanted:
     virtual: bool
     collectives: bool
     plot: Path | None
+    peers: bool = False
 
     def __post_init__(self) -> None:
-        if self.collectives and (self.virtual or self.plot is not None):
-            other = "--virtual" if self.virtual else "--plot"
+        useless = {"--virtual": self.virtual, "--plot": self.plot is not None, "--peers": self.peers}
+        other = next((name for name, given in useless.items() if given), None)
+        if self.collectives and other is not None:
             hint = f"Leave {other} out, or --collectives."
             raise ConfigError(
                 "--collectives", True, f"measures the transport and has no use for {other}", hint
@@ -77,6 +79,10 @@ def bench(
     config = load(BenchConfig, path, overrides)
     _check_together(config, wanted)
     info = detect(os.environ)
+    if emulate is not None and info is not None and info.launcher != "penstock":
+        why = f"ranks that {info.launcher} started already have a network"
+        hint = "Start penstock bench itself, or leave --emulate out."
+        raise ConfigError("--emulate", str(emulate.shape), why, hint)
     if info is None and emulate is not None:
         with Cluster(emulate) as cluster:
             return _start_ranks(config, given, emulate.shape.ranks, cluster)
@@ -90,6 +96,10 @@ def _check_together(config: BenchConfig, wanted: Wanted) -> None:
     if wanted.virtual and config.compare.peers:
         why = "other systems compute, and virtual devices sleep instead"
         raise ConfigError("--peers", ",".join(config.compare.peers), why, "Leave --virtual out.")
+    if not (wanted.virtual or wanted.collectives) and config.moe.capacity_factor is None:
+        why = "computation alone, without a network, has no routing to go by"
+        hint = "Give a capacity factor such as 1.25, or use --virtual."
+        raise ConfigError("moe.capacity_factor", "none", why, hint)
     for peer in config.compare.peers:
         require(peer)
 
@@ -114,7 +124,7 @@ def _be_rank(config: BenchConfig, info: ProcessInfo, wanted: Wanted, emulate: Em
         if info.rank == 0:
             print(f"penstock: {error}", file=sys.stderr)
         return BAD_USAGE
-    except (TaskError, CommunicationError) as error:
+    except (TaskError, CommunicationError, ScheduleMismatchError) as error:
         print(f"penstock: {error}", file=sys.stderr)
         return FAILED
     leave()

@@ -13,6 +13,7 @@ from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.cli.emulate import add_emulate, add_emulation_options, emulation
 from penstock.config import ConfigError
 from penstock.emulate import EmulationError, EmulationUnavailable
+from penstock.emulate.system import check_available
 from penstock.graph import ScheduleError
 
 MOST_PIECES = 64
@@ -152,13 +153,28 @@ def _bench(options: argparse.Namespace, given: Sequence[str]) -> int:
     from penstock.cli.bench import Wanted, bench, suite
 
     if options.suite is not None:
+        _check_alone(given)
         return suite(options.suite)
     chosen = {"schedules": options.schedules, "peers": options.peers}
     overrides = [f"compare.{k}={json.dumps(v.split(','))}" for k, v in chosen.items() if v is not None]
     wanted = Wanted(
-        json=options.json, virtual=options.virtual, collectives=options.collectives, plot=options.plot
+        json=options.json,
+        virtual=options.virtual,
+        collectives=options.collectives,
+        plot=options.plot,
+        peers=options.peers is not None,
     )
     return bench(options.config, [*options.overrides, *overrides], given, wanted, emulation(options))
+
+
+def _check_alone(given: Sequence[str]) -> None:
+    """Refuse `--suite` with anything else: it would run for a quarter of an hour and ignore it."""
+    taken = ["bench", "--suite"] if "--suite" in given else ["bench"]
+    more = [word for word in given if word not in taken and not word.startswith("--suite=")]
+    if len(more) > ("--suite" in given):
+        why = "runs a fixed list and takes no other options or settings"
+        raise ConfigError("--suite", " ".join(given[1:]), why, "Leave everything but --suite DIR out.")
+    check_available()
 
 
 def _schedule(options: argparse.Namespace, given: Sequence[str]) -> int:
