@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,12 +173,12 @@ def test_an_unknown_schedule_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_somebody_else_started_get_no_second_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_somebody_else_started_get_no_second_network() -> None:
     started = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    for name, value in {**started, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}.items():
-        monkeypatch.setenv(name, value)
-    result = run("bench", "--emulate", "2x1")
-    assert result.returncode == 2 and "Leave --emulate out" in result.stderr.replace("leave", "Leave")
+    started |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}
+    words = [sys.executable, "-m", "penstock", "bench", "--emulate", "2x1"]
+    result = subprocess.run(words, env=os.environ | started, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and "leave --emulate out" in result.stderr, result.stderr
 
 
 @pytest.mark.parametrize(
