@@ -12,7 +12,7 @@ INTRODUCTION: Final = """\
 # Benchmarks
 
 This file was written by `penstock bench --suite`. Each section shows a command, and below it the table
-that this very command printed. Cases of one table ran in turns (A B C A B C ...) with the same weights
+of that command's result. Cases of one table ran in turns (A B C A B C ...) with the same weights
 and data, so that noise falls on all of them alike; an interval in brackets holds the median with 95 %
 confidence."""
 
@@ -44,8 +44,9 @@ LIMITS: Final = """\
 - **No GPU.** NCCL, streams and copies between host and device behave differently.
 - **Fixed routing.** Every expert gets the same number of tokens (capacity factor), from random data. Real
   routing is uneven and changes while a model learns.
-- **One shape.** One small model for each table. With another ratio of computation to traffic every number
-  changes, and the less of either there is, the less can be hidden.
+- **One shape.** One small model for all tables; the number of experts grows with the ranks. With another
+  ratio of computation to traffic every number changes, and the less of either there is, the less can be
+  hidden.
 - **Few rounds.** Intervals cover the noise of this run, not that of another day or machine.
 - **Other systems** run inside this comparison by adapters, at this size and on CPUs. That is not what
   they were made for: their rows show their order of communication, not their quality."""
