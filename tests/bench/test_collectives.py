@@ -24,6 +24,8 @@ from penstock.runtime.transport import GlooTransport, LocalTransport
 from penstock.topology import Control, Layout, lane_groups
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 KIB = 1024
 SIZES_BYTES = (64 * KIB, 256 * KIB)
 ROUNDS = 3

@@ -30,6 +30,8 @@ from penstock.topology import Layout, ParallelConfig
 from penstock.virtual import VirtualConfig
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 ALL = ("flowmoe", "sequential", "penstock", "moe_pipeline")
 """Not in the order of the catalogue."""
 

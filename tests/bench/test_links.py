@@ -17,6 +17,8 @@ from penstock.topology import Control
 from tests.bench.test_load import transport_of
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 DEVICES = ClusterConfig(flops_per_s=3e9, memory_bytes_per_s=5e8, task_overhead_s=7e-4)
 
 

@@ -14,6 +14,8 @@ from penstock.runtime.transport import GlooTransport
 from penstock.topology import Control, Layout, lane_groups
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 60.0
 
 

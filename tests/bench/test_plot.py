@@ -21,6 +21,8 @@ from penstock.bench.plot import DPI, WIDTH_IN, apart, draw, log_ticks
 from penstock.bench.views import COLOURS, MORE_COLOURS, by_rate, colours, ink, lines, tint, view
 from tests.bench.results import NINE, THREE, case, result
 
+pytestmark = pytest.mark.slow
+
 RATES = {"slow": result(3e8), "middle": result(7e8), "fast": result(2e9)}
 MANY: dict[str, Any] = {**RATES, "nine": result(4e8, NINE), "asleep": result(4e8, THREE, virtual="asleep")}
 

@@ -15,6 +15,8 @@ from tests.bench.results import NINE, result
 from tests.bench.test_document import MACHINE
 from tests.cli.test_bench import SMALL
 
+pytestmark = pytest.mark.slow
+
 TINY = Run(
     name="tiny",
     title="A tiny run",

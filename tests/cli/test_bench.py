@@ -15,6 +15,8 @@ from penstock.bench.peers import require
 from penstock.config import ConfigError
 from tests.support.runs import run
 
+pytestmark = pytest.mark.slow
+
 SMALL = (
     "model.hidden_size=32",
     "model.num_heads=2",

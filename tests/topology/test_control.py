@@ -10,6 +10,8 @@ import torch.distributed as dist
 from penstock.topology import CommunicationError, Control
 from tests.support.ranks import Pools, RankPool
 
+pytestmark = pytest.mark.slow
+
 
 def vote(rank: int, flags: list[bool]) -> bool:
     return Control(rank, len(flags)).any(flags[rank], "voting")

@@ -25,6 +25,8 @@ from penstock.virtual import VirtualConfig, VirtualStack, build_virtual, gradien
 from tests.support.parity import Case, batch_of, machinery, stack_of
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 NAMES = sorted(SCHEDULES)
 LAYOUTS = [(4, 4), (4, 2)]
 SLEEPS = ClusterConfig(task_overhead_s=5e-4, flops_per_s=1e8)

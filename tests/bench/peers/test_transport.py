@@ -11,6 +11,8 @@ from penstock.bench.peers import receives_first
 from penstock.bench.peers.transport import all_to_all_single
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 UNEVEN = [[0, 3, 1], [2, 0, 4], [5, 1, 0]]
 """Rows from rank (first index) to rank (second index); some pairs exchange nothing."""
 
