@@ -9,8 +9,6 @@ import sys
 SCRIPT = """
 import json, resource, sys, torch
 from penstock.runtime.host_memory import keep_freed_memory
-
-pytestmark = pytest.mark.slow
 kept = keep_freed_memory() if sys.argv[1] == "keep" else None
 
 def use():
