@@ -17,8 +17,9 @@ from penstock.cost import ClusterConfig, StepCost
 from penstock.graph import Graph, Lane, StepShape, Task, build_graph
 from penstock.schedule import SCHEDULES, Cost, Schedule, freeze, unit_cost
 from penstock.schedule import search as search_module
+from penstock.schedule.board import Board, Found, Keys
 from penstock.schedule.penstock import remaining_path
-from penstock.schedule.search import SCENARIOS, Board, Found, Keys, search
+from penstock.schedule.search import SCENARIOS, search
 from penstock.simulate import simulate
 from penstock.topology import Layout
 from penstock.train.assemble import workload
