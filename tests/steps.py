@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from hypothesis import strategies as st
 
-from penstock.graph import Graph, Lane, Phase, StepShape, Task
+from penstock.dispatch import DISPATCHES
+from penstock.graph import Graph, Lane, Op, Phase, StepShape, Task
 from penstock.schedule import SCHEDULES, Pieces, StepPlan, plan_step, unit_cost
 
 PICTURE_WIDTH = 106
@@ -20,9 +21,19 @@ seeds = st.integers(0, 2**32 - 1)
 
 @st.composite
 def shapes(
-    draw: st.DrawFn, *, layers: int = 3, dense: bool = True, pieces: int = 3, chunks: int = 3
+    draw: st.DrawFn,
+    *,
+    layers: int = 3,
+    dense: bool = True,
+    pieces: int = 3,
+    chunks: int = 3,
+    plain: bool = False,
 ) -> StepShape:
-    """Any shape with at most so many layers, microbatches and chunks; some without all-reduces."""
+    """Any shape with at most so many layers, microbatches and chunks; some without all-reduces.
+
+    plain: what the published systems know, without shared experts and legs inside nodes.
+    """
+    legs = [(Op.DISPATCH,)] if plain else [dispatch.ops for dispatch in DISPATCHES.values()]
     kinds = st.booleans() if dense else st.just(True)
     moe_layers = draw(st.lists(kinds, min_size=1, max_size=layers))
     per_layer = st.tuples(*[st.integers(0, 3)] * len(moe_layers))
@@ -33,6 +44,8 @@ def shapes(
         exchange_counts=draw(st.booleans()),
         all_reduce_chunks=draw(per_layer),
         expert_all_reduce_chunks=draw(per_layer),
+        dispatch=draw(st.sampled_from(legs)),
+        shared_experts=not plain and draw(st.booleans()),
     )
 
 

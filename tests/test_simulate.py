@@ -84,17 +84,23 @@ def test_fsmoe_takes_what_its_exact_formula_says(pieces: int, a: int, g: int, s:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> Ranks:
-    ep_size = draw(st.integers(1, 4))
-    return Ranks(ep_size * draw(st.integers(1, 3)), ep_size)
+    node_size = draw(st.integers(1, 3))
+    ep_size = node_size * draw(st.integers(1, 3))
+    told = draw(st.booleans()) or node_size != ep_size  # 0 says the same as ep_size
+    return Ranks(ep_size * draw(st.integers(1, 3)), ep_size, node_size if told else 0)
 
 
 def members(group: Group, rank: int, ranks: Ranks) -> list[int]:
-    """Expert groups are consecutive ranks; replicas of an expert are `ep_size` apart."""
-    everyone = range(ranks.world_size)
+    """Expert groups and nodes are consecutive ranks; a rail has one of every node of an expert group."""
+    everyone, size = range(ranks.world_size), ranks.node_size or ranks.ep_size
     together = {
         Group.ALONE: lambda other: other == rank,
         Group.EXPERT: lambda other: other // ranks.ep_size == rank // ranks.ep_size,
         Group.EXPERT_REPLICAS: lambda other: other % ranks.ep_size == rank % ranks.ep_size,
+        Group.NODE: lambda other: other // size == rank // size,
+        Group.RAIL: lambda other: (
+            other // ranks.ep_size == rank // ranks.ep_size and other % size == rank % size
+        ),
         Group.WORLD: lambda other: True,
     }
     return [other for other in everyone if together[group](other)]
@@ -203,7 +209,7 @@ def test_the_bound_of_a_lane_is_its_work_on_the_slowest_rank(shape: StepShape, s
     bound = lower_bound(graph, seconds.__getitem__, ranks)
     work = {
         lane: max(sum(float(seconds[t][rank]) for t in graph.tasks if t.lane is lane) for rank in range(2))
-        for lane in (Lane.COMPUTE, Lane.INTER)
+        for lane in (Lane.COMPUTE, Lane.INTRA, Lane.INTER)
     }
     assert bound.busiest_lane_s == pytest.approx(max(work.values()))
     assert work[bound.busiest_lane] == max(work.values())

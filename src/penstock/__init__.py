@@ -1,3 +1,30 @@
-"""Penstock trains mixture-of-experts transformers and hides the network behind computation."""
+"""Penstock: training of mixture-of-experts transformers on ordinary clusters, with the network hidden.
+
+What needs torch is loaded when it is first asked for, so that planning and simulation stay light.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.moe import MoELayer
+    from penstock.runtime import ExpertParallel, ignore_experts
 
 __version__ = "0.1.0"
+
+__all__ = ["ExpertParallel", "MoELayer", "ignore_experts"]
+
+_HOMES = {
+    "MoELayer": "penstock.moe",
+    "ExpertParallel": "penstock.runtime",
+    "ignore_experts": "penstock.runtime",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -18,12 +18,25 @@ RankCost = Callable[[Task], Any]
 """Seconds of a task: one number for all ranks, or an array [ranks]."""
 
 
+MEETING_AXES = {
+    Group.EXPERT: (1, 2),
+    Group.EXPERT_REPLICAS: (0,),
+    Group.NODE: (2,),
+    Group.RAIL: (1,),
+}
+"""Of ranks arranged as [expert group, node, place in the node]: the axes along which a group extends."""
+
+
 @dataclass(frozen=True)
 class Ranks:
-    """Which ranks meet in a collective: expert groups are consecutive, expert replicas strided."""
+    """Which ranks meet in a collective: expert groups are consecutive, expert replicas strided.
+
+    node_size: ranks of an expert group in one node; 0 = all of them.
+    """
 
     world_size: int = 1
     ep_size: int = 1
+    node_size: int = 0
 
     def meet(self, group: Group, times: Seconds) -> Seconds:
         """For every rank the latest time within its group. times: [ranks]."""
@@ -31,9 +44,10 @@ class Ranks:
             return times
         if group is Group.WORLD:
             return np.full_like(times, times.max())
-        by_group = times.reshape(-1, self.ep_size)
-        axis = 1 if group is Group.EXPERT else 0
-        return np.broadcast_to(by_group.max(axis=axis, keepdims=True), by_group.shape).reshape(-1)
+        # [expert group, node, place in the node]
+        by_place = times.reshape(-1, self.ep_size // (size := self.node_size or self.ep_size), size)
+        latest = by_place.max(axis=MEETING_AXES[group], keepdims=True)
+        return np.broadcast_to(latest, by_place.shape).reshape(-1)
 
 
 @dataclass(frozen=True)

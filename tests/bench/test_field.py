@@ -180,7 +180,7 @@ class Step:
 
 
 def step_of(stack: PipelinedStack, stacks: Stacks) -> Step:
-    transport = stack.machinery.transport
+    transport = stack.machinery.transports.inter
     before = transport.traffic.copy()
     loss = stack(*stacks.batch)
     loss.backward()

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.predict import ComputeTimes, FittedCluster, PredictedCost, company, predict
-from penstock.cost import AlphaBeta, StepCost, Workload
+from penstock.bench.predict import ComputeTimes, PredictedCost, company, predict
+from penstock.cost import AlphaBeta, FittedCluster, StepCost, Workload
 from penstock.graph import Interval, Lane, Op, Phase, StepShape, Task, build_graph
 from penstock.schedule import SCHEDULES, StepPlan, unit_cost
 from penstock.simulate import Ranks, Timeline

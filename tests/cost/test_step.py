@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, StepCost, Workload
+from penstock.dispatch import DISPATCHES
 from penstock.graph import Lane, Op, Phase, StepShape, Task, build_graph
+from penstock.graph.dependencies import TRANSFERS
+from penstock.graph.task import BACK_AGAIN
 from tests.steps import shapes
 
 CLUSTER = ClusterConfig(
@@ -19,7 +22,9 @@ CLUSTER = ClusterConfig(
 
 
 def workload(shape: StepShape, *, ep_size: int = 2, capacity_factor: float | None = None) -> Workload:
+    """Two nodes per expert group where the shape's dispatch has legs inside them."""
     layers = range(shape.num_layers)
+    names = {dispatch.ops: name for name, dispatch in DISPATCHES.items()}
     return Workload(
         batch=5,
         seq_len=7,
@@ -33,6 +38,9 @@ def workload(shape: StepShape, *, ep_size: int = 2, capacity_factor: float | Non
         min_capacity=4,
         world_size=4,
         ep_size=ep_size,
+        dispatch=names[shape.dispatch],
+        node_size=max(ep_size // 2, 1),
+        shared_ffn_hidden_size=12,
         element_bytes=4,
         all_reduce_bytes=tuple(
             4 * (1000 + layer) if shape.all_reduce_chunks[layer] else 0 for layer in layers
@@ -51,7 +59,9 @@ def alpha_s(task: Task, work: Workload) -> float:
     """What the task costs however small it is."""
     if task.lane is Lane.COMPUTE:
         return CLUSTER.task_overhead_s
-    if task.op in (Op.COUNTS, Op.DISPATCH, Op.COMBINE):
+    if task.op in TRANSFERS:
+        return CLUSTER.leg(work.dispatch, task.op, work.nodes, work.ranks_per_node).alpha_s
+    if task.op is Op.COUNTS:
         return CLUSTER.all_to_all(work.ep_size).alpha_s
     ranks = work.world_size // work.ep_size if task.op is Op.EXPERT_ALL_REDUCE else work.world_size
     return CLUSTER.all_reduce(ranks).alpha_s
@@ -88,7 +98,7 @@ def test_backward_computes_twice_and_sends_the_same(shape: StepShape) -> None:
     total = volume_s(shape)
     for (layer, op, phase), seconds in total.items():
         if phase is Phase.FORWARD and (layer, op, Phase.BACKWARD) in total:
-            factor = 1 if op in (Op.DISPATCH, Op.COMBINE) else 2
+            factor = 1 if op in TRANSFERS else 2
             assert total[layer, op, Phase.BACKWARD] == pytest.approx(factor * seconds)
 
 
@@ -132,3 +142,45 @@ def test_a_dense_block_computes_its_feed_forward_part_itself() -> None:
     cost = StepCost(shape, replace(workload(shape), dense_ffn_hidden_size=40), CLUSTER)
     moe, dense = (cost(Task(layer, Op.ATTENTION, Phase.FORWARD, 0)) for layer in (0, 1))
     assert dense - moe == pytest.approx(35 * 2 * 2 * 16 * 40 / 1e9)
+
+
+def test_legs_of_four_nodes_of_two() -> None:
+    """Bytes over the busiest rank's link, worked out by hand for 800 bytes of rows per rank."""
+    seen = {
+        (name, str(op)): CLUSTER.leg(name, op, 4, 2).seconds(800)
+        for name, dispatch in DISPATCHES.items()
+        for op in dispatch.ops
+    }
+    link, inside = CLUSTER.link_latency_s, CLUSTER.intra_latency_s
+    rate, inside_rate = CLUSTER.link_bytes_per_s, CLUSTER.intra_bytes_per_s
+    assert seen == pytest.approx(
+        {
+            ("flat", "D"): 7 * link + 700 / rate,
+            # The first of two gathers 800, sends 3/4 of 1600 with both ranks' share of the link.
+            ("hierarchical_1d", "DG"): inside + 800 / inside_rate,
+            ("hierarchical_1d", "D"): 3 * link + 1200 / (2 * rate),
+            ("hierarchical_1d", "DS"): inside + 800 / inside_rate,
+            ("hierarchical_2d", "DG"): inside + 400 / inside_rate,
+            ("hierarchical_2d", "D"): 3 * link + 600 / rate,
+        }
+    )
+    for name, dispatch in DISPATCHES.items():
+        for op in dispatch.ops:
+            back = CLUSTER.leg(name, BACK_AGAIN[op], 4, 2)
+            assert back == CLUSTER.leg(name, op, 4, 2)
+
+
+def test_rows_under_way_may_be_smaller_than_hidden_states() -> None:
+    shape = StepShape(moe_layers=(True,))
+    work = workload(shape, ep_size=4)
+    plain, small = (StepCost(shape, w, CLUSTER) for w in (work, replace(work, wire_row_bytes=20)))
+    move, experts = Task.parse("L0.D.m0.c0.F"), Task.parse("L0.X.m0.c0.F")
+    alpha = CLUSTER.all_to_all(4).alpha_s
+    assert (small(move) - alpha) / (plain(move) - alpha) == pytest.approx(20 / 64)
+    assert small(experts) == plain(experts)
+
+
+def test_soft_slots_are_counted_by_sample() -> None:
+    work = replace(workload(StepShape(moe_layers=(True,))), slots_per_sample=3)
+    rows = [work.rows(m, 2, c, 2) for m in range(2) for c in range(2)]
+    assert rows == [4 * n for n in (5, 4, 3, 3)]  # 3 and 2 samples of 3 slots each, in two chunks, 4 experts

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from graphlib import TopologicalSorter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from penstock.graph import Graph, Lane, Op, Phase, ScheduleError, StepShape, Tas
 from tests.steps import shapes
 
 F, B = Phase.FORWARD, Phase.BACKWARD
-TWINS = {Op.EMBED, Op.ATTENTION, Op.DISPATCH, Op.EXPERTS, Op.COMBINE, Op.UNORDER, Op.HEAD}
+COMPUTING = {Op.EMBED, Op.ATTENTION, Op.SHARED, Op.EXPERTS, Op.UNORDER, Op.HEAD}
+INSIDE = {Op.DISPATCH_GATHER, Op.DISPATCH_SCATTER, Op.COMBINE_GATHER, Op.COMBINE_SCATTER}
+TWINS = COMPUTING | INSIDE | {Op.DISPATCH, Op.COMBINE}
 """Ops that run in both phases."""
 
 
@@ -48,7 +51,9 @@ def expected_tasks(shape: StepShape) -> Iterator[Task]:
                 yield Task(layer, Op.ATTENTION, phase, m)
                 if is_moe:
                     yield Task(layer, Op.UNORDER, phase, m)
-                    for op in (Op.DISPATCH, Op.EXPERTS, Op.COMBINE):
+                    if shape.shared_experts:
+                        yield Task(layer, Op.SHARED, phase, m)
+                    for op in (*shape.dispatch, Op.EXPERTS, *shape.combine):
                         yield from (Task(layer, op, phase, m, c) for c in range(shape.chunks))
         if shape.exchange_counts:
             yield from (Task(layer, Op.COUNTS, F, m) for layer, moe in enumerate(shape.moe_layers) if moe)
@@ -102,9 +107,9 @@ def test_only_the_first_tasks_wait_for_nothing_and_only_the_last_are_waited_for_
 @given(shapes())
 def test_lanes(shape: StepShape) -> None:
     graph = build_graph(shape)
-    computing = {Op.EMBED, Op.ATTENTION, Op.EXPERTS, Op.UNORDER, Op.HEAD}
     for each in graph.tasks:
-        assert each.lane is (Lane.COMPUTE if each.op in computing else Lane.INTER)
+        other = Lane.INTRA if each.op in INSIDE else Lane.INTER
+        assert each.lane is (Lane.COMPUTE if each.op in COMPUTING else other)
 
 
 @given(shapes())
@@ -118,7 +123,8 @@ def test_backward_mirrors_forward(shape: StepShape) -> None:
     for reader in graph.tasks:
         for need in graph.needs[reader]:
             if need.phase is reader.phase is F and {need.op, reader.op} <= TWINS:
-                if need.op is not Op.ATTENTION or reader.op not in (Op.EXPERTS, Op.COMBINE):
+                first = (shape.dispatch[0], Op.SHARED, Op.UNORDER)
+                if need.op is not Op.ATTENTION or reader.op in (*first, Op.ATTENTION, Op.HEAD):
                     forward.add((need, reader))
             elif need.phase is reader.phase is B and {need.op, reader.op} <= TWINS:
                 backward.add((need, reader))
@@ -176,6 +182,36 @@ def test_capacity_mode_has_no_counts_and_reads_the_sizes_from_the_attention() ->
     assert needs(graph, "L0.D.m0.c0.F") == {"L0.AT.m0.F"}
     assert needs(graph, "L0.X.m0.c0.F") == {"L0.D.m0.c0.F", "L0.AT.m0.F"}
     assert needs(graph, "L0.D.m0.c0.B") == {"L0.X.m0.c0.B", "L0.AT.m0.F"}
+
+
+def test_legs_inside_nodes_stand_around_the_leg_between_them() -> None:
+    legs = (Op.DISPATCH_GATHER, Op.DISPATCH, Op.DISPATCH_SCATTER)
+    graph = build_graph(StepShape(moe_layers=(True,), chunks=2, dispatch=legs, split_experts=True))
+    forward = ["L0.AT.m0.F", *(f"L0.{op}.m0.c1.F" for op in ("DG", "D", "DS", "X", "CG", "C", "CS"))]
+    for before, after in pairwise(forward):
+        assert needs(graph, after) == {before, "L0.N.m0.F"}
+    assert needs(graph, "L0.U.m0.F") == {"L0.AT.m0.F", "L0.CS.m0.c0.F", "L0.CS.m0.c1.F"}
+    backward = ["L0.U.m0.B", *(f"L0.{op}.m0.c1.B" for op in ("CS", "C", "CG"))]
+    for before, after in pairwise(backward):
+        assert needs(graph, after) == {before, "L0.N.m0.F"}
+    assert needs(graph, "L0.X.m0.c1.I") == {"L0.X.m0.c1.F", "L0.CG.m0.c1.B"}
+    assert needs(graph, "L0.DS.m0.c1.B") == {"L0.X.m0.c1.I", "L0.N.m0.F"}
+    assert "L0.DG.m0.c1.B" in needs(graph, "L0.AT.m0.B")
+
+
+def test_shared_experts_wait_for_no_transfer() -> None:
+    graph = build_graph(StepShape(moe_layers=(True,), shared_experts=True))
+    assert needs(graph, "L0.S.m0.F") == {"L0.AT.m0.F"}
+    assert "L0.S.m0.F" in needs(graph, "L0.U.m0.F")
+    assert needs(graph, "L0.S.m0.B") == {"L0.S.m0.F", "L0.U.m0.B"}
+    assert "L0.S.m0.B" in needs(graph, "L0.AT.m0.B")
+    assert not any(t.lane is not Lane.COMPUTE for t in graph.readers[task("L0.S.m0.F")])
+
+
+@pytest.mark.parametrize("legs", [(), (Op.COMBINE,), (Op.EXPERTS,)])
+def test_legs_that_are_none(legs: tuple[Op, ...]) -> None:
+    with pytest.raises(ScheduleError, match="the legs of a dispatch are DG, D, DS"):
+        StepShape(moe_layers=(True,), dispatch=legs)
 
 
 def test_first_and_last_layer() -> None:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.models.dropout import CounterDropout, uniform_bits
-from penstock.runtime import SampleKeys
+from penstock.models.dropout import CounterDropout
+from penstock.moe import SampleKeys
+from penstock.moe.counter import uniform_bits
 
 SHAPE = (5, 7, 6)
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from penstock.config import ConfigError
 from penstock.models import GPT, ModelConfig
-from penstock.moe import MoEConfig
-from penstock.runtime import SampleKeys
+from penstock.moe import MoEConfig, SampleKeys
 
 VOCABULARY, LENGTH = 11, 6
 

@@ -44,7 +44,7 @@ def test_parameter_counts(name: str) -> None:
     layers, width, experts = preset.num_layers, preset.hidden_size, preset.experts_per_rank * RANKS
     named = list(model.blocks.named_parameters())
     attention = count([p for n, p in named if ".attention." in n])
-    gate = count([p for n, p in named if n.endswith("router.gate")])
+    gate = count([p for n, p in named if n.endswith("gate.weight")])
     expert = count([p for n, p in named if ".experts." in n])
     assert attention == layers * 4 * width**2
     assert gate == layers * width * experts

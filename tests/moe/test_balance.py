@@ -2,109 +2,157 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe.balance import Balance, build_balance
+from penstock.moe.balance import BALANCES, Balance
 from penstock.moe.config import BalanceGroup
 
-EXPERTS, CHOICES = 4, 2
-GROUPS: tuple[BalanceGroup, ...] = ("global", "microbatch")
-cuts = st.lists(st.integers(1, 7), min_size=1, max_size=5)
-"""Tokens per microbatch."""
+EXPERTS, CHOICES, LAYERS = 4, 2, 2
+GROUPS: tuple[BalanceGroup, ...] = ("global", "microbatch", "sequence")
 
 
-def gate(tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Chosen experts [T, k] and probabilities [T, E] of one layer, uneven over experts and tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    drift = torch.arange(tokens).unsqueeze(1) / tokens * torch.arange(EXPERTS)
-    logits = torch.randn(tokens, EXPERTS, generator=generator, dtype=torch.float64) + drift
-    probability_TE = logits.softmax(-1)
-    return probability_TE.topk(CHOICES).indices, probability_TE
+@dataclass(frozen=True)
+class Split:
+    """Tokens of every sample that are not padding, and samples of every microbatch."""
+
+    lengths: list[int]
+    cut: list[int]
+
+    @property
+    def tokens(self) -> Tensor:
+        return torch.tensor(float(sum(self.lengths)), dtype=torch.float64)
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """Of microbatches, in samples."""
+        edges = [sum(self.cut[:i]) for i in range(len(self.cut) + 1)]
+        return list(pairwise(edges))
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> Split:
+    cut = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    return Split(draw(st.lists(st.integers(0, 5), min_size=sum(cut), max_size=sum(cut)).filter(any)), cut)
+
+
+def gate(split: Split, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Of every sample the chosen experts [L, k] and probabilities [L, E], uneven over experts and samples."""
+    generator = torch.Generator().manual_seed(layer)
+    experts, probabilities = [], []
+    for sample, length in enumerate(split.lengths):
+        logits = torch.randn(length, EXPERTS, generator=generator, dtype=torch.float64)
+        probability_LE = (logits + sample * torch.arange(EXPERTS) / 4).softmax(-1)
+        probabilities.append(probability_LE)
+        experts.append(probability_LE.topk(CHOICES).indices)
+    return experts, probabilities
+
+
+def sums(split: Split) -> tuple[Tensor, Tensor]:
+    """chosen_YBE and probability_YBE over all samples."""
+    gates = [gate(split, layer) for layer in range(LAYERS)]
+    chosen = [torch.stack([counts(experts) for experts in made]) for made, _ in gates]
+    probability = [torch.stack([p.sum(0) for p in made]) for _, made in gates]
+    return torch.stack(chosen), torch.stack(probability)
 
 
 def counts(experts: Tensor) -> Tensor:
     return torch.bincount(experts.flatten(), minlength=EXPERTS)
 
 
-def loss_of(balance: Balance, chosen_YPE: Tensor, probability_YPE: Tensor, tokens: int) -> Tensor:
-    """The loss as a step makes it: pieces, sums, total."""
-    pairs = zip(chosen_YPE.flatten(0, 1), probability_YPE.flatten(0, 1), strict=True)
-    pieces = torch.stack([balance.piece(chosen, probability) for chosen, probability in pairs]).sum()
-    sums = (chosen_YPE.sum(1).double(), probability_YPE.sum(1))
-    return balance.total(pieces, *sums, torch.tensor(float(tokens), dtype=torch.float64))
+def loss_of(balance: Balance, split: Split, chosen_YBE: Tensor, probability_YBE: Tensor) -> Tensor:
+    """The loss as a step makes it: a piece per layer and microbatch, sums over all, the total."""
+    pieces = [
+        balance.piece(chosen_YBE[y, first:last], probability_YBE[y, first:last])
+        for y in range(len(chosen_YBE))
+        for first, last in split.bounds
+    ]
+    everything = (chosen_YBE.sum(1).double(), probability_YBE.sum(1))
+    return balance.total(torch.stack(pieces).sum(), *everything, split.tokens)
 
 
-def layers(cut: list[int], count: int = 2) -> tuple[Tensor, Tensor]:
-    """chosen_YPE and probability_YPE of `count` layers whose tokens are cut into microbatches."""
-    made = [gate(sum(cut), seed) for seed in range(count)]
-    chosen = [torch.stack([counts(part) for part in experts.split(cut)]) for experts, _ in made]
-    probability = [torch.stack([part.sum(0) for part in p.split(cut)]) for _, p in made]
-    return torch.stack(chosen), torch.stack(probability)
+def formula(experts: list[Tensor], probabilities: list[Tensor]) -> float:
+    """E * sum_e f_e * P_e over one group of tokens, times the number of its tokens."""
+    chosen, probability = torch.cat(experts).flatten().tolist(), torch.cat(probabilities)
+    value = 0.0
+    for e in range(EXPERTS):
+        share = chosen.count(e) / max(1, len(chosen))
+        value += EXPERTS * share * sum(probability[:, e].tolist())
+    return value
 
 
-def formula(experts_Tk: Tensor, probability_TE: Tensor) -> float:
-    """E * sum_e f_e * P_e over one group of tokens."""
-    share_E = counts(experts_Tk) / experts_Tk.numel()
-    return EXPERTS * float((share_E * probability_TE.mean(0)).sum())
-
-
-@given(cuts)
-def test_global_is_the_formula_over_all_tokens(cut: list[int]) -> None:
-    expected = sum(formula(*gate(sum(cut), seed)) for seed in range(2))
-    assert float(loss_of(build_balance("global"), *layers(cut), sum(cut))) == pytest.approx(expected)
-
-
-@given(cuts)
-def test_microbatch_is_the_token_weighted_mean_of_the_formula(cut: list[int]) -> None:
-    expected = 0.0
-    for seed in range(2):
-        experts_Tk, probability_TE = gate(sum(cut), seed)
-        for experts, probability in zip(experts_Tk.split(cut), probability_TE.split(cut), strict=True):
-            expected += formula(experts, probability) * len(experts) / sum(cut)
-    assert float(loss_of(build_balance("microbatch"), *layers(cut), sum(cut))) == pytest.approx(expected)
+def parts_of(group: BalanceGroup, split: Split) -> list[tuple[int, int]]:
+    """The samples that are judged together."""
+    if group == "microbatch":
+        return split.bounds
+    count = len(split.lengths)
+    return [(0, count)] if group == "global" else [(i, i + 1) for i in range(count)]
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@given(cut=cuts)
-def test_slope_is_the_derivative_of_the_total(group: BalanceGroup, cut: list[int]) -> None:
-    balance = build_balance(group)
-    chosen_YPE, probability_YPE = layers(cut)
-    probability_YPE.requires_grad_()
-    loss_of(balance, chosen_YPE, probability_YPE, sum(cut)).backward()
-    assert probability_YPE.grad is not None
-    for y in range(len(chosen_YPE)):
-        for p in range(len(cut)):
-            tokens = torch.tensor(float(sum(cut)), dtype=torch.float64)
-            slope_E = balance.slope(chosen_YPE[y, p], chosen_YPE[y].sum(0), tokens)
-            torch.testing.assert_close(slope_E, probability_YPE.grad[y, p])
+@settings(max_examples=40)
+@given(split=splits())
+def test_the_token_weighted_mean_of_the_formula(group: BalanceGroup, split: Split) -> None:
+    expected = 0.0
+    for experts, probabilities in (gate(split, layer) for layer in range(LAYERS)):
+        for first, last in parts_of(group, split):
+            expected += formula(experts[first:last], probabilities[first:last]) / sum(split.lengths)
+    assert float(loss_of(BALANCES[group], split, *sums(split))) == pytest.approx(expected, rel=1e-12)
 
 
-def test_only_global_does_not_depend_on_the_cut() -> None:
-    whole, cut = [12], [3, 1, 8]
-    exact = [float(loss_of(build_balance("global"), *layers(c), 12)) for c in (whole, cut)]
-    assert exact[0] == pytest.approx(exact[1], rel=1e-12)
-    judged_alone = [float(loss_of(build_balance("microbatch"), *layers(c), 12)) for c in (whole, cut)]
-    assert judged_alone[0] == pytest.approx(exact[0], rel=1e-12)  # one piece is the whole batch
-    assert abs(judged_alone[1] - judged_alone[0]) > 1e-3
+@pytest.mark.parametrize("group", GROUPS)
+@settings(max_examples=40)
+@given(split=splits())
+def test_slope_is_the_derivative_of_the_total(group: BalanceGroup, split: Split) -> None:
+    balance = BALANCES[group]
+    chosen_YBE, probability_YBE = sums(split)
+    probability_YBE.requires_grad_()
+    loss_of(balance, split, chosen_YBE, probability_YBE).backward()
+    assert probability_YBE.grad is not None
+    for y in range(LAYERS):
+        for first, last in split.bounds:
+            slope_BE = balance.slope(chosen_YBE[y, first:last], chosen_YBE[y].sum(0), split.tokens)
+            assert slope_BE.shape == (last - first, EXPERTS)
+            torch.testing.assert_close(slope_BE, probability_YBE.grad[y, first:last])
+
+
+@given(splits())
+def test_splitting_changes_neither_global_nor_sequence(split: Split) -> None:
+    whole = Split(split.lengths, [len(split.lengths)])
+    for group in ("global", "sequence"):
+        values = [float(loss_of(BALANCES[group], cut, *sums(split))) for cut in (whole, split)]
+        assert values[0] == pytest.approx(values[1], rel=1e-12)
+
+
+def test_splitting_changes_microbatch() -> None:
+    lengths = [3, 4, 2, 5, 4]
+    whole, cut = Split(lengths, [5]), Split(lengths, [1, 3, 1])
+    values = [float(loss_of(BALANCES["microbatch"], split, *sums(split))) for split in (whole, cut)]
+    exact = float(loss_of(BALANCES["global"], whole, *sums(whole)))
+    assert values[0] == pytest.approx(exact, rel=1e-12)  # one piece is the whole batch
+    assert abs(values[1] - values[0]) > 1e-3
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_even_routing_costs_one_per_layer(group: BalanceGroup) -> None:
     """Shares of 1 / E each: the least value, whatever the number of experts."""
-    chosen, probability = torch.full((3, 1, EXPERTS), 6), torch.full((3, 1, EXPERTS), 3.0).double()
-    assert float(loss_of(build_balance(group), chosen, probability, 12)) == pytest.approx(3.0)
+    chosen, probability = torch.full((3, 2, EXPERTS), 3), torch.full((3, 2, EXPERTS), 1.5).double()
+    split = Split([6, 6], [2])
+    assert float(loss_of(BALANCES[group], split, chosen, probability)) == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_built_by_its_name(group: BalanceGroup) -> None:
-    assert build_balance(group).group == group
+def test_every_name_of_the_configuration_stands_for_its_balance() -> None:
+    assert set(BALANCES) == set(GROUPS)
+    assert all(balance.group == name for name, balance in BALANCES.items())
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_choices_at_all_is_zero_and_not_nan(group: BalanceGroup) -> None:
     nothing = torch.zeros(1, 1, EXPERTS)
-    assert float(loss_of(build_balance(group), nothing.long(), nothing.double(), 1)) == 0.0
+    assert float(loss_of(BALANCES[group], Split([1], [1]), nothing.long(), nothing.double())) == 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe import ChunkRoute, MoEConfig, MoELayer
+from penstock.dispatch import FlatDispatch, Place
+from penstock.moe import MoEConfig, MoELayer, RouteMaker, Tokens, build_layer
 
 HIDDEN = 8
 
 
 def layer_of(config: MoEConfig, dtype: torch.dtype = torch.float64) -> MoELayer:
-    layer = MoELayer(HIDDEN, config).to(dtype)
+    layer = build_layer(HIDDEN, config).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -33,7 +35,7 @@ def tokens(count: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def loop(layer: MoELayer, x_TM: Tensor, config: MoEConfig) -> Tensor:
     """Token by token, choice by choice; slots are given out choice-major."""
     w = dict(layer.named_parameters())
-    probability_TE = (x_TM @ w["router.gate"].t()).softmax(-1)
+    probability_TE = (x_TM @ w["gate.weight"].t()).softmax(-1)
     values, indices = probability_TE.topk(config.top_k)
     if config.renormalise:
         values = values / values.sum(-1, keepdim=True)
@@ -88,17 +90,17 @@ def test_forward_and_gradients_equal_a_loop(config: MoEConfig, count: int) -> No
 def test_chunks_do_not_change_the_result(config: MoEConfig, count: int, chunks: int) -> None:
     """The halves of the layer around a loop over chunks give what `forward` gives."""
     layer, x_TM = layer_of(config), tokens(count)
-    routed = layer.route(x_TM, chunks)
-    ordered = routed.ordered
-    outputs = []
-    for c, rows_RM in enumerate(routed.rows_RM.split(list(ordered.chunk_rows))):
-        if ordered.counts_CE is not None:
-            sizes = ordered.counts_CE[c].tolist()
-        else:
-            assert ordered.slots is not None
-            sizes = [ordered.slots[c]] * config.num_experts
-        outputs.append(layer.expert_rows(rows_RM, ChunkRoute([sizes], [sizes])))
-    out_TM = layer.unorder(torch.cat(outputs), routed.routing.weights_Tk, ordered)
+    routed = layer.route(x_TM, Tokens(), chunks)
+    maker = RouteMaker(FlatDispatch(), Place(0, 1, 1))
+    if routed.plan.slots is not None:
+        routes = maker.even(routed.plan.slots, config.num_experts)
+    else:
+        assert routed.plan.counts_CN is not None
+        counts = routed.plan.counts_CN.unsqueeze(0).numpy()
+        routes = maker.from_pair(counts, counts)
+    pieces = routed.rows_RM.split(list(routed.plan.chunk_rows))
+    outputs = [layer.expert_rows(rows, route) for rows, route in zip(pieces, routes.chunks, strict=True)]
+    out_TM = layer.unorder(torch.cat(outputs), routed.weights, routed.plan)
     torch.testing.assert_close(out_TM, layer(x_TM))
 
 
@@ -106,9 +108,10 @@ def test_rows_of_several_ranks_meet_the_right_experts() -> None:
     """Rows arrive sorted by (source, expert) and go back in that order."""
     layer = layer_of(MoEConfig(num_experts=3, moe_ffn_hidden_size=12))
     rows_RM = tokens(8)
-    received = [[2, 0, 1], [1, 3, 1]]
+    counts = np.array([[[2, 0, 1]], [[1, 3, 1]]])
+    (route,) = RouteMaker(FlatDispatch(), Place(0, 2, 2)).from_pair(counts, counts).chunks
     expert_of_row = [0, 0, 2, 0, 1, 1, 1, 2]
-    out_RM = layer.expert_rows(rows_RM, ChunkRoute(received, received))
+    out_RM = layer.expert_rows(rows_RM, route)
     for row, out, e in zip(rows_RM, out_RM, expert_of_row, strict=True):
         sizes = [int(expert == e) for expert in range(3)]
         torch.testing.assert_close(out, layer.experts(row.unsqueeze(0), sizes)[0])
@@ -129,17 +132,17 @@ def test_float32_and_bfloat16_work_alone() -> None:
 )
 def test_experts_that_do_not_divide_are_refused(num_experts: int, ep_size: int, nearest: int) -> None:
     with pytest.raises(ValueError, match=rf"num_experts = {num_experts} .*nearest valid: {nearest}$"):
-        MoELayer(HIDDEN, MoEConfig(num_experts=num_experts), ep_size=ep_size)
+        build_layer(HIDDEN, MoEConfig(num_experts=num_experts), ep_size=ep_size)
 
 
 def test_a_rank_holds_its_share() -> None:
-    layer = MoELayer(HIDDEN, MoEConfig(num_experts=6, moe_ffn_hidden_size=12), ep_size=3, ep_rank=2)
+    layer = build_layer(HIDDEN, MoEConfig(num_experts=6, moe_ffn_hidden_size=12), ep_size=3, ep_rank=2)
     assert (layer.num_local_experts, layer.first_expert) == (2, 4)
     assert {p.shape[0] for p in layer.experts.parameters()} == {2}
-    assert layer.router.gate.shape == (6, HIDDEN)
+    assert layer.gate.get_parameter("weight").shape == (6, HIDDEN)
 
 
 def test_forward_across_ranks_needs_a_stack() -> None:
-    layer = MoELayer(HIDDEN, MoEConfig(num_experts=4), ep_size=2)
-    with pytest.raises(RuntimeError, match="2 ranks: run the layer inside a penstock stack"):
+    layer = build_layer(HIDDEN, MoEConfig(num_experts=4), ep_size=2)
+    with pytest.raises(RuntimeError, match=r"2 ranks: give the layer an exchange"):
         layer(tokens(3))

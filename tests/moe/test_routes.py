@@ -1,42 +1,76 @@
-"""Row counts of transfers: what one rank sends is what the other receives."""
+"""Row counts of transfers: what one rank sends is what the other receives, by every dispatch."""
 
 from __future__ import annotations
 
-import torch
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.moe import ChunkRoute, Routes
+from penstock.dispatch import DISPATCHES, FlatDispatch, Place
+from penstock.moe import RouteMaker
+from penstock.moe.routes import Counts
 
 
-def test_splits_are_sums_over_the_experts_of_a_rank() -> None:
-    route = ChunkRoute(sent=[[1, 2], [0, 4]], received=[[3, 0], [5, 6]])
-    assert route.input_splits == [3, 4]
-    assert route.output_splits == [3, 11]
+def flat(rank: int, ranks: int, *, row_counts: bool = False) -> RouteMaker:
+    return RouteMaker(FlatDispatch(), Place(rank, ranks, ranks), row_counts)
+
+
+def test_rows_are_sums_over_the_experts_of_a_rank() -> None:
+    sent, received = np.array([[[1, 2]], [[0, 4]]]), np.array([[[3, 0]], [[5, 6]]])
+    (route,) = flat(0, 2).from_pair(sent, received).chunks
+    assert (route.rows_sent, route.rows_received) == ((3, 4), (3, 11))
+    assert route.rows_per_expert == [8, 6]
+    (leg,) = route.legs
+    assert (leg.input_splits, leg.output_splits) == ((3, 4), (3, 11))
+
+
+def test_a_row_may_serve_several_experts() -> None:
+    """With row counts the last number is how many rows travel, whatever the experts get."""
+    sent, received = np.array([[[1, 2, 2]], [[3, 4, 4]]]), np.array([[[5, 6, 9]], [[3, 4, 4]]])
+    (route,) = flat(1, 2, row_counts=True).from_pair(sent, received).chunks
+    assert (route.rows_sent, route.rows_received) == ((2, 4), (9, 4))
+    assert list(route.sent) == [[1, 2], [3, 4]]
+    assert route.rows_per_expert == [8, 10]
+
+
+def test_alone_nothing_travels() -> None:
+    counts = np.array([[[2, 3]]])
+    (route,) = flat(0, 1).from_pair(counts, counts).chunks
+    assert route.legs == ()
+    assert route.rows_per_expert == [2, 3]
 
 
 def test_even_routes_send_the_slots_of_every_chunk_to_every_expert() -> None:
-    routes = Routes.even((5, 0), ep_size=2, local_experts=3)
-    assert [chunk.input_splits for chunk in routes.chunks] == [[15, 15], [0, 0]]
-    assert [chunk.output_splits for chunk in routes.chunks] == [[15, 15], [0, 0]]
+    routes = flat(1, 2).even((5, 0), 3)
+    assert [chunk.rows_sent for chunk in routes.chunks] == [(15, 15), (0, 0)]
+    assert [chunk.rows_received for chunk in routes.chunks] == [(15, 15), (0, 0)]
     assert routes.chunks[0].received == [[5, 5, 5], [5, 5, 5]]
 
 
-@given(
-    st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 99), st.sampled_from([1, 2, 4])
-)
-def test_exchanged_counts_agree_between_ranks(
-    ranks: int, chunks: int, local_experts: int, seed: int, most: int
-) -> None:
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[Counts, int]:
+    """Counts [source, target, chunk, local expert], and the ranks of a node."""
+    nodes, size = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    shape = (nodes * size, nodes * size, draw(st.integers(1, 3)), draw(st.integers(1, 3)))
+    seed, most = draw(st.integers(0, 99)), draw(st.sampled_from([1, 2, 4]))
+    return np.random.default_rng(seed).integers(0, most, shape), size
+
+
+@pytest.mark.parametrize("name", DISPATCHES)
+@given(case=tables())
+def test_exchanged_counts_agree_between_ranks(name: str, case: tuple[Counts, int]) -> None:
     """Simulates the exchange: rank r gets [source][chunk][local expert] where source sent to r."""
-    generator = torch.Generator().manual_seed(seed)
-    # [source, target, chunk, local expert]
-    table = torch.randint(0, most, (ranks, ranks, chunks, local_experts), generator=generator)
-    routes = [Routes.from_counts(table[r].tolist(), table[:, r].tolist()) for r in range(ranks)]
+    table, size = case
+    ranks, dispatch = len(table), DISPATCHES[name]
+    makers = [RouteMaker(dispatch, Place(rank, ranks, size)) for rank in range(ranks)]
+    routes = [maker.from_table(table) for maker in makers]
     for mine in range(ranks):
-        assert len(routes[mine].chunks) == chunks
         for c, chunk in enumerate(routes[mine].chunks):
             assert list(chunk.sent) == table[mine, :, c].tolist()
+            assert chunk.rows_sent == tuple(table[mine, :, c].sum(axis=1))
             for peer in range(ranks):
-                assert chunk.input_splits[peer] == routes[peer].chunks[c].output_splits[mine]
+                assert chunk.rows_sent[peer] == routes[peer].chunks[c].rows_received[mine]
                 assert chunk.sent[peer] == routes[peer].chunks[c].received[mine]
+        if not dispatch.needs_table:  # its own share says as much
+            assert makers[mine].from_pair(table[mine], table[:, mine]) == routes[mine]

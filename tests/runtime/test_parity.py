@@ -80,7 +80,7 @@ def plain(world_size: int, schedule: str, **moe: object) -> Case:
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("world_size", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_any_case_in_float64(ranks: Pools, world_size: int, schedule: str) -> None:
-    @settings(max_examples=25 if world_size < 4 else 18)
+    @settings(max_examples=15 if world_size < 4 else 10)
     @given(case=cases(world_size, schedule))
     def check(case: Case) -> None:
         check_parity(ranks, case)

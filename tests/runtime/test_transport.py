@@ -64,7 +64,7 @@ def exchange(rank: int, world_size: int, matrix: list[list[int]], dtype: torch.d
     labels = [(rank, target, i) for target, size in enumerate(matrix[rank]) for i in range(size)]
     rows = torch.tensor(labels, dtype=dtype).view(-1, 3).repeat(1, width)
     strided = torch.stack([rows, rows - 1], dim=-1)[..., 0]  # not contiguous
-    transport = machinery(world_size, world_size, rank).transport
+    transport = machinery(world_size, world_size, rank).transports.inter
     received = transport.all_to_all(strided, matrix[rank], [row[rank] for row in matrix])
     assert received.dtype == dtype
     return received.tolist()
@@ -92,7 +92,7 @@ def test_uneven_and_empty_pieces_arrive_in_order(ranks: Pools, world_size: int) 
 
 
 def reduce_in(rank: int, world_size: int, ep_size: int, group: Group) -> tuple[list[float], int]:
-    transport = machinery(world_size, ep_size, rank).transport
+    transport = machinery(world_size, ep_size, rank).transports.inter
     tensor = torch.tensor([10.0**rank, 1.0], dtype=torch.float64)
     transport.all_reduce(tensor, group)
     return tensor.tolist(), transport.size(group)

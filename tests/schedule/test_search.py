@@ -22,8 +22,7 @@ from penstock.schedule.penstock import remaining_path
 from penstock.schedule.search import SCENARIOS, search
 from penstock.simulate import simulate
 from penstock.topology import Layout
-from penstock.train.assemble import workload
-from penstock.virtual import gradient_bytes
+from penstock.train.assemble import gradient_bytes, workload
 from tests.steps import random_seconds, seeds, shapes
 
 EVALUATIONS = 45

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.cost import split_sizes
+from penstock.dispatch import DISPATCHES
 from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
+from penstock.moe import ModuleExperts, MoEConfig, MoELayer
+from penstock.moe.build import GATES, build_order, build_shared, dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.schedule import ScheduleConfig
 from penstock.topology import Layout, ParallelConfig
@@ -21,7 +23,8 @@ from penstock.train.clip import clip_grad_norm
 from penstock.train.config import RunConfig, TrainConfig
 from penstock.train.corpus import DataConfig
 from penstock.train.optimizer import OptimizerConfig, build_adamw
-from tests.support.reference import Settings, Weights, reference_loss
+from tests.support.reference import Settings, reference_loss
+from tests.support.reference_moe import Weights
 
 CLIP = 0.05
 LEARNING_RATE = 1e-2
@@ -32,7 +35,11 @@ EPS = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One step to compare. bias: added to the gate's rows, to send tokens where a test wants them."""
+    """One step to compare.
+
+    padding: some tokens are padding. module_experts: experts are modules of their own. node_size: ranks per
+    emulated node. idle_expert, busy_experts: gets no tokens, get all of them.
+    """
 
     world_size: int
     ep_size: int | None
@@ -43,6 +50,9 @@ class Case:
     seed: int = 0
     double: bool = False
     ignore_labels: bool = False
+    padding: bool = False
+    module_experts: bool = False
+    node_size: int | None = None
     idle_expert: int | None = None
     busy_experts: tuple[int, ...] = ()
 
@@ -56,7 +66,9 @@ class Case:
             model=self.model,
             moe=self.moe,
             schedule=self.schedule,
-            parallel=ParallelConfig(processes=self.world_size, ep_size=self.ep_size),
+            parallel=ParallelConfig(
+                processes=self.world_size, ep_size=self.ep_size, ranks_per_node=self.node_size
+            ),
             data=DataConfig(batch_per_device=self.batch),
             optimizer=OptimizerConfig(lr=LEARNING_RATE, eps=EPS),
             train=TrainConfig(seed=self.seed),
@@ -85,6 +97,17 @@ def batch_of(case: Case) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
+def valid_of(case: Case) -> Tensor | None:
+    """Which tokens of the whole batch are no padding: unevenly many per sample, sometimes a whole sample."""
+    if not case.padding:
+        return None
+    length = case.model.seq_len
+    generator = torch.Generator().manual_seed(case.seed + 2)
+    ends = torch.randint(0, length + 1, (case.world_size * case.batch, 1), generator=generator)
+    ends[0] = length
+    return torch.arange(length) < ends
+
+
 def prepare(stack: PipelinedStack, case: Case) -> None:
     """Larger weights than a fresh model has, so that every gradient matters; and the wanted routing."""
     with torch.no_grad():
@@ -93,7 +116,7 @@ def prepare(stack: PipelinedStack, case: Case) -> None:
                 parameter.mul_(6.0)
             if name.endswith("feed_forward_norm.bias"):
                 parameter.fill_(0.5)  # makes the gate's row sums count, see below
-            if name.endswith("router.gate"):
+            if name.endswith("gate.weight") and case.moe.kind != "soft":
                 _steer(parameter, case)
 
 
@@ -104,18 +127,50 @@ def _steer(gate_EM: Tensor, case: Case) -> None:
         gate_EM[expert] += 2.0
 
 
-@cache
-def machinery(world_size: int, ep_size: int, rank: int) -> Machinery:
+def machinery(world_size: int, ep_size: int, rank: int, node_size: int = 0) -> Machinery:
     """Groups and lanes of a rank; kept, since a pool runs many cases."""
-    layout = Layout(world_size=world_size, ep_size=ep_size, rank=rank)
+    return _machinery(world_size, ep_size, rank, node_size)
+
+
+@cache
+def _machinery(world_size: int, ep_size: int, rank: int, node_size: int) -> Machinery:
+    layout = Layout(world_size=world_size, ep_size=ep_size, rank=rank, node_size=node_size)
     return build_machinery(layout, torch.device("cpu"), ParallelConfig(), "float32")
 
 
 def stack_of(rank: int, case: Case) -> PipelinedStack:
     ep_size = case.ep_size or case.world_size
-    stack = build_stack(case.config, machinery(case.world_size, ep_size, rank), case.dtype)
+    found = machinery(case.world_size, ep_size, rank, case.node_size or 0)
+    make_moe = partial(module_layer, case, ep_size, rank % ep_size) if case.module_experts else None
+    stack = build_stack(case.config, found, case.dtype, make_moe)
     prepare(stack, case)
     return stack
+
+
+def module_layer(case: Case, ep_size: int, ep_rank: int, layer: int) -> MoELayer:
+    """The case's layer with experts that nobody knows."""
+    config, hidden = case.moe, case.model.hidden_size
+    return MoELayer(
+        gate=GATES[config.gate](hidden, config, layer),
+        order=build_order(config, ep_size),
+        expert=ModuleExperts(partial(Tanh, hidden), config.num_experts // ep_size),
+        dispatch=DISPATCHES[dispatch_of(config)],
+        shared=build_shared(hidden, config),
+        ep_size=ep_size,
+        ep_rank=ep_rank,
+    )
+
+
+class Tanh(nn.Module):
+    """An expert of one matrix, with a bias that every process would draw for itself."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size, hidden_size))
+        self.bias = nn.Parameter(torch.rand(hidden_size))
+
+    def forward(self, rows_RM: Tensor) -> Tensor:
+        return torch.tanh(rows_RM @ self.weight.T + self.bias)
 
 
 def run_step(rank: int, case: Case) -> StepResult:
@@ -124,7 +179,9 @@ def run_step(rank: int, case: Case) -> StepResult:
     tokens, labels = batch_of(case)
     mine = slice(rank * case.batch, (rank + 1) * case.batch)
     optimizer = build_adamw(stack.model.named_parameters(), case.config.optimizer)
-    loss = stack(tokens[mine], labels[mine], torch.arange(len(tokens))[mine])
+    valid = valid_of(case)
+    ids = torch.arange(len(tokens))
+    loss = stack(tokens[mine], labels[mine], ids[mine], None if valid is None else valid[mine])
     loss.backward()
     gradients = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
     norm = clip_grad_norm(stack, CLIP)
@@ -155,13 +212,14 @@ def logical(stack: PipelinedStack, tensors: Weights) -> Weights:
             continue
         moe = stack.parts.parts[int(name.split(".")[1])].moe
         assert moe is not None
-        found.update({f"{name}.{moe.first_expert + i}": part for i, part in enumerate(tensor.unbind())})
+        parts = moe.experts.split(name, tensor)
+        found.update({f"{logical}.{moe.first_expert + number}": part for logical, number, part in parts})
     return found
 
 
 def reference_step(case: Case) -> StepResult:
     """The same step by the reference, in one process."""
-    alone = replace(case, world_size=1, ep_size=1)
+    alone = replace(case, world_size=1, ep_size=1, node_size=None, moe=replace(case.moe, dispatch="flat"))
     stack = stack_of(0, alone)
     weights = {n: p.detach().clone().requires_grad_() for n, p in stack.model.named_parameters()}
     tokens, labels = batch_of(case)
@@ -180,6 +238,7 @@ def settings_of(case: Case) -> Settings:
         samples = iter(range(rank * case.batch, (rank + 1) * case.batch))
         cuts += [[next(samples) for _ in range(size)] for size in split_sizes(case.batch, pieces)]
     layers = range(case.model.num_layers)
+    groups, limit, valid = case.moe.num_groups, case.moe.group_top_k, valid_of(case)
     return Settings(
         num_layers=case.model.num_layers,
         num_heads=case.model.num_heads,
@@ -188,10 +247,17 @@ def settings_of(case: Case) -> Settings:
         top_k=case.moe.top_k,
         swiglu=case.moe.expert == "swiglu",
         renormalise=case.moe.top_k > 1 if case.moe.norm_topk_prob is None else case.moe.norm_topk_prob,
+        gate=case.moe.gate,
+        scale=case.moe.routed_scaling_factor,
+        groups=None if groups is None or limit is None else (groups, limit),
+        slots_per_expert=case.moe.slots_per_expert,
+        modules=case.module_experts,
+        seed=case.seed,
+        padding=None if valid is None else ~valid,
         capacity_factor=case.moe.capacity_factor,
         min_capacity=case.moe.min_capacity,
         aux_coeff=case.moe.aux_loss_coeff,
-        aux_global=case.moe.aux_loss_group == "global",
+        aux_group=case.moe.aux_loss_group,
         z_coeff=case.moe.z_loss_coeff,
         pieces=cuts,
     )

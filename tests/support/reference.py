@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from decimal import Decimal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Weights = dict[str, Tensor]
+from tests.support.reference_moe import Weights, moe_layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the mathematics depends on. pieces: lists of sample numbers that form one microbatch."""
+    """What the mathematics depends on. pieces: lists of sample numbers that form one microbatch.
+
+    gate: its name. groups: how many, and how many a token may use. modules: experts are modules of their own.
+    padding: bool [B, L], True where a token counts for nothing.
+    """
 
     num_layers: int
     num_heads: int
@@ -28,10 +31,17 @@ class Settings:
     top_k: int
     swiglu: bool
     renormalise: bool
+    gate: str
+    scale: float
+    groups: tuple[int, int] | None
+    slots_per_expert: int
+    modules: bool
+    seed: int
+    padding: Tensor | None
     capacity_factor: float | None
     min_capacity: int
     aux_coeff: float
-    aux_global: bool
+    aux_group: str
     z_coeff: float
     pieces: list[list[int]]
 
@@ -46,7 +56,7 @@ def reference_loss(weights: Weights, settings: Settings, tokens_BL: Tensor, labe
         h = h + _attention(_norm(h, w, "attention_norm"), w, settings.num_heads)
         x = _norm(h, w, "feed_forward_norm")
         if layer in settings.moe_layers:
-            out, more = _moe(x, w, settings)
+            out, more = _moe(x, layer, w, settings)
             h, extra = h + out, extra + more
         else:
             h = h + F.gelu(x @ w["feed_forward.up.weight"].T) @ w["feed_forward.down.weight"].T
@@ -70,55 +80,7 @@ def _attention(x: Tensor, w: Weights, heads: int) -> Tensor:
     return mixed.transpose(1, 2).reshape(batch, length, hidden) @ w["attention.out.weight"].T
 
 
-def _moe(x: Tensor, w: Weights, s: Settings) -> tuple[Tensor, Tensor]:
+def _moe(x: Tensor, layer: int, w: Weights, s: Settings) -> tuple[Tensor, Tensor]:
     """Token by token, choice by choice. Returns the layer's output and its share of the extra losses."""
-    logits = x @ w["feed_forward.router.gate"].T
-    probability = logits.softmax(-1)
-    out = torch.zeros_like(x)
-    chosen = torch.zeros(len(s.pieces), s.num_experts, dtype=x.dtype)
-    for p, samples in enumerate(s.pieces):
-        _route_piece(x, probability, out, chosen[p], samples, w, s)
-    tokens = x.shape[0] * x.shape[1]
-    z = logits.logsumexp(-1).square().sum() / tokens
-    return out, s.aux_coeff * _balance(probability, chosen, s) + s.z_coeff * z
-
-
-def _route_piece(
-    x: Tensor, probability: Tensor, out: Tensor, chosen: Tensor, samples: list[int], w: Weights, s: Settings
-) -> None:
-    places = [(b, t) for b in samples for t in range(x.shape[1])]
-    slots = math.inf
-    if s.capacity_factor is not None:
-        wanted = Decimal(str(s.capacity_factor)) * s.top_k * len(places) / s.num_experts
-        slots = max(s.min_capacity, math.ceil(wanted))
-    taken = [0] * s.num_experts
-    best = {place: probability[place].topk(s.top_k) for place in places}
-    for choice in range(s.top_k):
-        for place in places:
-            expert = int(best[place].indices[choice])
-            chosen[expert] += 1
-            taken[expert] += 1
-            if taken[expert] > slots:
-                continue
-            weight = best[place].values[choice]
-            if s.renormalise:
-                weight = weight / best[place].values.sum()
-            out[place] = out[place] + weight * _expert(x[place], w, expert, s.swiglu)
-
-
-def _expert(x: Tensor, w: Weights, expert: int, swiglu: bool) -> Tensor:
-    name = "feed_forward.experts"
-    up = x @ w[f"{name}.w_up"][expert]
-    hidden = F.silu(x @ w[f"{name}.w_gate"][expert]) * up if swiglu else F.gelu(up)
-    return hidden @ w[f"{name}.w_down"][expert]
-
-
-def _balance(probability: Tensor, chosen: Tensor, s: Settings) -> Tensor:
-    """E * sum_e f_e P_e, over the whole batch or as a token-weighted mean over microbatches."""
-    groups = [list(range(len(s.pieces)))] if s.aux_global else [[p] for p in range(len(s.pieces))]
-    total, tokens = probability.new_zeros(()), probability.shape[0] * probability.shape[1]
-    for group in groups:
-        share = chosen[group].sum(0) / chosen[group].sum()
-        mine = probability[[b for p in group for b in s.pieces[p]]].flatten(0, 1)
-        total = total + s.num_experts * (share * mine.mean(0)).sum() * len(mine) / tokens
-    return total
+    here = {k.removeprefix("feed_forward."): v for k, v in w.items() if k.startswith("feed_forward.")}
+    return moe_layer(x, here, s, layer)

@@ -16,9 +16,11 @@ from tests.support.ranks import Pools
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
+    """Also with nodes that an expert group does not fill, or that are larger than one."""
     ep_size, edp_size = draw(st.integers(1, 8)), draw(st.integers(1, 8))
     world_size = ep_size * edp_size
-    return Layout(world_size=world_size, ep_size=ep_size, rank=draw(st.integers(0, world_size - 1)))
+    rank, node_size = draw(st.integers(0, world_size - 1)), draw(st.integers(0, world_size))
+    return Layout(world_size=world_size, ep_size=ep_size, rank=rank, node_size=node_size)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     [
         ({"processes": 0}, "processes"),
         ({"ep_size": 0}, "ep_size"),
+        ({"ranks_per_node": 0}, "ranks_per_node"),
         ({"timeout_s": 0.0}, "timeout_s"),
         ({"timeout_s": float("nan")}, "timeout_s"),
     ],
@@ -87,6 +90,8 @@ def test_every_kind_of_group_partitions_the_world(layout: Layout) -> None:
             Group.WORLD: layout.world_size,
             Group.EXPERT: layout.ep_size,
             Group.EXPERT_REPLICAS: layout.edp_size,
+            Group.NODE: layout.ep_node_size,
+            Group.RAIL: layout.ep_nodes,
             Group.ALONE: 1,
         }
         assert {len(ranks) for ranks in members} == {sizes[group]}
@@ -105,6 +110,41 @@ def test_groups_hold_what_their_names_say(layout: Layout) -> None:
     for ranks in layout.members(Group.EXPERT_REPLICAS):
         assert len({ep_ranks[rank] for rank in ranks}) == 1
     assert layout.edp_size * layout.ep_size == layout.world_size
+
+
+@given(layouts())
+def test_nodes_and_rails_are_rows_and_columns_of_an_expert_group(layout: Layout) -> None:
+    """Every node meets every rail of its expert group in exactly one rank."""
+    nodes, rails = layout.members(Group.NODE), layout.members(Group.RAIL)
+    for ranks in layout.members(Group.EXPERT):
+        mine = [node for node in nodes if set(node) <= set(ranks)]
+        assert [rank for node in mine for rank in node] == ranks
+        for rail in [rail for rail in rails if rail[0] in ranks]:
+            assert [len(set(rail) & set(node)) for node in mine] == [1] * layout.ep_nodes
+    if 0 < layout.node_size < layout.ep_size and layout.ep_size % layout.node_size == 0:
+        assert layout.ep_node_size == layout.node_size
+    else:
+        assert layout.ep_nodes == 1
+
+
+def test_a_hierarchical_dispatch_needs_nodes() -> None:
+    spans = Layout(world_size=4, ep_size=4, rank=0, node_size=2)
+    spans.require_nodes("moe.dispatch", "hierarchical_2d")
+    for ep_size, node_size, why in (
+        (4, 0, "run in one node"),
+        (2, 2, "run in one node"),
+        (4, 3, "nodes of 3"),
+    ):
+        layout = Layout(world_size=4, ep_size=ep_size, rank=0, node_size=node_size)
+        with pytest.raises(ConfigError, match=rf"moe.dispatch = .*{why}.*Use flat"):
+            layout.require_nodes("moe.dispatch", "hierarchical_2d")
+
+
+def test_ranks_per_node_must_divide_the_world() -> None:
+    assert Layout.build(ParallelConfig(ranks_per_node=2), 4, 0, 4).node_size == 2
+    assert Layout.build(ParallelConfig(), 4, 0, 4, node_size=2).node_size == 2
+    with pytest.raises(ConfigError, match=r"ranks_per_node = 3: must divide .* Nearest valid: 2"):
+        Layout.build(ParallelConfig(ranks_per_node=3), 4, 0, 4)
 
 
 def real_groups(rank: int, world_size: int, ep_size: int) -> tuple[dict[Group, list[int]], tuple[int, ...]]:

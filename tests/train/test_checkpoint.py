@@ -21,7 +21,7 @@ from penstock.train.checkpoint import MOMENTS, CheckpointError, Checkpoints, com
 from penstock.train.optimizer import build_adamw, initialise_state
 from tests.support.parity import Case, batch_of, logical, stack_of
 from tests.support.ranks import Pools
-from tests.support.reference import Weights
+from tests.support.reference_moe import Weights
 
 IDENTITY = {"train.seed": 0, "data.path (sha256 of the text)": "abc"}
 CASE = Case(

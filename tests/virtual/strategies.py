@@ -82,7 +82,7 @@ def routings(draw: st.DrawFn) -> Routing:
 @st.composite
 def steps(draw: st.DrawFn, *, capacity: bool | None = None) -> tuple[StepShape, Workload, Routing]:
     """A step's shape, its sizes, and routing of its batch. capacity: with a capacity_factor, or either."""
-    shape = draw(shapes().filter(lambda shape: any(shape.moe_layers)))
+    shape = draw(shapes(plain=True).filter(lambda shape: any(shape.moe_layers)))
     ep_size, local = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 2))
     experts = ep_size * local
     limited = draw(st.booleans()) if capacity is None else capacity

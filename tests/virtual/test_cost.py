@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cost import StepCost, Workload, split_sizes
-from penstock.graph import Lane, Op, StepShape, Task, build_graph
+from penstock.cost.legs import busiest_share
+from penstock.dispatch import DISPATCHES
+from penstock.graph import Group, Lane, Op, StepShape, Task, build_graph
+from penstock.graph.dependencies import TRANSFERS
 from penstock.schedule import SCHEDULES, plan_step
 from penstock.simulate import Ranks, lower_bound, simulate
 from penstock.virtual import Routing, VirtualCost
@@ -27,6 +30,13 @@ def cost_of(step: Step) -> VirtualCost:
 
 def moves(shape: StepShape) -> list[Task]:
     return [task for task in build_graph(shape).tasks if task.op in (Op.DISPATCH, Op.COMBINE)]
+
+
+def splits_of(cost: VirtualCost, task: Task, rank: int) -> tuple[list[int], list[int]]:
+    """Rows to and from every rank of the expert group in a flat transfer."""
+    move = cost.move(task, rank)
+    assert move.group is Group.EXPERT
+    return list(move.input_splits), list(move.output_splits)
 
 
 # ---- rows --------------------------------------------------------------------------------------------------
@@ -62,7 +72,7 @@ def test_a_microbatch_has_the_rows_of_its_samples(step: Step) -> None:
 def test_splits_of_sender_and_receiver_match(step: Step) -> None:
     (shape, work, _), cost = step, cost_of(step)
     for task in moves(shape):
-        splits = [cost.splits(task, rank) for rank in range(work.world_size)]
+        splits = [splits_of(cost, task, rank) for rank in range(work.world_size)]
         for rank, (sent, _) in enumerate(splits):
             first = rank - rank % work.ep_size
             for place, rows in enumerate(sent):
@@ -77,12 +87,12 @@ def test_what_came_goes_back_and_gradients_go_the_other_way(step: Step) -> None:
         if task.op is not Op.DISPATCH or not task.forward:
             continue
         for rank in range(work.world_size):
-            there = cost.splits(task, rank)
+            there = splits_of(cost, task, rank)
             back = there[1], there[0]
-            assert cost.splits(replace(task, op=Op.COMBINE), rank) == back
+            assert splits_of(cost, replace(task, op=Op.COMBINE), rank) == back
             backward = next(t for t in moves(shape) if not t.forward).phase
-            assert cost.splits(replace(task, phase=backward), rank) == back
-            assert cost.splits(replace(task, op=Op.COMBINE, phase=backward), rank) == there
+            assert splits_of(cost, replace(task, phase=backward), rank) == back
+            assert splits_of(cost, replace(task, op=Op.COMBINE, phase=backward), rank) == there
 
 
 @given(steps(capacity=False))
@@ -104,7 +114,7 @@ def test_exchanged_counts_say_the_splits(step: Step) -> None:
             )
             for chunk in range(shape.chunks):
                 dispatch = Task(task.layer, Op.DISPATCH, task.phase, task.microbatch, chunk)
-                splits = cost.splits(dispatch, rank)
+                splits = splits_of(cost, dispatch, rank)
                 assert sent[:, chunk].sum(axis=-1).tolist() == splits[0]
                 assert received[:, chunk].sum(axis=-1).tolist() == splits[1]
 
@@ -156,9 +166,8 @@ def test_seconds_written_out() -> None:
     # Rank 0 sends four rows to rank 1 and gets one; then four and four.
     assert cost(Task.parse("L1.D.m0.c0.F")) == pytest.approx([1e-3 + 160 / 1e7] * 2)
     assert cost(Task.parse("L1.C.m1.c0.B")) == pytest.approx([1e-3 + 160 / 1e7] * 2)
-    assert cost.splits(Task.parse("L1.D.m0.c0.F"), 0) == ([0, 4], [0, 1])
-    assert cost.splits(Task.parse("L1.C.m0.c0.F"), 0) == ([0, 1], [0, 4])
-    assert cost.splits(Task.parse("L1.N.m0.F"), 1) == ([1, 1], [1, 1])
+    assert splits_of(cost, Task.parse("L1.D.m0.c0.F"), 0) == ([0, 4], [0, 1])
+    assert splits_of(cost, Task.parse("L1.C.m0.c0.F"), 0) == ([0, 1], [0, 4])
 
 
 def test_a_transfer_of_nothing_costs_nothing() -> None:
@@ -189,3 +198,36 @@ def test_the_simulator_predicts_it(step: Step, name: str) -> None:
     timeline = simulate(plan.schedule, plan.graph, cost, ranks)
     assert timeline.iteration_s >= lower_bound(plan.graph, cost, ranks).seconds * (1 - 1e-9)
     assert timeline.iteration_s >= cost.alone_s(plan.graph.tasks).max() * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", ["hierarchical_1d", "hierarchical_2d"])
+@given(step=steps(capacity=True), node_size=st.sampled_from([1, 2]))
+def test_with_a_capacity_the_busiest_rank_of_a_leg_costs_what_the_plan_assumes(
+    name: str, step: Step, node_size: int
+) -> None:
+    shape, work, routing = step
+    shape = replace(shape, dispatch=DISPATCHES[name].ops)
+    work = replace(work, dispatch=name, node_size=min(node_size, work.ep_size))
+    cost, even = VirtualCost(shape, work, CLUSTER, routing.counts(0)), StepCost(shape, work, CLUSTER)
+    for task in build_graph(shape).tasks:
+        if task.op in TRANSFERS:
+            share = busiest_share(name, task.op, work.nodes, work.ranks_per_node)
+            expected = even(task) if share else 0.0
+            assert cost(task).max() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", DISPATCHES)
+@given(step=steps(capacity=False))
+def test_legs_end_where_flat_ones_do(name: str, step: Step) -> None:
+    """Whatever the way, a rank gets the same number of rows for its experts."""
+    shape, work, routing = step
+    flat = VirtualCost(shape, work, CLUSTER, routing.counts(0))
+    shape = replace(shape, dispatch=DISPATCHES[name].ops)
+    work = replace(work, dispatch=name, node_size=max(work.ep_size // 2, 1))
+    cost = VirtualCost(shape, work, CLUSTER, routing.counts(0))
+    for task in build_graph(flat.shape).tasks:
+        if task.op is Op.DISPATCH and task.forward:
+            last = replace(task, op=shape.dispatch[-1])
+            for rank in range(work.world_size):
+                received = sum(cost.move(last, rank).output_splits)
+                assert received == sum(flat.move(task, rank).output_splits)

@@ -20,8 +20,8 @@ from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.communicate import Buckets
 from penstock.schedule import SCHEDULES, Schedule, ScheduleConfig, StepPlan
 from penstock.topology import Layout, ParallelConfig
-from penstock.train.assemble import build_machinery, first_plan
-from penstock.virtual import VirtualConfig, VirtualStack, build_virtual, gradient_bytes
+from penstock.train.assemble import build_machinery, first_plan, gradient_bytes
+from penstock.virtual import VirtualConfig, VirtualStack, build_virtual
 from tests.support.parity import Case, batch_of, machinery, stack_of
 from tests.support.ranks import Pools
 
@@ -49,7 +49,8 @@ def case_of(name: str = "flowmoe", *, world_size: int = 4, ep_size: int = 4, **m
 def virtual_of(rank: int, case: Case, virtual: VirtualConfig = ZIPF) -> VirtualStack:
     assert case.ep_size is not None
     config = replace(case.config, cluster=SLEEPS)
-    return build_virtual(config, virtual, machinery(case.world_size, case.ep_size, rank))
+    device = machinery(case.world_size, case.ep_size, rank, case.node_size or 0)
+    return build_virtual(config, virtual, device)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Ran:
 
 def run_virtual(rank: int, case: Case, number: int = 3) -> Ran:
     stack = virtual_of(rank, case)
-    transport = stack.machinery.transport
+    transport = stack.machinery.transports.inter
     before = transport.traffic.copy()
     stack.step(number)
     records, cost = sorted(stack.records(), key=lambda record: record.start_s), stack.cost(number)
@@ -86,7 +87,9 @@ def expected_traffic(rank: int, stack: VirtualStack, number: int) -> Counter[int
             local = work.num_experts // work.ep_size
             row = cost.shape.chunks * local * 8 if task.op is Op.COUNTS else work.hidden_size * 4
             group = next(g for g in layout.members(Group.EXPERT) if rank in g)
-            for peer, rows in zip(group, cost.splits(task, rank)[0], strict=True):
+            once = (1,) * work.ep_size
+            splits = once if task.op is Op.COUNTS else cost.move(task, rank).input_splits
+            for peer, rows in zip(group, splits, strict=True):
                 sent[peer] += rows * row if peer != rank else 0
         elif task.lane is Lane.INTER:
             group = next(g for g in layout.members(task.spec.group) if rank in g)
@@ -116,6 +119,36 @@ def check_ran(result: Ran) -> None:
 # ---- every schedule ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dispatch", ["hierarchical_1d", "hierarchical_2d"])
+@pytest.mark.parametrize("extra", [{}, {"shared_ffn_hidden_size": 4, "compression": "int8"}])
+def test_a_virtual_step_takes_the_legs_of_a_real_one(
+    ranks: Pools, dispatch: str, extra: dict[str, Any]
+) -> None:
+    case = replace(case_of(capacity_factor=1.25, dispatch=dispatch, **extra), node_size=2)
+    for real, virtual, same in ranks(4).run(real_and_virtual, case):
+        assert same
+        assert real == virtual
+        assert real.total() > 0
+
+
+@pytest.mark.parametrize("dispatch", ["hierarchical_1d", "hierarchical_2d"])
+def test_uneven_routing_takes_the_legs_too(ranks: Pools, dispatch: str) -> None:
+    """Dropless: everybody must know what everybody sends, or partners would wait for other sizes."""
+    case = replace(case_of("penstock", dispatch=dispatch), node_size=2)
+    for result in ranks(4).run(run_legs, case):
+        assert result
+
+
+def run_legs(rank: int, case: Case) -> bool:
+    stack = virtual_of(rank, case)
+    stack.step(3)
+    records = sorted(stack.records(), key=lambda record: record.start_s)
+    lanes = stack.plan.schedule.lanes
+    return Lane.INTRA in lanes and all(
+        [r.task for r in records if r.lane is lane] == list(order) for lane, order in lanes.items()
+    )
+
+
 @pytest.mark.parametrize(("world_size", "ep_size"), [*LAYOUTS, (4, 1)])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_runs_with_uneven_routing(
@@ -135,7 +168,7 @@ def real_and_virtual(rank: int, case: Case) -> tuple[Counter[int], Counter[int],
     real, virtual = stack_of(rank, case), virtual_of(rank, case, VirtualConfig())
     tokens, labels = batch_of(case)
     mine = slice(rank * case.batch, (rank + 1) * case.batch)
-    transport = real.machinery.transport
+    transport = real.machinery.transports
     sent = []
     for step in (lambda: real(tokens[mine], labels[mine]).backward(), lambda: virtual.step(0)):
         before = transport.traffic.copy()
@@ -264,7 +297,7 @@ def lose_the_network(rank: int, case: Case) -> str:
     stack.step(0)
     dist.barrier()
     if rank == 1:
-        stack.machinery.transport.abort()
+        stack.machinery.transports.inter.abort()
     return fails(stack, lambda: stack.step(1))
 
 

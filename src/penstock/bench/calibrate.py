@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.bench.contender import Entry, run_step
-from penstock.bench.links import fit_links
 from penstock.bench.load import Load
 from penstock.bench.predict import ComputeTimes, PredictedCost, predict
 from penstock.bench.scheduled import Scheduled, Stacks
 from penstock.bench.tune import variants
 from penstock.cost import StepCost
 from penstock.graph import Lane, Task
+from penstock.runtime.links import fit_links
 from penstock.schedule import SCHEDULES, ScheduleConfig, StepPlan
 from penstock.simulate import Ranks
 from penstock.trace import TaskRecord
 from penstock.train.assemble import first_plan, workload
+from penstock.train.dispatch import hierarchical_among
 
 ROUNDS = 2
 SLACK = 1.25
@@ -26,8 +27,13 @@ class Calibration:
 
     def __init__(self, stacks: Stacks) -> None:
         self.stacks, self.control = stacks, stacks.machinery.control
-        transport = stacks.machinery.transport
-        self.cluster = fit_links(transport, self.control, stacks.run_config.cluster)
+        self.cluster = fit_links(
+            stacks.machinery.transports,
+            stacks.layout,
+            self.control,
+            stacks.run_config.cluster,
+            hierarchical_among(stacks.run_config.moe, stacks.layout),
+        )
         self._measured: dict[tuple[Task, ...], tuple[ComputeTimes, ComputeTimes, float]] = {}
 
     def entry(self, name: str) -> Entry:
@@ -54,7 +60,7 @@ class Calibration:
         sizes = workload(stacks.run_config, layout, *stacks.real.buckets.sizes_bytes)
         cost = PredictedCost(StepCost(first.graph.shape, sizes, self.cluster), *self._computation(first))
         plan = StepPlan(first.graph, SCHEDULES[name].order(first.graph, cost))
-        simulated_s = predict(plan, cost, Ranks(layout.world_size, layout.ep_size))
+        simulated_s = predict(plan, cost, Ranks(layout.world_size, layout.ep_size, layout.ep_node_size))
         contender = Scheduled(stacks.real, plan, stacks.batch)
         return Entry(name=name, transport="penstock", contender=contender, plan=plan, simulated_s=simulated_s)
 
@@ -74,7 +80,7 @@ class Calibration:
             contender = Scheduled(stacks.silent, stacks.silent.adopt(plan), stacks.batch)
             entry = Entry(name="alone", transport="penstock", contender=contender, plan=plan)
             alone = self._times(entry)
-            load = Load(stacks.machinery.transport, self.control)
+            load = Load(stacks.machinery.transports.inter, self.control)
             load.start(enough_for_s=SLACK * (ROUNDS + 1) * max(self.control.gather(self._last_s, "timing")))
             beside = self._times(entry)
             self._measured[tasks] = alone, beside, load.finish()

@@ -70,7 +70,7 @@ class RealField:
 
     @property
     def traffic(self) -> Counter[int]:
-        return self._stacks.machinery.transport.traffic
+        return self._stacks.machinery.transports.traffic
 
     def compute_alone_s(self, number: int) -> float:
         self.control.barrier("starting computation alone")

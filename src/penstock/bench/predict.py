@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from penstock.cost import AlphaBeta, ClusterConfig, StepCost
+from penstock.cost import StepCost
 from penstock.graph import Lane, Op, Phase, Task
 from penstock.schedule import StepPlan
 from penstock.simulate import Ranks, Seconds, Timeline, simulate
@@ -24,25 +24,6 @@ from penstock.trace import TaskRecord
 PASSES = 3
 Shares = Mapping[Task, float]
 """Which part of a task's time the other side, computation or transfers, is busy on the same rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FittedCluster(ClusterConfig):
-    """Links as they were measured; the argument conventions are those of ClusterConfig."""
-
-    dispatch: AlphaBeta
-    reduce: AlphaBeta
-
-    def __post_init__(self) -> None:
-        """Measured numbers need no check."""
-
-    def all_to_all(self, ranks: int) -> AlphaBeta:
-        del ranks  # measured in the very group that will be used
-        return self.dispatch
-
-    def all_reduce(self, ranks: int) -> AlphaBeta:
-        del ranks
-        return self.reduce
 
 
 @dataclass(frozen=True)

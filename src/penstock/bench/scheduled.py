@@ -16,6 +16,7 @@ from penstock.bench.silent import silent
 from penstock.models import GPT
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.lanes import ThreadLanes
+from penstock.runtime.transport import Transports
 from penstock.schedule import StepPlan
 from penstock.topology import Layout, lane_groups
 from penstock.trace import TaskRecord
@@ -69,7 +70,9 @@ class Stacks:
         if self._shipped is None:
             transport = ShippedTransport(partial(lane_groups, self.layout, self.config.parallel.timeout_s))
             lanes = ThreadLanes(transport.abort)
-            self._shipped = self._stack(replace(self.machinery, transport=transport, lanes=lanes))
+            self._shipped = self._stack(
+                replace(self.machinery, transports=Transports(transport), lanes=lanes)
+            )
         return self._shipped
 
     def close(self) -> None:

@@ -14,14 +14,20 @@ from penstock.runtime.transport import GlooTransport
 class ShippedTransport(GlooTransport):
     """The column `as shipped`: nothing of Penstock's under a schedule but the schedule itself."""
 
-    def all_to_all(self, rows: Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
-        self._count_all_to_all(rows, input_splits)
+    def all_to_all(
+        self,
+        rows: Tensor,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        group: Group = Group.EXPERT,
+    ) -> Tensor:
+        self._count_all_to_all(rows, input_splits, group)
         received = rows.new_empty(sum(output_splits), *rows.shape[1:])
         dist.all_to_all_single(
             received,
             rows.contiguous(),
             list(output_splits),
             list(input_splits),
-            group=self._groups[Group.EXPERT],
+            group=self._groups[group],
         )
         return received

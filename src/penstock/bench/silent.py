@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.graph import Group
 from penstock.runtime import Machinery
 from penstock.runtime.lanes import ThreadLanes
+from penstock.runtime.transport import Transports
 
 
 class SilentTransport:
@@ -22,7 +23,14 @@ class SilentTransport:
     def __init__(self, sizes: dict[Group, int]) -> None:
         self._sizes = sizes
 
-    def all_to_all(self, rows: Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
+    def all_to_all(
+        self,
+        rows: Tensor,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        group: Group = Group.EXPERT,
+    ) -> Tensor:
+        del group
         assert sum(input_splits) == sum(output_splits), "only even routing can be imitated"
         return rows.clone()  # a receive buffer would be allocated and filled, too
 
@@ -47,6 +55,8 @@ def silent(machinery: Machinery) -> Machinery:
         Group.WORLD: layout.world_size,
         Group.EXPERT: layout.ep_size,
         Group.EXPERT_REPLICAS: layout.edp_size,
+        Group.NODE: layout.ep_node_size,
+        Group.RAIL: layout.ep_nodes,
     }
     transport = SilentTransport(sizes)
-    return replace(machinery, transport=transport, lanes=ThreadLanes(transport.abort))
+    return replace(machinery, transports=Transports(transport, transport), lanes=ThreadLanes(transport.abort))

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from penstock.bench.collectives import CollectivesResult, render_collectives
 from penstock.bench.document import Section, write_document
 from penstock.bench.machine import Machine
 from penstock.bench.page import write_page
 from penstock.bench.plot import draw
-from penstock.bench.restore import restore
-from penstock.bench.table import render
+from penstock.bench.text import text_of
 from penstock.bench.views import rate_text
 from penstock.emulate.config import parse_rate
 
@@ -180,17 +178,10 @@ def _section(outcome: Outcome, pictures: Mapping[str, Path], folder: Path) -> Se
         title=run.title,
         command=run.command,
         note=run.note,
-        table=None if outcome.result is None else render_any(outcome.result),
+        table=None if outcome.result is None else text_of(outcome.result),
         failure=outcome.failure,
         picture=_beside(pictures[run.name], folder) if run.name in pictures else None,
     )
-
-
-def render_any(result: Mapping[str, Any]) -> str:
-    """The table that `penstock bench` prints for this JSON object."""
-    if "collectives" in result:
-        return render_collectives(CollectivesResult.from_dict(result))
-    return render(restore(result))
 
 
 def _plain(outcome: Outcome) -> dict[str, Any]:
@@ -244,6 +235,12 @@ def _collectives(shape: str, experts: int, note: str) -> Run:
     return Run(name=f"collectives-{shape}-400mbit", title=title, arguments=arguments, note=note, seconds=30)
 
 
+def _dispatch(shape: str, rate: str, experts: int, note: str, seconds: float) -> Run:
+    arguments = ("--dispatch", *_cluster(shape, rate), f"moe.num_experts={experts}", "compare.rounds=3")
+    title = f"Ways to dispatch, {_title(shape, rate)}"
+    return Run(name=f"dispatch-{shape}-{rate}", title=title, arguments=arguments, note=note, seconds=seconds)
+
+
 def _title(shape: str, rate: str) -> str:
     nodes, devices = shape.split("x")
     plural = "s" if devices != "1" else ""
@@ -279,5 +276,17 @@ SUITE: Final = (
     _virtual("4x4", 16, "schedule.microbatches=2", "The same with four devices behind each uplink."),
     _collectives("2x1", 2, "How near the transport comes to the wire; 0.99 is a wire that is never idle."),
     _collectives("4x1", 4, "The same with four ranks."),
+    _dispatch(
+        "2x2", "2gbit", 4, "Which of the three is the fastest, and whether the fitted models say so.", 60
+    ),
+    _dispatch("4x4", "2gbit", 16, "The same with sixteen ranks, which only send.", 150),
+    Run(
+        name="layer",
+        title="The MoE layer in one process",
+        arguments=("--layer",),
+        note="One thread, forward and backward: the layer beside the same block of Hugging Face transformers "
+        "and a loop over experts; orders beside the machine's copy; compression of rows.",
+        seconds=90,
+    ),
 )
 """What `penstock bench --suite` runs."""

@@ -9,14 +9,15 @@ import torch
 
 from penstock.bench.config import BenchConfig
 from penstock.bench.contender import Entry
-from penstock.bench.links import fit_links
 from penstock.bench.scheduled import run_config_of
 from penstock.bench.tune import variants
+from penstock.runtime.links import fit_links
 from penstock.schedule import SCHEDULES, ScheduleConfig, StepPlan
 from penstock.simulate import Ranks, simulate
 from penstock.topology import Layout
 from penstock.trace import TaskRecord
 from penstock.train.assemble import build_machinery, first_plan
+from penstock.train.dispatch import hierarchical_among
 from penstock.virtual import VirtualCost, VirtualStack, build_virtual
 
 
@@ -48,15 +49,16 @@ class VirtualField:
         self.label: str | None = config.virtual.label
         self._bench, self._config, self._layout = config, run_config_of(config), layout
         machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
-        self.control, self._transport = machinery.control, machinery.transport
+        self.control, self._transports = machinery.control, machinery.transports
+        names = hierarchical_among(self._config.moe, layout)
         self._stack = build_virtual(self._config, config.virtual, machinery)
-        self._cluster = fit_links(self._transport, self.control, self._config.cluster)
+        self._cluster = fit_links(self._transports, layout, self.control, self._config.cluster, names)
         self._first_measured = config.compare.warmup
         self.entries = tuple(self._entry(name) for name in config.compare.schedules)
 
     @property
     def traffic(self) -> Counter[int]:
-        return self._transport.traffic
+        return self._transports.traffic
 
     def compute_alone_s(self, number: int) -> float:
         """Slept seconds of this rank: nothing needs to be run to know them."""
@@ -83,7 +85,7 @@ class VirtualField:
     def _ordered(self, name: str, first: StepPlan) -> Entry:
         cost = self._cost(first)
         plan = StepPlan(first.graph, SCHEDULES[name].order(first.graph, cost))
-        ranks = Ranks(self._layout.world_size, self._layout.ep_size)
+        ranks = Ranks(self._layout.world_size, self._layout.ep_size, self._layout.ep_node_size)
         simulated_s = simulate(plan.schedule, plan.graph, cost, ranks).iteration_s
         contender = Slept(self._stack, plan)
         return Entry(name=name, transport="penstock", contender=contender, plan=plan, simulated_s=simulated_s)

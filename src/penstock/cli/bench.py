@@ -9,25 +9,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 
 from penstock.bench import BenchConfig
 from penstock.bench.collectives import (
-    CollectivesResult,
     Uplinks,
     measure_collectives,
-    render_collectives,
     summarise_collectives,
 )
 from penstock.bench.compare import compare
+from penstock.bench.dispatches import measure_dispatches, summarise_dispatches
 from penstock.bench.field import Field, RealField
+from penstock.bench.layer import measure_layer
 from penstock.bench.peers import require
-from penstock.bench.result import BenchResult
 from penstock.bench.shipped import ShippedTransport
 from penstock.bench.summarise import summarise
-from penstock.bench.table import render
+from penstock.bench.text import text_of
 from penstock.bench.virtual_field import VirtualField
 from penstock.cli.codes import BAD_USAGE, FAILED
 from penstock.cli.train import end_of_rank
@@ -35,10 +34,29 @@ from penstock.config import ConfigError, load
 from penstock.emulate import Cluster, EmulateConfig
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
-from penstock.topology import CommunicationError, Layout, ProcessInfo, detect, join, lane_groups, leave
+from penstock.topology import (
+    CommunicationError,
+    Control,
+    Layout,
+    ProcessInfo,
+    detect,
+    find_node_size,
+    join,
+    lane_groups,
+    leave,
+)
 from penstock.topology.join import ALONE
 from penstock.train.assemble import build_machinery, pick_device
 from penstock.train.launcher import Place, launch
+
+Subject = Literal["schedules", "collectives", "dispatch", "layer"]
+"""What is measured: whole steps, or a part alone."""
+
+PARTS: dict[str, str] = {
+    "collectives": "the transport",
+    "dispatch": "ways to dispatch",
+    "layer": "the MoE layer in one process",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +65,18 @@ class Wanted:
 
     json: bool
     virtual: bool
-    collectives: bool
+    subject: Subject
     plot: Path | None
     peers: bool = False
 
     def __post_init__(self) -> None:
         useless = {"--virtual": self.virtual, "--plot": self.plot is not None, "--peers": self.peers}
         other = next((name for name, given in useless.items() if given), None)
-        if self.collectives and other is not None:
-            hint = f"Leave {other} out, or --collectives."
+        if self.subject != "schedules" and other is not None:
+            option = f"--{self.subject}"
+            hint = f"Leave {other} out, or {option}."
             raise ConfigError(
-                "--collectives", True, f"measures the transport and has no use for {other}", hint
+                option, True, f"measures {PARTS[self.subject]} and has no use for {other}", hint
             )
 
 
@@ -79,6 +98,8 @@ def bench(
     config = load(BenchConfig, path, overrides)
     _check_together(config, wanted)
     info = detect(os.environ)
+    if wanted.subject == "layer":
+        return _layer(wanted, info, emulate)
     if emulate is not None and info is not None and info.launcher != "penstock":
         why = f"ranks that {info.launcher} started already have a network"
         hint = "Start penstock bench itself, or leave --emulate out."
@@ -96,7 +117,7 @@ def _check_together(config: BenchConfig, wanted: Wanted) -> None:
     if wanted.virtual and config.compare.peers:
         why = "other systems compute, and virtual devices sleep instead"
         raise ConfigError("--peers", ",".join(config.compare.peers), why, "Leave --virtual out.")
-    if not (wanted.virtual or wanted.collectives) and config.moe.capacity_factor is None:
+    if wanted.subject == "schedules" and not wanted.virtual and config.moe.capacity_factor is None:
         why = "computation alone, without a network, has no routing to go by"
         hint = "Give a capacity factor such as 1.25, or use --virtual."
         raise ConfigError("moe.capacity_factor", "none", why, hint)
@@ -118,8 +139,9 @@ def _be_rank(config: BenchConfig, info: ProcessInfo, wanted: Wanted, emulate: Em
     try:
         keep_freed_memory()
         join(info, config.parallel.timeout_s, pick_device(info.local_rank))
-        layout = Layout.build(config.parallel, info.world_size, info.rank, config.moe.num_experts)
-        result = (_collectives if wanted.collectives else _comparison)(config, layout, wanted, emulate)
+        node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
+        layout = Layout.build(config.parallel, info.world_size, info.rank, config.moe.num_experts, node_size)
+        result = SUBJECTS[wanted.subject](config, layout, wanted, emulate)
     except ConfigError as error:
         if info.rank == 0:
             print(f"penstock: {error}", file=sys.stderr)
@@ -129,32 +151,67 @@ def _be_rank(config: BenchConfig, info: ProcessInfo, wanted: Wanted, emulate: Em
         return FAILED
     leave()
     if info.rank == 0:
-        print(json.dumps(result.to_dict()) if wanted.json else _text(result))
+        _print(result, wanted)
         if wanted.plot is not None:
             _plot(result.to_dict(), wanted.plot)
     return 0
 
 
-def _comparison(
-    config: BenchConfig, layout: Layout, wanted: Wanted, emulate: EmulateConfig | None
-) -> BenchResult:
+class Result(Protocol):
+    """What a benchmark found."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def _comparison(config: BenchConfig, layout: Layout, wanted: Wanted, emulate: EmulateConfig | None) -> Result:
     """Without an emulated cluster all ranks count as one node with a link of unknown rate."""
     field: Field = VirtualField(config, layout) if wanted.virtual else RealField(config, layout)
     found = compare(field, config.compare)
     field.close()
     nodes = 1 if emulate is None else emulate.nodes
-    rate = None if emulate is None else emulate.inter_rate_bit_per_s
-    return summarise(found, nodes=nodes, devices=layout.world_size // nodes, inter_rate_bit_per_s=rate)
+    return summarise(
+        found, nodes=nodes, devices=layout.world_size // nodes, inter_rate_bit_per_s=_rate(emulate)
+    )
 
 
 def _collectives(
     config: BenchConfig, layout: Layout, wanted: Wanted, emulate: EmulateConfig | None
-) -> CollectivesResult:
+) -> Result:
     del wanted
     machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
     shipped = ShippedTransport(partial(lane_groups, layout, config.parallel.timeout_s))
-    found = measure_collectives(machinery.transport, machinery.control, layout, shipped)
+    found = measure_collectives(machinery.transports.inter, machinery.control, layout, shipped)
     return summarise_collectives(found, _uplinks(layout, emulate))
+
+
+def _dispatch(config: BenchConfig, layout: Layout, wanted: Wanted, emulate: EmulateConfig | None) -> Result:
+    del wanted
+    machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
+    found = measure_dispatches(machinery.transports, layout, machinery.control, rounds=config.compare.rounds)
+    return summarise_dispatches(found, _rate(emulate))
+
+
+def _layer(wanted: Wanted, info: ProcessInfo | None, emulate: EmulateConfig | None) -> int:
+    """In this process: there is nobody to talk to."""
+    if info is not None or emulate is not None:
+        other = "--emulate" if emulate is not None else f"a start by {info.launcher if info else ''}"
+        raise ConfigError(
+            "--layer", True, f"is about one process and has no use for {other}", "Leave it out."
+        )
+    _print(measure_layer(), wanted)
+    return 0
+
+
+def _print(result: Result, wanted: Wanted) -> None:
+    plain = result.to_dict()
+    print(json.dumps(plain) if wanted.json else text_of(plain))
+
+
+SUBJECTS = {"schedules": _comparison, "collectives": _collectives, "dispatch": _dispatch}
+
+
+def _rate(emulate: EmulateConfig | None) -> float | None:
+    return None if emulate is None else emulate.inter_rate_bit_per_s
 
 
 def _uplinks(layout: Layout, emulate: EmulateConfig | None) -> Uplinks:
@@ -165,10 +222,6 @@ def _uplinks(layout: Layout, emulate: EmulateConfig | None) -> Uplinks:
         devices=emulate.devices,
         inter_rate_bit_per_s=emulate.inter_rate_bit_per_s,
     )
-
-
-def _text(result: BenchResult | CollectivesResult) -> str:
-    return render(result) if isinstance(result, BenchResult) else render_collectives(result)
 
 
 def _plot(result: dict[str, Any], folder: Path) -> None:

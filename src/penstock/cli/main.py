@@ -120,11 +120,14 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="sleep instead of computing: more ranks than cores, see [virtual]",
     )
-    bench.add_argument(
-        "--collectives",
-        action="store_true",
-        help="measure the transport alone: how near it comes to the wire",
-    )
+    part = bench.add_mutually_exclusive_group()
+    for name, text in (
+        ("collectives", "measure the transport alone: how near it comes to the wire"),
+        ("dispatch", "measure ways to dispatch: flat and hierarchical, small messages and large ones"),
+        ("layer", "measure the MoE layer in one process, beside other implementations"),
+    ):
+        part.add_argument(f"--{name}", action="store_const", const=name, dest="subject", help=text)
+    bench.set_defaults(subject="schedules")
     bench.add_argument("--plot", type=Path, metavar="DIR", help="write figures (PNG) and a page there")
     bench.add_argument(
         "--suite", type=Path, metavar="DIR", help="run all that BENCHMARKS.md shows, and write it there"
@@ -160,7 +163,7 @@ def _bench(options: argparse.Namespace, given: Sequence[str]) -> int:
     wanted = Wanted(
         json=options.json,
         virtual=options.virtual,
-        collectives=options.collectives,
+        subject=options.subject,
         plot=options.plot,
         peers=options.peers is not None,
     )
@@ -168,7 +171,7 @@ def _bench(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _check_alone(given: Sequence[str]) -> None:
-    """Refuse `--suite` with anything else: it would run for a quarter of an hour and ignore it."""
+    """Refuse `--suite` with anything else: it would run for twenty minutes and ignore it."""
     taken = ["bench", "--suite"] if "--suite" in given else ["bench"]
     more = [word for word in given if word not in taken and not word.startswith("--suite=")]
     if len(more) > ("--suite" in given):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from penstock.config import ConfigError
+from penstock.cost.legs import busiest_share
+from penstock.graph.task import SPECS, Lane, Op
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,7 @@ class ClusterConfig:
     The defaults describe one core of a server and Gloo over a loopback link.
     flops_per_s: matrix products of one rank. memory_bytes_per_s: copies of one rank.
     link_latency_s, link_bytes_per_s: what one rank sends to another, one direction.
+    intra_latency_s, intra_bytes_per_s: the same between ranks of one node.
     task_overhead_s: fixed cost of any compute task.
     """
 
@@ -33,6 +36,8 @@ class ClusterConfig:
     memory_bytes_per_s: float = 4e9
     link_latency_s: float = 2e-4
     link_bytes_per_s: float = 1e9
+    intra_latency_s: float = 2e-4
+    intra_bytes_per_s: float = 1e9
     task_overhead_s: float = 1e-4
 
     def __post_init__(self) -> None:
@@ -44,6 +49,23 @@ class ClusterConfig:
     def all_to_all(self, ranks: int) -> AlphaBeta:
         """Argument: bytes of the buffer each rank sends, its own share included."""
         return self._collective(ranks - 1, (ranks - 1) / ranks)
+
+    def leg(self, dispatch: str, op: Op, nodes: int, node_size: int) -> AlphaBeta:
+        """One leg of a dispatch or combine. Argument: bytes of the rows that each rank has for all experts.
+
+        Ranks of a node share its links, so one that sends alone has the whole of them.
+        """
+        if dispatch == "flat":
+            return self.all_to_all(nodes * node_size)
+        share = busiest_share(dispatch, op, nodes, node_size)
+        if SPECS[op].lane is Lane.INTRA:
+            return AlphaBeta(
+                alpha_s=(node_size - 1) * self.intra_latency_s, beta_s_per_byte=share / self.intra_bytes_per_s
+            )
+        alone = node_size if dispatch == "hierarchical_1d" else 1
+        return AlphaBeta(
+            alpha_s=(nodes - 1) * self.link_latency_s, beta_s_per_byte=share / alone / self.link_bytes_per_s
+        )
 
     def all_reduce(self, ranks: int) -> AlphaBeta:
         """Argument: bytes of the tensor. A ring sends it almost twice."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from penstock.cost.cluster import ClusterConfig
 from penstock.cost.workload import Workload, split_sizes
 from penstock.graph import Op, Phase, StepShape, Task
+from penstock.graph.dependencies import TRANSFERS
 
 COUNT_BYTES = 8
 STATISTICS_BYTES = 8
@@ -29,8 +30,9 @@ class StepCost:
         if task.op is Op.COUNTS:
             sent = work.num_experts * self.shape.chunks * COUNT_BYTES
             return cluster.all_to_all(work.ep_size).seconds(sent)
-        if task.op in (Op.DISPATCH, Op.COMBINE):
-            return cluster.all_to_all(work.ep_size).seconds(work.hidden_bytes(self._rows(task)))
+        if task.op in TRANSFERS:
+            leg = cluster.leg(work.dispatch, task.op, work.nodes, work.ranks_per_node)
+            return leg.seconds(work.wire_bytes(self._rows(task)))
         if task.op is Op.STATISTICS:
             size = sum(self.shape.moe_layers) * 2 * work.num_experts * STATISTICS_BYTES
             return cluster.all_reduce(work.world_size).seconds(size)
@@ -54,6 +56,8 @@ class StepCost:
         if task.op is Op.ATTENTION:
             dense = 0.0 if self.shape.moe_layers[task.layer] else work.dense_flops(tokens)
             return work.attention_flops(tokens) + dense, copies
+        if task.op is Op.SHARED:
+            return work.shared_flops(tokens), work.hidden_bytes(2 * tokens)
         if task.op is Op.HEAD:
             return work.head_flops(tokens), work.hidden_bytes(tokens)
         return 0.0, copies

@@ -25,6 +25,10 @@ class Workload:
 
     num_experts is the total; capacity_factor None means dropless (even routing is assumed for cost).
     expert_matrices: 2 for GELU experts, 3 for SwiGLU. element_bytes: of activations on the wire.
+    slots_per_sample: rows of each sample at each expert where that is fixed (SoftMoE); 0 = it is not.
+    wire_row_bytes: bytes of a row under way, where it is not a hidden state as it is; none = as it is.
+    dispatch, node_size: how rows travel, and how many ranks of an expert group are in one node (0 = all).
+    shared_ffn_hidden_size: of the shared experts, 0 for none.
     all_reduce_bytes / expert_all_reduce_bytes: gradients per layer. dense_ffn_hidden_size: of dense blocks.
     """
 
@@ -44,6 +48,21 @@ class Workload:
     all_reduce_bytes: tuple[int, ...]
     expert_all_reduce_bytes: tuple[int, ...]
     dense_ffn_hidden_size: int = 0
+    slots_per_sample: int = 0
+    wire_row_bytes: int | None = None
+    dispatch: str = "flat"
+    node_size: int = 0
+    shared_ffn_hidden_size: int = 0
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of an expert group in one node."""
+        return self.node_size or self.ep_size
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that an expert group covers."""
+        return self.ep_size // self.ranks_per_node
 
     def tokens(self, microbatch: int, microbatches: int) -> int:
         """Tokens of one microbatch on one rank."""
@@ -52,6 +71,9 @@ class Workload:
     def rows(self, microbatch: int, microbatches: int, chunk: int, chunks: int) -> float:
         """Token copies that one rank sends to all experts in one chunk of one microbatch."""
         tokens = self.tokens(microbatch, microbatches)
+        if self.slots_per_sample:
+            slots = split_sizes(self.batch, microbatches)[microbatch] * self.slots_per_sample
+            return split_sizes(slots, chunks)[chunk] * self.num_experts
         if self.capacity_factor is None:
             return split_sizes(tokens, chunks)[chunk] * self.top_k
         slots = capacity_slots(tokens, self.num_experts, self.top_k, self.capacity_factor, self.min_capacity)
@@ -73,6 +95,14 @@ class Workload:
 
     def head_flops(self, tokens: int) -> float:
         return tokens * 2 * self.hidden_size * self.vocab_size
+
+    def shared_flops(self, tokens: int) -> float:
+        """The shared experts."""
+        return tokens * 2 * self.expert_matrices * self.hidden_size * self.shared_ffn_hidden_size
+
+    def wire_bytes(self, rows: float) -> float:
+        """Bytes of `rows` rows under way."""
+        return self.hidden_bytes(rows) if self.wire_row_bytes is None else rows * self.wire_row_bytes
 
     def hidden_bytes(self, rows: float) -> float:
         """Bytes of `rows` hidden states."""

@@ -78,8 +78,10 @@ def _block_forward(layer: int, shape: StepShape) -> Iterator[Task]:
     for m in pieces:
         if shape.exchange_counts:
             yield Task(layer, Op.COUNTS, F, m)
-        yield from (Task(layer, Op.DISPATCH, F, m, c) for c in chunks)
-    for op in (Op.EXPERTS, Op.COMBINE):
+        yield from (Task(layer, op, F, m, c) for op in shape.dispatch for c in chunks)
+    if shape.shared_experts:
+        yield from (Task(layer, Op.SHARED, F, m) for m in pieces)
+    for op in (Op.EXPERTS, *shape.combine):
         yield from (Task(layer, op, F, m, c) for m in pieces for c in chunks)
     yield from (Task(layer, Op.UNORDER, F, m) for m in pieces)
 
@@ -88,9 +90,11 @@ def _block_backward(layer: int, shape: StepShape) -> Iterator[Task]:
     pieces, chunks = range(shape.microbatches - 1, -1, -1), range(shape.chunks)
     if shape.moe_layers[layer]:
         yield from (Task(layer, Op.UNORDER, B, m) for m in pieces)
-        experts = INPUT if shape.split_experts else B
-        for op, phase in ((Op.COMBINE, B), (Op.EXPERTS, experts), (Op.DISPATCH, B)):
+        for op in reversed(shape.moe_chain):
+            phase = INPUT if op is Op.EXPERTS and shape.split_experts else B
             yield from (Task(layer, op, phase, m, c) for m in pieces for c in chunks)
+            if shape.shared_experts and op is shape.combine[0]:
+                yield from (Task(layer, Op.SHARED, B, m) for m in pieces)
     yield from (Task(layer, Op.ATTENTION, B, m) for m in pieces)
     if layer == 0:
         yield from (Task(0, Op.EMBED, B, m) for m in pieces)

@@ -3,8 +3,10 @@
 Forward, one block and one microbatch (a dense block is its AT alone):
 
     EM ─ AT ─ N ─ D.c ─ X.c ─ C.c ─ U ─ (next block) ... HD ─ ST
-         └──────────────────────────┘  residual and gate weights
+         ├──────────────────────────┤  residual and gate weights
+         └─ S ──────────────────────┘  shared experts, if there are any
 
+A dispatch may have legs inside the node before and behind D (DG, DS); combine takes them backwards.
 Backward is the mirror; AT.B and HD.B also need ST (the sums that normalise the loss), and a layer's
 all-reduce chunks need all its microbatches. The simulator and the executor both read this rule.
 """
@@ -14,8 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.graph.shape import StepShape
-from penstock.graph.task import Op, Phase, Task
+from penstock.graph.task import BACK_AGAIN, Op, Phase, Task
 
+TRANSFERS = (*BACK_AGAIN, *BACK_AGAIN.values())
+"""Every op that moves rows."""
+LINKS = (*TRANSFERS, Op.EXPERTS)
 F, B, INPUT, WEIGHT = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT, Phase.WEIGHT
 
 
@@ -77,9 +82,38 @@ def _attention_forward(task: Task, shape: StepShape) -> list[Task]:
     return [block_output(task.layer - 1, _microbatch(task), shape)]
 
 
-def _dispatch_forward(task: Task, shape: StepShape) -> list[Task]:
-    needs = [_whole(task, Op.ATTENTION, F)]
-    return [*needs, _routing(task, shape)] if shape.exchange_counts else needs
+def _chain_forward(task: Task, shape: StepShape) -> list[Task]:
+    """A link of the chain needs the one before it, and to know how much goes where."""
+    chain = shape.moe_chain
+    place = chain.index(task.op)
+    before = _at(task, chain[place - 1], F) if place else _whole(task, Op.ATTENTION, F)
+    route = _routing(task, shape)
+    return [before] if before == route else [before, route]
+
+
+def _chain_backward(task: Task, shape: StepShape) -> list[Task]:
+    """Mirrored: a link needs the gradient that comes from the one behind it."""
+    chain = shape.moe_chain
+    place = chain.index(task.op)
+    if place + 1 == len(chain):
+        return [_whole(task, Op.UNORDER, B), _routing(task, shape)]
+    behind = chain[place + 1]
+    made = experts_input(task, shape) if behind is Op.EXPERTS else _at(task, behind, B)
+    return [made, _routing(task, shape)]
+
+
+def _experts_backward(task: Task, shape: StepShape) -> list[Task]:
+    return [_at(task, Op.EXPERTS, F), _at(task, shape.combine[0], B)]
+
+
+def _shared(task: Task, op: Op, phase: Phase, shape: StepShape) -> list[Task]:
+    """The task of the shared experts where there are any."""
+    return [_whole(task, op, phase)] if shape.shared_experts else []
+
+
+def _unorder_forward(task: Task, shape: StepShape) -> list[Task]:
+    combined = _chunks(task, shape.combine[-1], F, shape)
+    return [_at(task, Op.ATTENTION, F), *_shared(task, Op.SHARED, F, shape), *combined]
 
 
 def _statistics(_: Task, shape: StepShape) -> list[Task]:
@@ -98,7 +132,8 @@ def _attention_backward(task: Task, shape: StepShape) -> list[Task]:
     forward = _at(task, Op.ATTENTION, F)
     if not shape.moe_layers[task.layer]:
         return [forward, block_gradient(task.layer, _microbatch(task), shape)]
-    mirrored = [_at(task, Op.UNORDER, B), *_chunks(task, Op.DISPATCH, B, shape)]
+    chunks = _chunks(task, shape.dispatch[0], B, shape)
+    mirrored = [_at(task, Op.UNORDER, B), *_shared(task, Op.SHARED, B, shape), *chunks]
     return [forward, *mirrored, statistics_task(shape)]
 
 
@@ -124,19 +159,18 @@ _RULES: dict[tuple[Op, Phase], Rule] = {
     (Op.EMBED, F): lambda t, s: [],
     (Op.ATTENTION, F): _attention_forward,
     (Op.COUNTS, F): lambda t, s: [_at(t, Op.ATTENTION, F)],
-    (Op.DISPATCH, F): _dispatch_forward,
-    (Op.EXPERTS, F): lambda t, s: [_at(t, Op.DISPATCH, F), _routing(t, s)],
-    (Op.COMBINE, F): lambda t, s: [_at(t, Op.EXPERTS, F), _routing(t, s)],
-    (Op.UNORDER, F): lambda t, s: [_at(t, Op.ATTENTION, F), *_chunks(t, Op.COMBINE, F, s)],
+    (Op.SHARED, F): lambda t, s: [_at(t, Op.ATTENTION, F)],
+    **{(op, F): _chain_forward for op in LINKS},
+    (Op.UNORDER, F): _unorder_forward,
     (Op.HEAD, F): lambda t, s: [block_output(s.last, _microbatch(t), s)],
     (Op.STATISTICS, F): _statistics,
     (Op.HEAD, B): lambda t, s: [_at(t, Op.HEAD, F), statistics_task(s)],
     (Op.UNORDER, B): lambda t, s: [_at(t, Op.UNORDER, F), block_gradient(t.layer, _microbatch(t), s)],
-    (Op.COMBINE, B): lambda t, s: [_whole(t, Op.UNORDER, B), _routing(t, s)],
-    (Op.EXPERTS, B): lambda t, s: [_at(t, Op.EXPERTS, F), _at(t, Op.COMBINE, B)],
-    (Op.EXPERTS, INPUT): lambda t, s: [_at(t, Op.EXPERTS, F), _at(t, Op.COMBINE, B)],
+    (Op.SHARED, B): lambda t, s: [_at(t, Op.SHARED, F), _at(t, Op.UNORDER, B)],
+    **{(op, B): _chain_backward for op in TRANSFERS},
+    (Op.EXPERTS, B): _experts_backward,
+    (Op.EXPERTS, INPUT): _experts_backward,
     (Op.EXPERTS, WEIGHT): lambda t, s: [_at(t, Op.EXPERTS, INPUT)],
-    (Op.DISPATCH, B): lambda t, s: [experts_input(t, s), _routing(t, s)],
     (Op.ATTENTION, B): _attention_backward,
     (Op.EMBED, B): lambda t, s: [_at(t, Op.EMBED, F), Task(0, Op.ATTENTION, B, t.microbatch)],
     (Op.ALL_REDUCE, B): _all_reduce,

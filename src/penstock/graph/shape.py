@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.graph.errors import ScheduleError
+from penstock.graph.task import BACK_AGAIN, Op
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,8 @@ class StepShape:
     exchange_counts: dropless routing sends uneven pieces, so their sizes are exchanged first.
     all_reduce_chunks: for every layer, into how many pieces its replicated gradients are cut.
     expert_all_reduce_chunks: the same for its expert gradients; 0 where no expert has a replica.
+    dispatch: the legs of a dispatch in their order; combine takes them backwards.
+    shared_experts: every MoE layer has shared experts, a task that waits for no transfer.
     split_experts: experts' weight gradients are tasks of their own (W), nothing but their update needs them.
     """
 
@@ -26,6 +29,8 @@ class StepShape:
     exchange_counts: bool = True
     all_reduce_chunks: tuple[int, ...] = ()
     expert_all_reduce_chunks: tuple[int, ...] = ()
+    dispatch: tuple[Op, ...] = (Op.DISPATCH,)
+    shared_experts: bool = False
     split_experts: bool = False
 
     def __post_init__(self) -> None:
@@ -37,6 +42,19 @@ class StepShape:
                 raise ScheduleError(f"{name} needs one number per layer ({self.num_layers})")
         if not self.moe_layers or self.microbatches < 1 or self.chunks < 1:
             raise ScheduleError("a step needs at least one layer, one microbatch and one chunk")
+
+        if not self.dispatch or not set(self.dispatch) <= set(BACK_AGAIN):
+            raise ScheduleError(f"the legs of a dispatch are {', '.join(BACK_AGAIN)}; got {self.dispatch}")
+
+    @property
+    def combine(self) -> tuple[Op, ...]:
+        """The legs of a combine in their order."""
+        return tuple(BACK_AGAIN[op] for op in reversed(self.dispatch))
+
+    @property
+    def moe_chain(self) -> tuple[Op, ...]:
+        """What a chunk of tokens goes through, forward, between its attention and its un-order."""
+        return (*self.dispatch, Op.EXPERTS, *self.combine)
 
     @property
     def num_layers(self) -> int:

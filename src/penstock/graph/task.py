@@ -28,10 +28,16 @@ class Phase(StrEnum):
 
 
 class Group(StrEnum):
-    """Which ranks a task has to meet before it can end."""
+    """Which ranks a task has to meet before it can end.
+
+    ep: the ranks that share a layer's experts. node: those of them in one node. rail: those with the same
+    place in their nodes. edp: the replicas of an expert.
+    """
 
     ALONE = "alone"
     EXPERT = "ep"
+    NODE = "node"
+    RAIL = "rail"
     EXPERT_REPLICAS = "edp"
     WORLD = "world"
 
@@ -41,10 +47,15 @@ class Op(StrEnum):
 
     EMBED = "EM"
     ATTENTION = "AT"
+    SHARED = "S"
     COUNTS = "N"
+    DISPATCH_GATHER = "DG"
     DISPATCH = "D"
+    DISPATCH_SCATTER = "DS"
     EXPERTS = "X"
+    COMBINE_GATHER = "CG"
     COMBINE = "C"
+    COMBINE_SCATTER = "CS"
     UNORDER = "U"
     HEAD = "HD"
     STATISTICS = "ST"
@@ -67,10 +78,23 @@ class OpSpec:
 SPECS: dict[Op, OpSpec] = {
     Op.EMBED: OpSpec(title="token and position embedding", lane=Lane.COMPUTE),
     Op.ATTENTION: OpSpec(title="attention, router and order (a dense block: all of it)", lane=Lane.COMPUTE),
+    Op.SHARED: OpSpec(title="shared experts", lane=Lane.COMPUTE),
     Op.COUNTS: OpSpec(title="exchange of tokens per expert", lane=Lane.INTER, group=Group.EXPERT, phases="F"),
+    Op.DISPATCH_GATHER: OpSpec(
+        title="dispatch inside the node, on the way out", lane=Lane.INTRA, group=Group.NODE, chunk=True
+    ),
     Op.DISPATCH: OpSpec(title="tokens to their experts", lane=Lane.INTER, group=Group.EXPERT, chunk=True),
+    Op.DISPATCH_SCATTER: OpSpec(
+        title="dispatch inside the node, on arrival", lane=Lane.INTRA, group=Group.NODE, chunk=True
+    ),
     Op.EXPERTS: OpSpec(title="expert computation", lane=Lane.COMPUTE, chunk=True, phases="FBIW"),
+    Op.COMBINE_GATHER: OpSpec(
+        title="combine inside the node, on the way out", lane=Lane.INTRA, group=Group.NODE, chunk=True
+    ),
     Op.COMBINE: OpSpec(title="expert outputs back home", lane=Lane.INTER, group=Group.EXPERT, chunk=True),
+    Op.COMBINE_SCATTER: OpSpec(
+        title="combine inside the node, on arrival", lane=Lane.INTRA, group=Group.NODE, chunk=True
+    ),
     Op.UNORDER: OpSpec(title="un-order, gate weights, residual", lane=Lane.COMPUTE),
     Op.HEAD: OpSpec(title="final norm, output head, loss", lane=Lane.COMPUTE),
     Op.STATISTICS: OpSpec(
@@ -97,6 +121,16 @@ SPECS: dict[Op, OpSpec] = {
         chunk=True,
     ),
 }
+
+BACK_AGAIN: dict[Op, Op] = {
+    Op.DISPATCH_GATHER: Op.COMBINE_SCATTER,
+    Op.DISPATCH: Op.COMBINE,
+    Op.DISPATCH_SCATTER: Op.COMBINE_GATHER,
+}
+"""Every leg of a dispatch and the leg of combine that takes the same way home."""
+
+AWAY: dict[Op, Op] = {back: out for out, back in BACK_AGAIN.items()}
+"""The other way round."""
 
 _NUMBER = "(0|[1-9][0-9]*)"
 _TEXT = re.compile(rf"L{_NUMBER}\.([A-Z]+)(?:\.m{_NUMBER})?(?:\.c{_NUMBER})?\.([FBIW])")

@@ -6,7 +6,8 @@ Shapes: B samples, L tokens per sample, M hidden size, A heads, K head size, V v
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +17,10 @@ from penstock.config import ConfigError
 from penstock.models.config import ModelConfig
 from penstock.models.dropout import CounterDropout
 from penstock.models.initialise import fill_normal
-from penstock.moe import MoEConfig, MoELayer
-from penstock.runtime import SampleKeys
+from penstock.moe import MoEConfig, MoELayer, SampleKeys, build_layer
 
 INITIAL_STD = 0.02
+MakeLayer = Callable[[int], MoELayer]
 
 
 class Attention(nn.Module):
@@ -59,7 +60,7 @@ class Block(nn.Module):
     A transfer may cut it behind `attend` and before `add`; see `penstock.runtime.parts`.
     """
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, layer: int, ep_size: int, ep_rank: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, make_moe: MakeLayer) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden_size)
         self.attention = Attention(config)
@@ -68,7 +69,7 @@ class Block(nn.Module):
         self.feed_forward_dropout = CounterDropout(config.dropout, place=2 * layer + 2)
         self.feed_forward: MoELayer | FeedForward
         if config.is_moe(layer):
-            self.feed_forward = MoELayer(config.hidden_size, moe, ep_size=ep_size, ep_rank=ep_rank)
+            self.feed_forward = make_moe(layer)
         else:
             self.feed_forward = FeedForward(config)
 
@@ -91,15 +92,28 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The decoder. Its experts are those of one rank: `num_experts / ep_size` per MoE layer."""
+    """The decoder. Its experts are those of one rank: `num_experts / ep_size` per MoE layer.
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, *, ep_size: int = 1, ep_rank: int = 0) -> None:
+    make_moe: makes the MoE layer of a block from its number; without it `moe` says what they are made of.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe: MoEConfig,
+        *,
+        ep_size: int = 1,
+        ep_rank: int = 0,
+        make_moe: MakeLayer | None = None,
+    ) -> None:
         super().__init__()
+        if make_moe is None:
+            make_moe = partial(_layer_of, config.hidden_size, moe, ep_size, ep_rank)
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.position_embedding = nn.Embedding(config.seq_len, config.hidden_size)
         self.embedding_dropout = CounterDropout(config.dropout, place=0)
-        blocks = [Block(config, moe, layer, ep_size, ep_rank) for layer in range(config.num_layers)]
+        blocks = [Block(config, layer, make_moe) for layer in range(config.num_layers)]
         self.blocks = nn.ModuleList(blocks)
         self._parts = blocks
         self.final_norm = nn.LayerNorm(config.hidden_size)
@@ -112,8 +126,8 @@ class GPT(nn.Module):
     def initialise(self, seed: int) -> None:
         """Fill all weights; the same for any layout. Projections into the residual stream are smaller."""
         for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
-                continue  # norms start as PyTorch makes them: ones and zeros
+            if name.endswith(".noise_weight") or _is_constant(parameter):
+                continue  # norms start as PyTorch makes them, ones and zeros, and a noisy gate without noise
             into_residual = name.endswith(("attention.out.weight", "w_down", "feed_forward.down.weight"))
             std = INITIAL_STD / math.sqrt(2 * self.config.num_layers) if into_residual else INITIAL_STD
             if ".experts." in name:
@@ -124,8 +138,8 @@ class GPT(nn.Module):
     def _fill_experts(self, name: str, parameter: Tensor, seed: int, std: float) -> None:
         moe = self.parts[int(name.split(".")[1])].moe
         assert moe is not None, name
-        for local, weight in enumerate(parameter.unbind()):
-            fill_normal(weight, f"{name}.{moe.first_expert + local}", seed, std)
+        for logical, number, weight in moe.experts.split(name, parameter):
+            fill_normal(weight, f"{logical}.{moe.first_expert + number}", seed, std)
 
     def embed(self, tokens_BL: Tensor, keys: SampleKeys) -> Tensor:
         length = tokens_BL.shape[1]
@@ -155,3 +169,15 @@ class GPT(nn.Module):
     def expert_parameters(self, layer: int) -> list[nn.Parameter]:
         moe = self.parts[layer].moe
         return [] if moe is None else list(moe.experts.parameters())
+
+
+def _is_constant(parameter: Tensor) -> bool:
+    """A vector or number that is the same in every place, as norms, biases and temperatures start.
+
+    Anything else came from this process's generator, and would differ between layouts.
+    """
+    return parameter.dim() < 2 and (parameter.is_meta or parameter.unique().numel() <= 1)
+
+
+def _layer_of(hidden_size: int, moe: MoEConfig, ep_size: int, ep_rank: int, layer: int) -> MoELayer:
+    return build_layer(hidden_size, moe, ep_size=ep_size, ep_rank=ep_rank, layer=layer)

@@ -3,7 +3,7 @@
 aux = E * sum_e f_e * P_e per layer; f_e is the share of (token, choice) pairs that chose expert e, before any
 drop, P_e the mean gate probability. f_e has no gradient, so what backward needs is one factor per expert.
 It is not a mean over tokens: judged on pieces it has another value and another gradient.
-Shapes: E experts, Y MoE layers.
+Shapes: B samples of a microbatch, E experts, Y MoE layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Balance(Protocol):
 
     group: BalanceGroup
 
-    def piece(self, chosen_E: Tensor, probability_E: Tensor) -> Tensor:
+    def piece(self, chosen_BE: Tensor, probability_BE: Tensor) -> Tensor:
         """What one microbatch of one rank adds to the batch's sum, before division by its tokens."""
         ...
 
@@ -28,8 +28,8 @@ class Balance(Protocol):
         """The loss summed over layers, from sums over all ranks and microbatches."""
         ...
 
-    def slope(self, chosen_E: Tensor, all_chosen_E: Tensor, tokens: Tensor) -> Tensor:
-        """Derivative of `total` by a microbatch's summed probabilities, [E]; tokens: of the whole batch."""
+    def slope(self, chosen_BE: Tensor, all_chosen_E: Tensor, tokens: Tensor) -> Tensor:
+        """Derivative of `total` by a microbatch's summed probabilities, [B, E]; tokens: of all the batch."""
         ...
 
 
@@ -38,38 +38,58 @@ class GlobalBalance:
 
     group: BalanceGroup = "global"
 
-    def piece(self, chosen_E: Tensor, probability_E: Tensor) -> Tensor:
-        del chosen_E
-        return probability_E.new_zeros(())
+    def piece(self, chosen_BE: Tensor, probability_BE: Tensor) -> Tensor:
+        del chosen_BE
+        return probability_BE.new_zeros(())
 
     def total(self, pieces: Tensor, chosen_YE: Tensor, probability_YE: Tensor, tokens: Tensor) -> Tensor:
         del pieces
         return (_share(chosen_YE) * probability_YE).sum() * chosen_YE.shape[-1] / tokens
 
-    def slope(self, chosen_E: Tensor, all_chosen_E: Tensor, tokens: Tensor) -> Tensor:
-        return _share(all_chosen_E) * len(chosen_E) / tokens
+    def slope(self, chosen_BE: Tensor, all_chosen_E: Tensor, tokens: Tensor) -> Tensor:
+        return (_share(all_chosen_E) * all_chosen_E.shape[-1] / tokens).expand(chosen_BE.shape)
 
 
-class MicrobatchBalance:
-    """Judged on each rank's microbatch by itself, averaged by tokens: what most frameworks compute."""
+class _PiecewiseBalance:
+    """Judged on parts of the batch, averaged by their tokens. A subclass says what a part is."""
 
-    group: BalanceGroup = "microbatch"
+    def _shares(self, chosen_BE: Tensor) -> Tensor:
+        """The shares that each sample's tokens are judged by."""
+        raise NotImplementedError
 
-    def piece(self, chosen_E: Tensor, probability_E: Tensor) -> Tensor:
-        return (_share(chosen_E) * probability_E).sum() * len(chosen_E)
+    def piece(self, chosen_BE: Tensor, probability_BE: Tensor) -> Tensor:
+        return (self._shares(chosen_BE) * probability_BE).sum() * chosen_BE.shape[-1]
 
     def total(self, pieces: Tensor, chosen_YE: Tensor, probability_YE: Tensor, tokens: Tensor) -> Tensor:
         del chosen_YE, probability_YE
         return pieces / tokens
 
-    def slope(self, chosen_E: Tensor, all_chosen_E: Tensor, tokens: Tensor) -> Tensor:
+    def slope(self, chosen_BE: Tensor, all_chosen_E: Tensor, tokens: Tensor) -> Tensor:
         del all_chosen_E
-        return _share(chosen_E) * len(chosen_E) / tokens
+        return self._shares(chosen_BE) * chosen_BE.shape[-1] / tokens
 
 
-def build_balance(group: BalanceGroup) -> Balance:
-    """The balance loss of the group that a configuration names."""
-    return GlobalBalance() if group == "global" else MicrobatchBalance()
+class MicrobatchBalance(_PiecewiseBalance):
+    """Judged on each rank's microbatch by itself: what most frameworks compute. Splitting changes it."""
+
+    group: BalanceGroup = "microbatch"
+
+    def _shares(self, chosen_BE: Tensor) -> Tensor:
+        return _share(chosen_BE.sum(dim=0)).expand(chosen_BE.shape)
+
+
+class SequenceBalance(_PiecewiseBalance):
+    """Judged on every sample by itself (DeepSeek-V3): exact for any split, since samples stay whole."""
+
+    group: BalanceGroup = "sequence"
+
+    def _shares(self, chosen_BE: Tensor) -> Tensor:
+        return _share(chosen_BE)
+
+
+BALANCES: dict[BalanceGroup, Balance] = {
+    balance.group: balance for balance in (GlobalBalance(), MicrobatchBalance(), SequenceBalance())
+}
 
 
 def _share(chosen: Tensor) -> Tensor:

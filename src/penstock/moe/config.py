@@ -7,68 +7,203 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config import ConfigError
+from penstock.moe.accept import ChoiceKind, OrderName, default_order, refusal
 
 ExpertKind = Literal["gelu", "swiglu"]
-BalanceGroup = Literal["microbatch", "global"]
+BalanceGroup = Literal["microbatch", "sequence", "global"]
+GateName = Literal["softmax", "noisy", "sigmoid", "cosine", "expert_choice", "soft"]
+DispatchName = Literal["auto", "flat", "hierarchical_1d", "hierarchical_2d"]
+OrderSetting = Literal["auto", "sort", "index", "einsum"]
+Compression = Literal["bfloat16", "int8"]
 
 MOST_CAPACITY = 1000
 EXPERT_MATRICES: dict[ExpertKind, int] = {"gelu": 2, "swiglu": 3}
+KINDS: dict[GateName, ChoiceKind] = {"expert_choice": "expert", "soft": "soft"}
+
+
+TOKENS_ONLY = (("norm_topk_prob", None), ("num_groups", None), ("expert_bias_rate", 0.0))
+"""Settings about how tokens choose, and what leaves them alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """The MoE layer.
 
-    num_experts: in total, over all ranks. top_k: experts per token.
+    num_experts: in total, over all ranks. top_k: experts per token (where experts choose: on average).
     moe_ffn_hidden_size: hidden width of one expert. expert: its kind.
-    capacity_factor: None is dropless; otherwise an expert takes ceil(f * k * tokens / num_experts) tokens
-        from each rank and microbatch, and drops the rest (first choices go first, then token order).
-    min_capacity: the least number of slots with a capacity_factor.
+    shared_ffn_hidden_size: hidden width of the shared experts that every token passes; 0 = none.
+    gate: softmax, noisy (softmax with learnt noise in training), sigmoid (DeepSeek-V3, BASE), cosine (X-MoE),
+        expert_choice or soft. The last two look at later tokens too: a causal model then sees the future.
+    gate_proj_size: width of the cosine gate's projection.
     norm_topk_prob: whether the weights of the chosen experts are scaled to sum to one; none = if top_k > 1.
         With one choice the weight would always be one and the router would get no gradient: refused.
+    routed_scaling_factor: multiplies the weights after that.
+    num_groups, group_top_k: a token's experts come from its group_top_k best of num_groups groups of experts.
+    expert_bias_rate: loss-free balance (DeepSeek-V3): step of the bias after each optimiser step; 0 = none.
+    capacity_factor: None is dropless; otherwise an expert takes ceil(f * k * tokens / num_experts) tokens
+        from each rank and microbatch, and drops the rest (first choices go first, then token order).
+    slots_per_expert: of each sample, with gate=soft.
+    min_capacity: the least number of slots with a capacity_factor.
+    order: sort (dropless), index or einsum (both need a capacity_factor); auto = the fastest that fits.
+    dispatch: flat, hierarchical_1d, hierarchical_2d; auto = by the fitted models of the links.
+    one_copy_per_rank: a token that goes to several experts of a rank travels once, its outputs are summed
+        there. compression: of rows under way, none, bfloat16 or int8 (a scale per row).
     aux_loss_coeff: weight of the load-balance loss. z_loss_coeff: weight of the router z-loss.
     aux_loss_group: over which tokens the balance of experts is judged: `global` (the whole batch of all
-        ranks: splitting does not change it) or `microbatch` (each rank's microbatch by itself).
+        ranks), `sequence` (each sample by itself): splitting does not change these two; or `microbatch`
+        (each rank's microbatch by itself).
     """
 
     num_experts: int = 8
     top_k: int = 2
     moe_ffn_hidden_size: int = 256
     expert: ExpertKind = "swiglu"
+    shared_ffn_hidden_size: int = 0
+    gate: GateName = "softmax"
+    gate_proj_size: int = 256
+    norm_topk_prob: bool | None = None
+    routed_scaling_factor: float = 1.0
+    num_groups: int | None = None
+    group_top_k: int | None = None
+    expert_bias_rate: float = 0.0
     capacity_factor: float | None = None
     min_capacity: int = 4
-    norm_topk_prob: bool | None = None
+    slots_per_expert: int = 4
+    order: OrderSetting = "auto"
+    dispatch: DispatchName = "auto"
+    one_copy_per_rank: bool = False
+    compression: Compression | None = None
     aux_loss_coeff: float = 0.01
     z_loss_coeff: float = 0.001
     aux_loss_group: BalanceGroup = "global"
 
     def __post_init__(self) -> None:
-        if self.num_experts < 1:
-            raise ConfigError("num_experts", self.num_experts, "there must be an expert", "Use 1 or more.")
-        if not 1 <= self.top_k <= self.num_experts:
-            nearest = min(max(self.top_k, 1), self.num_experts)
-            why = f"a token can choose between 1 and num_experts ({self.num_experts}) experts"
-            raise ConfigError("top_k", self.top_k, why, f"Nearest valid: {nearest}.")
-        if self.moe_ffn_hidden_size < 1:
-            raise ConfigError("moe_ffn_hidden_size", self.moe_ffn_hidden_size, "must be positive", "Use 256.")
-        if self.capacity_factor is not None and not 0 < self.capacity_factor <= MOST_CAPACITY:
-            why = f"must be between 0 (no expert would take any token) and {MOST_CAPACITY}"
-            raise ConfigError("capacity_factor", self.capacity_factor, why, "For dropless routing use none.")
-        if self.norm_topk_prob and self.top_k == 1:
-            why = "with top_k = 1 every weight would be 1 and the router would learn nothing from the loss"
-            raise ConfigError("norm_topk_prob", True, why, "Use false, or top_k of 2 or more.")
-        if self.min_capacity < 1:
-            raise ConfigError("min_capacity", self.min_capacity, "an expert needs a slot", "Use 1 or more.")
-        for key in ("aux_loss_coeff", "z_loss_coeff"):
-            if not 0 <= getattr(self, key) < math.inf:
-                why = "must be a number and not negative"
-                raise ConfigError(key, getattr(self, key), why, "Use 0 to switch it off.")
+        self._check_sizes()
+        self._check_capacity()
+        self._check_gate()
+        self._check_parts()
+
+    @property
+    def kind(self) -> ChoiceKind:
+        """Who chooses: tokens, experts, or nobody."""
+        return KINDS.get(self.gate, "token")
+
+    @property
+    def warning(self) -> str | None:
+        """What somebody who trains a causal model with this layer should know."""
+        if self.kind == "token":
+            return None
+        return f"gate {self.gate} looks at later tokens, too: the loss of a causal model will look too good"
 
     @property
     def renormalise(self) -> bool:
         return self.top_k > 1 if self.norm_topk_prob is None else self.norm_topk_prob
 
     @property
+    def order_name(self) -> OrderName:
+        """The order, `auto` resolved."""
+        if self.order == "auto":
+            return default_order(self.kind, dropless=self.capacity_factor is None)
+        return self.order
+
+    @property
+    def slots_per_sample(self) -> int:
+        """Rows that each sample has at each expert, where that is fixed (gate=soft); else 0."""
+        return self.slots_per_expert if self.kind == "soft" else 0
+
+    @property
     def expert_matrices(self) -> int:
         """Matrix products of one expert: 2 for GELU, 3 for SwiGLU."""
         return EXPERT_MATRICES[self.expert]
+
+    def row_bytes(self, hidden_size: int, element_bytes: int) -> int:
+        """Bytes of one row under way."""
+        if self.compression == "int8":
+            return int8_row_bytes(hidden_size)
+        columns = hidden_size + (2 * self.top_k if self.one_copy_per_rank else 0)
+        return columns * (2 if self.compression == "bfloat16" else element_bytes)
+
+    def _check_sizes(self) -> None:
+        if self.num_experts < 1:
+            raise ConfigError("num_experts", self.num_experts, "there must be an expert", "Use 1 or more.")
+        if not 1 <= self.top_k <= self.num_experts:
+            nearest = min(max(self.top_k, 1), self.num_experts)
+            why = f"a token can choose between 1 and num_experts ({self.num_experts}) experts"
+            raise ConfigError("top_k", self.top_k, why, f"Nearest valid: {nearest}.")
+        for key in ("moe_ffn_hidden_size", "gate_proj_size"):
+            if getattr(self, key) < 1:
+                raise ConfigError(key, getattr(self, key), "must be positive", "Use 256.")
+        if self.shared_ffn_hidden_size < 0:
+            value = self.shared_ffn_hidden_size
+            raise ConfigError("shared_ffn_hidden_size", value, "must not be negative", "Use 0 for none.")
+        for key in ("aux_loss_coeff", "z_loss_coeff", "expert_bias_rate"):
+            if not 0 <= getattr(self, key) < math.inf:
+                why = "must be a number and not negative"
+                raise ConfigError(key, getattr(self, key), why, "Use 0 to switch it off.")
+
+    def _check_capacity(self) -> None:
+        if self.capacity_factor is not None and not 0 < self.capacity_factor <= MOST_CAPACITY:
+            why = f"must be between 0 (no expert would take any token) and {MOST_CAPACITY}"
+            raise ConfigError("capacity_factor", self.capacity_factor, why, "For dropless routing use none.")
+        if self.min_capacity < 1:
+            raise ConfigError("min_capacity", self.min_capacity, "an expert needs a slot", "Use 1 or more.")
+        if self.slots_per_expert < 1:
+            raise ConfigError("slots_per_expert", self.slots_per_expert, "an expert needs a slot", "Use 4.")
+        if self.kind == "expert" and self.capacity_factor is None:
+            why = "this gate fills a fixed number of slots per expert, and capacity_factor says how many"
+            raise ConfigError("gate", self.gate, why, "Set capacity_factor; 1.0 is usual.")
+        if self.kind == "soft" and self.routed_scaling_factor != 1.0:
+            why = "with gate = soft weights of slots sum to one, and nothing scales them"
+            raise ConfigError("routed_scaling_factor", self.routed_scaling_factor, why, "Use 1.0.")
+        if self.kind == "soft" and self.capacity_factor is not None:
+            why = "with gate = soft nothing is dropped, and slots_per_expert says how many slots there are"
+            raise ConfigError("capacity_factor", self.capacity_factor, why, "Use none.")
+
+    def _check_gate(self) -> None:
+        if self.norm_topk_prob and self.top_k == 1:
+            why = "with top_k = 1 every weight would be 1 and the router would learn nothing from the loss"
+            raise ConfigError("norm_topk_prob", True, why, "Use false, or top_k of 2 or more.")
+        if not 0 < self.routed_scaling_factor < math.inf:
+            value = self.routed_scaling_factor
+            raise ConfigError("routed_scaling_factor", value, "must be positive", "Use 1.0.")
+        if (self.num_groups is None) != (self.group_top_k is None):
+            missing = "num_groups" if self.num_groups is None else "group_top_k"
+            why = "num_groups and group_top_k belong together"
+            raise ConfigError(missing, None, why, "Set both, or neither.")
+        if self.num_groups is not None and self.group_top_k is not None:
+            self._check_groups(self.num_groups, self.group_top_k)
+        if self.kind != "token":
+            for key, unset in TOKENS_ONLY:
+                if getattr(self, key) != unset:
+                    why = f"is about how tokens choose, and with gate = {self.gate} they do not"
+                    raise ConfigError(key, getattr(self, key), why, "Leave it out, or use another gate.")
+
+    def _check_groups(self, groups: int, top: int) -> None:
+        if groups < 1 or self.num_experts % groups:
+            valid = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
+            nearest = min(valid, key=lambda n: abs(n - groups))
+            why = f"must divide num_experts ({self.num_experts})"
+            raise ConfigError("num_groups", groups, why, f"Nearest valid: {nearest}.")
+        least = -(-self.top_k * groups // self.num_experts)
+        if not least <= top <= groups:
+            nearest = min(max(top, least), groups)
+            why = f"top_k = {self.top_k} experts need {least} groups at least, and there are {groups}"
+            raise ConfigError("group_top_k", top, why, f"Nearest valid: {nearest}.")
+
+    def _check_parts(self) -> None:
+        why = refusal(self.kind, self.order_name, dropless=self.capacity_factor is None)
+        if why is not None:
+            raise ConfigError("order", self.order, f"with gate = {self.gate}: {why}", "Or use order = auto.")
+        if self.one_copy_per_rank and self.order_name != "sort":
+            why = "slots belong to experts, so a row cannot serve two of them"
+            raise ConfigError(
+                "one_copy_per_rank", True, why, "Use it with the sort order (no capacity_factor)."
+            )
+        if self.one_copy_per_rank and self.compression is not None:
+            why = "numbers that travel with a shared row would be rounded with it"
+            raise ConfigError("compression", self.compression, why, "Use none, or one_copy_per_rank = false.")
+
+
+def int8_row_bytes(hidden_size: int) -> int:
+    """A byte per number and a float32 scale, filled up to whole float32 words."""
+    return 4 * (-(-hidden_size // 4) + 1)

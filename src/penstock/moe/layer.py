@@ -1,78 +1,272 @@
-"""The MoE layer: router, order, experts. The engine runs its parts as tasks; alone it is a module.
+"""The MoE layer: gate, order, experts, un-order. The engine runs its parts as tasks; alone it is a module.
 
-Shapes: T tokens, M hidden size, k choices, R rows in expert order.
+Shapes: T tokens, M hidden size, E experts (total), R rows in expert order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from penstock.moe.config import MoEConfig
-from penstock.moe.experts import Product, build_experts, by_expert, by_source, grouped_product
-from penstock.moe.gather import from_rows, to_rows
-from penstock.moe.order import Ordered, build_order
-from penstock.moe.router import Routing, TopKRouter
+from penstock.dispatch import Dispatch, find_dispatch
+from penstock.moe.balance import BALANCES
+from penstock.moe.choices import GateSums
+from penstock.moe.config import BalanceGroup
+from penstock.moe.exchange import Alone, Exchange
+from penstock.moe.experts.base import Experts
+from penstock.moe.experts.product import Product, grouped_product
+from penstock.moe.fit import check_parts
+from penstock.moe.gates.base import Gate
+from penstock.moe.hooks.base import Hook, Hooks
+from penstock.moe.orders.base import Order, OrderPlan
 from penstock.moe.routes import ChunkRoute
+from penstock.moe.tokens import Tokens
 
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """What leaves the first half of the layer. rows_RM: all chunks, sorted by chunk, rank, expert."""
+    """What leaves the first half of the layer.
+
+    rows_RM: all chunks, sorted by chunk, rank, expert. weights: for `unorder`. x_TM: for shared experts.
+    """
 
     rows_RM: Tensor
-    routing: Routing
-    ordered: Ordered
+    weights: Tensor
+    x_TM: Tensor
+    sums: GateSums
+    plan: OrderPlan
+
+
+@dataclass(frozen=True)
+class LayerLosses:
+    """Of one forward pass alone, differentiable scalars without coefficients, means over tokens.
+
+    Their average over ranks is the loss of all ranks' tokens, as data-parallel training expects.
+    """
+
+    balance: Tensor
+    z: Tensor
+
+    def detach(self) -> LayerLosses:
+        """The values without their graph."""
+        return LayerLosses(self.balance.detach(), self.z.detach())
 
 
 class MoELayer(nn.Module):
-    """Top-k routed experts of which this rank holds `num_experts / ep_size`, from `ep_rank` on.
+    """Routed experts, of which this rank holds `num_experts / ep_size`.
+
+    gate, order, expert, dispatch, hooks: the parts; see their base classes. shared: a module that every token
+    passes, added to the output, computed while rows are under way. exchange: the ranks that share the
+    experts when the layer runs by itself (`penstock.ExpertParallel`); ep_size and ep_rank say the same for a
+    layer inside a stack. balance: over which tokens `losses.balance` judges the balance of experts.
 
     `route` and `unorder` are the halves around the transfer, `expert_rows` is what happens at the experts.
-    `forward` runs all three and needs every expert on this rank; across ranks the engine runs them.
+    Raises ValueError for parts that do not fit together.
     """
 
-    def __init__(self, hidden_size: int, config: MoEConfig, *, ep_size: int = 1, ep_rank: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        gate: Gate,
+        order: Order,
+        expert: Experts,
+        dispatch: Dispatch | str = "flat",
+        hooks: Sequence[Hook] = (),
+        shared: nn.Module | None = None,
+        exchange: Exchange | None = None,
+        ep_size: int = 1,
+        ep_rank: int = 0,
+        balance: BalanceGroup = "global",
+    ) -> None:
         super().__init__()
-        if config.num_experts % ep_size:
-            raise ValueError(
-                f"num_experts = {config.num_experts} cannot be shared evenly by ep_size = {ep_size} ranks; "
-                f"nearest valid: {max(1, round(config.num_experts / ep_size)) * ep_size}"
-            )
-        self.ep_size, self.num_local_experts = ep_size, config.num_experts // ep_size
-        self.first_expert = ep_rank * self.num_local_experts
-        self.router = TopKRouter(hidden_size, config)
-        self.order = build_order(config)
-        self.experts = build_experts(hidden_size, config, self.num_local_experts)
+        if exchange is not None:
+            ep_size, ep_rank = exchange.ep_size, exchange.ep_rank
+        check_parts(gate, order, expert, tuple(hooks), ep_size)
+        _check_order(order, gate, ep_size)
+        self.gate, self.order, self.experts, self.shared = gate, order, expert, shared
+        self.dispatch, self.hooks = find_dispatch(dispatch), Hooks(tuple(hooks))
+        self.ep_size, self.num_local_experts = ep_size, expert.num_local_experts
+        self.first_expert = ep_rank * expert.num_local_experts
+        self.balance = BALANCES[balance]
+        self.exchange: Exchange | None = exchange if exchange is not None or ep_size > 1 else Alone()
+        self._maker = None
+        if self.exchange is not None:
+            self._maker = self.exchange.maker(self.dispatch, row_counts=order.row_counts)
+            self.exchange.adopt(expert)
+        self._losses: LayerLosses | None = None
+        self._recomputed: weakref.ref[LayerLosses] | None = None
 
-    def route(self, x_TM: Tensor, chunks: int = 1) -> RoutedTokens:
+    @property
+    def num_experts(self) -> int:
+        """In total, over all ranks."""
+        return self.gate.num_experts
+
+    @property
+    def losses(self) -> LayerLosses | None:
+        """Balance and z-losses of the last `forward`; None before the first."""
+        alive = None if self._recomputed is None else self._recomputed()
+        return self._losses if alive is None else alive
+
+    def route(self, x_TM: Tensor, tokens: Tokens, chunks: int = 1) -> RoutedTokens:
         """Choose experts and bring the tokens into their order."""
-        routing = self.router(x_TM)
-        ordered = self.order.plan(routing.experts_Tk, chunks)
-        return RoutedTokens(to_rows(x_TM, ordered.rows), routing, ordered)
+        x_TM = self.hooks.run("before_moe_start", x_TM)
+        known_TM = x_TM
+        if tokens.valid_T is not None:  # whatever stands in padding, a NaN too, reaches no sum
+            known_TM = x_TM.masked_fill(~tokens.valid_T.unsqueeze(1), 0)
+        choice = self.gate(known_TM, tokens)
+        plan = self.order.plan(choice, chunks)
+        rows_RM = self.hooks.run("before_dispatch", self.order.order(known_TM, choice, plan))
+        return RoutedTokens(rows_RM, self.order.weights(choice), x_TM, choice.sums, plan)
 
     def expert_rows(self, rows_RM: Tensor, route: ChunkRoute, product: Product = grouped_product) -> Tensor:
         """Outputs of this rank's experts for rows sorted by (source rank, expert), in the same order.
 
         product: how rows and weights are multiplied; it decides when weight gradients are made.
         """
-        sizes = [sum(column) for column in zip(*route.received, strict=True)]
-        out_RM = self.experts(by_expert(rows_RM, route.received), sizes, product)
-        return by_source(out_RM, route.received)
+        rows_RM = self.hooks.run("after_dispatch", rows_RM)
+        return self.hooks.run("before_combine", self.order.run_experts(rows_RM, route, self.experts, product))
 
-    def unorder(self, rows_RM: Tensor, weights_Tk: Tensor, ordered: Ordered) -> Tensor:
+    def unorder(
+        self, rows_RM: Tensor, weights: Tensor, plan: OrderPlan, shared_TM: Tensor | None = None
+    ) -> Tensor:
         """Weighted sums of the expert outputs, back in token order. Returns [T, M]."""
-        return from_rows(rows_RM, weights_Tk, ordered.rows)
+        out_TM = self.order.unorder(self.hooks.run("after_combine", rows_RM), weights, plan)
+        if shared_TM is not None:
+            out_TM = out_TM + shared_TM
+        return self.hooks.run("before_moe_end", out_TM)
 
-    def forward(self, x_TM: Tensor) -> Tensor:
-        if self.ep_size != 1:
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """The layer by itself: x and output [T, M] or [B, L, M]; valid: bool [T] or [B, L], False is padding.
+
+        Afterwards `losses` holds the balance and z-losses of this pass. With an exchange all ranks must call
+        it, in evaluation too. A checkpoint with use_reentrant=True gives gradients only to what its function
+        returns: let it return the losses, too. Raises ValueError for shapes that do not fit.
+        """
+        if self.exchange is None or self._maker is None:
             raise RuntimeError(
-                f"experts are spread over {self.ep_size} ranks: run the layer inside a penstock stack"
+                f"experts are spread over {self.ep_size} ranks: give the layer an exchange "
+                "(penstock.ExpertParallel), or run it inside a penstock stack"
             )
-        routed = self.route(x_TM)
-        counts = routed.ordered.tokens_per_expert_E
-        slots = routed.ordered.slots
-        sizes = counts.tolist() if slots is None else [slots[0]] * self.num_local_experts
-        rows_RM = self.expert_rows(routed.rows_RM, ChunkRoute([sizes], [sizes]))
-        return self.unorder(rows_RM, routed.routing.weights_Tk, routed.ordered)
+        tokens = _tokens_of(x, valid)
+        routed = self._counted(self._route_checked(x.flatten(0, -2), tokens))
+        route = self.exchange.routes(routed.plan, self.num_local_experts, self._maker).chunks[0]
+        rows_RM = self.exchange.to_experts(routed.rows_RM, route)
+        shared_TM = None if self.shared is None else self.shared(routed.x_TM)
+        rows_RM = self.exchange.run(self.experts, partial(self.expert_rows, route=route), rows_RM)
+        rows_RM = self.exchange.to_home(rows_RM, route)
+        losses = self._judge(routed.sums, tokens, x.shape[:-1].numel())
+        out_TM = self.unorder(rows_RM, routed.weights, routed.plan, shared_TM)
+        return self._keep(losses, out_TM.view_as(x))
+
+    def update_expert_bias(self) -> None:
+        """Move the bias of a loss-free balanced gate, once after an optimiser step; all ranks take part."""
+        if self.gate.bias is not None:
+            self.gate.bias.update(None if self.exchange is None else self.exchange.sum_over_ranks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: losses belong to a pass, and a graph cannot be copied."""
+        return {**self.__dict__, "_losses": None, "_recomputed": None}
+
+    def _route_checked(self, x_TM: Tensor, tokens: Tokens) -> RoutedTokens:
+        try:
+            return self.route(x_TM, tokens)
+        except RuntimeError as error:
+            # A gate's first matrix meets the tokens in every gate of ours. Others may do as they like, so it
+            # explains a failure, and does not make one.
+            matrix = next((p for p in self.gate.parameters() if p.dim() == 2), None)
+            if matrix is None or matrix.shape[1] == x_TM.shape[1]:
+                raise
+            raise ValueError(
+                f"x has hidden size {x_TM.shape[1]}, and {type(self.gate).__name__} was built for "
+                f"{matrix.shape[1]}"
+            ) from error
+
+    def _keep(self, losses: LayerLosses, out: Tensor) -> Tensor:
+        """Remember the losses; returns the output.
+
+        A checkpoint's recomputation must not be kept alive by its losses: they would hold all activations
+        before them to the end of backward. So its output holds them, and the layer only their values.
+        """
+        if not _in_backward():
+            self._losses, self._recomputed = losses, None
+            return out
+        self._losses, self._recomputed = losses.detach(), weakref.ref(losses)
+        held: Tensor = _Hold.apply(out, losses)
+        return held
+
+    def _counted(self, routed: RoutedTokens) -> RoutedTokens:
+        """The same; a gate with a bias learns in backward what has been trained on."""
+        bias = self.gate.bias
+        if bias is None or not self.training:
+            return routed
+        if routed.weights.requires_grad:
+            return replace(routed, weights=bias.when_trained(routed.weights, routed.sums.chosen_E))
+        return replace(routed, rows_RM=bias.when_trained(routed.rows_RM, routed.sums.chosen_E))
+
+    def _judge(self, sums: GateSums, tokens: Tokens, count: int) -> LayerLosses:
+        assert self.exchange is not None
+        here = sums.z.new_tensor(count).double() if tokens.valid_T is None else tokens.valid_T.sum().double()
+        chosen_E, total = sums.chosen_E.double(), here
+        ranks = self.exchange.data_parallel_size
+        if ranks > 1:
+            known = self.exchange.sum_over_ranks(torch.cat([chosen_E, here.view(1)]))
+            chosen_E, total = known[:-1], known[-1]
+        total = total.clamp(min=1) / ranks
+        slope_BE = self.balance.slope(sums.chosen_BE, chosen_E, total)
+        return LayerLosses((slope_BE * sums.probability_BE).sum(), sums.z / total)
+
+
+class _Hold(torch.autograd.Function):
+    """The output itself; its graph holds the losses."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, losses: LayerLosses) -> Tensor:
+        ctx.losses = losses
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        del ctx
+        return grads[0], None
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs this, which means that a checkpoint recomputes."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _tokens_of(x: Tensor, valid: Tensor | None) -> Tokens:
+    if x.dim() not in (2, 3):
+        raise ValueError(f"x must be [tokens, hidden] or [samples, tokens, hidden], not {list(x.shape)}")
+    if valid is not None and (valid.dtype != torch.bool or valid.shape != x.shape[:-1]):
+        raise ValueError(
+            f"valid must be bool {list(x.shape[:-1])} for x {list(x.shape)}, not {valid.dtype} "
+            f"{list(valid.shape)}"
+        )
+    samples = max(1, x.shape[0]) if x.dim() == 3 else 1  # a rank may have none, and still takes part
+    return Tokens(samples=samples, valid_T=None if valid is None else valid.flatten())
+
+
+def _check_order(order: Order, gate: Gate, ep_size: int) -> None:
+    """Raise ValueError for an order that was built for other experts or ranks."""
+    wanted = {"num_experts": gate.num_experts, "ranks": ep_size}
+    for name, number in wanted.items():
+        held = getattr(order, name, number)
+        if held != number:
+            raise ValueError(
+                f"{type(order).__name__} was built for {name} = {held}, but the layer has {name} = {number}: "
+                f"num_experts of {type(gate).__name__}, ranks that share the experts"
+            )
+
+
+def update_expert_biases(model: nn.Module) -> None:
+    """`update_expert_bias` of every MoE layer in `model`: call it behind `optimizer.step()`."""
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.update_expert_bias()

@@ -47,6 +47,7 @@ class RunSummary:
     metrics: str
     trace: str | None
     tensorboard: str | None
+    dispatch: str = "flat"
     simulated_iteration_s: float | None = None
     interrupted: bool = False
 
@@ -61,6 +62,7 @@ class RunSummary:
         """Plain data for `--json`."""
         return {
             "schedule": self.schedule,
+            "dispatch": self.dispatch,
             "steps": self.steps,
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,

@@ -1,17 +1,19 @@
 """The engine: runs a schedule with real tensors, threads and transfers."""
 
 from penstock.runtime.errors import ScheduleMismatchError, TaskError
-from penstock.runtime.parts import BlockParts, ModelParts, SampleKeys
+from penstock.runtime.exchange import ExpertParallel, ignore_experts
+from penstock.runtime.parts import BlockParts, ModelParts
 from penstock.runtime.stack import Machinery, PipelinedStack
 from penstock.runtime.statistics import StepStatistics
 
 __all__ = [
     "BlockParts",
+    "ExpertParallel",
     "Machinery",
     "ModelParts",
     "PipelinedStack",
-    "SampleKeys",
     "ScheduleMismatchError",
     "StepStatistics",
     "TaskError",
+    "ignore_experts",
 ]

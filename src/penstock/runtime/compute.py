@@ -25,36 +25,51 @@ from penstock.graph.dependencies import (
     statistics_task,
 )
 from penstock.graph.task import Op
-from penstock.moe import MoELayer, Routes
+from penstock.moe import MoELayer, RouteMaker, Routes, SampleKeys, Tokens
 from penstock.moe.balance import Balance
+from penstock.moe.choices import GateSums
 from penstock.moe.config import MoEConfig
-from penstock.moe.order import Ordered
-from penstock.moe.weight_gradients import AutogradWeights, WeightGradients
+from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
+from penstock.moe.orders.base import OrderPlan
 from penstock.runtime.executor import Inputs
-from penstock.runtime.parts import ModelParts, SampleKeys
+from penstock.runtime.parts import ModelParts
 from penstock.runtime.results import Outcome
 from penstock.runtime.segment import AnySegment
-from penstock.runtime.statistics import HeadSums, RouterSums, StepStatistics
+from penstock.runtime.statistics import HeadSums, StepStatistics
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's batch, cut into microbatches: lists over microbatches of [b, L] and [b]."""
+    """One rank's batch, cut into microbatches: lists over microbatches of [b, L] and [b].
+
+    valid: bool [b, L], False for padding; None if there is none.
+    """
 
     tokens: Sequence[Tensor]
     labels: Sequence[Tensor]
     keys: Sequence[SampleKeys]
+    valid: Sequence[Tensor] | None = None
+
+    def info(self, microbatch: int) -> Tokens:
+        """What an MoE layer is told about a microbatch."""
+        keys = self.keys[microbatch]
+        valid_T = None if self.valid is None else self.valid[microbatch].flatten()
+        return Tokens(samples=len(keys.sample_ids_B), keys=keys, valid_T=valid_T)
 
 
 @dataclass(frozen=True)
 class Attended:
-    """Value of AT.F in an MoE block. rows_RM: all chunks one after the other."""
+    """Value of AT.F in an MoE block. rows_RM: all chunks one after the other. x_TM: for shared experts.
+
+    weights: for un-order, its shape is the order's affair. routes: only where sizes are fixed.
+    """
 
     residual_BLM: Tensor
     rows_RM: Tensor
-    weights_Tk: Tensor
-    ordered: Ordered
-    sums: RouterSums
+    weights: Tensor
+    x_TM: Tensor
+    plan: OrderPlan
+    sums: GateSums
     routes: Routes | None
 
 
@@ -63,7 +78,7 @@ class SavedAttention:
     """What AT.B needs of AT.F. routes: only where sizes are fixed."""
 
     segment: AnySegment
-    chosen_E: Tensor
+    chosen_BE: Tensor
     routes: Routes | None
 
 
@@ -93,15 +108,19 @@ class SavedHead:
 
 @dataclass(frozen=True)
 class UnorderGradients:
-    """Value of U.B: gradients of everything that entered U."""
+    """Value of U.B: gradients of all that entered U. weights: None where they travelled with the rows."""
 
     residual_BLM: Tensor
-    weights_Tk: Tensor
+    weights: Tensor | None
     rows_RM: Tensor
+    shared_TM: Tensor | None
 
 
 class ComputeHandlers:
-    """Built for one step: the model, its microbatches, and the gradient of the loss once it is known."""
+    """Built for one step: the model, its microbatches, and the gradient of the loss once it is known.
+
+    makers: what makes the routes of each layer; None for a dense one.
+    """
 
     def __init__(
         self,
@@ -109,12 +128,14 @@ class ComputeHandlers:
         shape: StepShape,
         batch: Batch,
         moe: MoEConfig,
+        makers: Sequence[RouteMaker | None],
         balance: Balance,
         segment: Callable[[], AnySegment],
         autocast: Callable[[], AbstractContextManager[Any]],
         wire_dtype: torch.dtype | None,
     ) -> None:
-        self.model, self.shape, self.batch, self.moe, self.balance = model, shape, batch, moe, balance
+        self.model, self.shape, self.batch, self.moe = model, shape, batch, moe
+        self.makers, self.balance = makers, balance
         self.segment, self.autocast, self.wire_dtype = segment, autocast, wire_dtype
         self.loss_gradient = torch.ones(())
 
@@ -123,11 +144,13 @@ class ComputeHandlers:
         return {
             (Op.EMBED, F): self.embed,
             (Op.ATTENTION, F): self.attention,
+            (Op.SHARED, F): self.shared,
             (Op.EXPERTS, F): self.experts,
             (Op.UNORDER, F): self.unorder,
             (Op.HEAD, F): self.head,
             (Op.HEAD, B): self.head_backward,
             (Op.UNORDER, B): self.unorder_backward,
+            (Op.SHARED, B): self.shared_backward,
             (Op.EXPERTS, B): self.experts_backward,
             (Op.EXPERTS, INPUT): self.experts_backward,
             (Op.EXPERTS, WEIGHT): self.experts_weights,
@@ -152,25 +175,43 @@ class ComputeHandlers:
         with self.autocast():
             residual_BLM, x_TM = block.attend(h_BLM, self.batch.keys[m])
             if block.moe is not None:
-                return self._route(block.moe, segment, residual_BLM, x_TM)
+                return self._route(task, block.moe, segment, residual_BLM, x_TM)
             out_BLM = block.add(residual_BLM, block.dense(x_TM), self.batch.keys[m])
             (out_BLM,) = segment.leave(out_BLM)
         return Outcome(out_BLM, segment)
 
-    def _route(self, moe: MoELayer, segment: AnySegment, residual_BLM: Tensor, x_TM: Tensor) -> Outcome:
-        routed = moe.route(x_TM if self.wire_dtype is None else x_TM.to(self.wire_dtype), self.shape.chunks)
-        routing = routed.routing
-        residual_BLM, rows_RM, weights_Tk, probability_E, z = segment.leave(
-            residual_BLM, routed.rows_RM, routing.weights_Tk, routing.probability_E, routing.z
+    def _route(
+        self, task: Task, moe: MoELayer, segment: AnySegment, residual_BLM: Tensor, x_TM: Tensor
+    ) -> Outcome:
+        if self.wire_dtype is not None:
+            x_TM = x_TM.to(self.wire_dtype)
+        routed = moe.route(x_TM, self.batch.info(_microbatch(task)), self.shape.chunks)
+        sums = routed.sums
+        residual_BLM, rows_RM, weights, probability_BE, z, x_TM = segment.leave(
+            residual_BLM, routed.rows_RM, routed.weights, sums.probability_BE, sums.z, routed.x_TM
         )
-        ordered = routed.ordered
-        chosen_E = ordered.tokens_per_expert_E
-        routes = None
-        if ordered.slots is not None:
-            routes = Routes.even(ordered.slots, moe.ep_size, moe.num_local_experts)
-        sums = RouterSums(x_TM.shape[0], chosen_E, probability_E, z)
-        value = Attended(residual_BLM, rows_RM, weights_Tk, ordered, sums, routes)
-        return Outcome(value, SavedAttention(segment, chosen_E, routes))
+        maker = self.makers[task.layer]
+        assert maker is not None, task
+        slots = routed.plan.slots
+        routes = None if slots is None else maker.even(slots, moe.num_local_experts)
+        left = GateSums(sums.chosen_BE, probability_BE, z)
+        value = Attended(residual_BLM, rows_RM, weights, x_TM, routed.plan, left, routes)
+        return Outcome(value, SavedAttention(segment, sums.chosen_BE, routes))
+
+    def shared(self, task: Task, inputs: Inputs) -> Outcome:
+        moe = self.model.parts[task.layer].moe
+        assert moe is not None and moe.shared is not None, task
+        attended: Attended = inputs[Task(task.layer, Op.ATTENTION, F, task.microbatch)]
+        segment = self.segment()
+        (x_TM,) = segment.enter(attended.x_TM)
+        with self.autocast():
+            (out_TM,) = segment.leave(moe.shared(x_TM))
+        return Outcome(out_TM, segment)
+
+    def shared_backward(self, task: Task, inputs: Inputs) -> Outcome:
+        segment: AnySegment = inputs[Task(task.layer, Op.SHARED, F, task.microbatch)]
+        unordered: UnorderGradients = inputs[Task(task.layer, Op.UNORDER, B, task.microbatch)]
+        return Outcome(_present(segment.backward([unordered.shared_TM]))[0])
 
     def experts(self, task: Task, inputs: Inputs) -> Outcome:
         moe = self.model.parts[task.layer].moe
@@ -178,7 +219,8 @@ class ComputeHandlers:
         route = find_routes(task, inputs, self.shape).chunks[task.chunk]
         segment = self.segment()
         weights = WeightGradients() if self.shape.split_experts else AutogradWeights()
-        (rows_RM,) = segment.enter(inputs[Task(task.layer, Op.DISPATCH, F, task.microbatch, task.chunk)])
+        arrived = Task(task.layer, self.shape.dispatch[-1], F, task.microbatch, task.chunk)
+        (rows_RM,) = segment.enter(inputs[arrived])
         with self.autocast():
             (out_RM,) = segment.leave(moe.expert_rows(rows_RM, route, weights.product))
         return Outcome(out_RM, SavedExperts(segment, weights))
@@ -187,13 +229,17 @@ class ComputeHandlers:
         m = _microbatch(task)
         block = self.model.parts[task.layer]
         attended: Attended = inputs[Task(task.layer, Op.ATTENTION, F, m)]
-        combined = [inputs[Task(task.layer, Op.COMBINE, F, m, c)] for c in range(self.shape.chunks)]
+        home = self.shape.combine[-1]
+        combined = [inputs[Task(task.layer, home, F, m, c)] for c in range(self.shape.chunks)]
         rows_RM = combined[0] if len(combined) == 1 else torch.cat(combined)
+        shared = [inputs[Task(task.layer, Op.SHARED, F, m)]] if self.shape.shared_experts else []
         segment = self.segment()
-        residual_BLM, weights_Tk, rows_RM = segment.enter(attended.residual_BLM, attended.weights_Tk, rows_RM)
+        residual_BLM, weights, rows_RM, *shared = segment.enter(
+            attended.residual_BLM, attended.weights, rows_RM, *shared
+        )
         assert block.moe is not None, task
         with self.autocast():
-            out_TM = block.moe.unorder(rows_RM, weights_Tk, attended.ordered)
+            out_TM = block.moe.unorder(rows_RM, weights, attended.plan, *shared)
             (out_BLM,) = segment.leave(block.add(residual_BLM, out_TM, self.batch.keys[m]))
         return Outcome(out_BLM, segment)
 
@@ -204,8 +250,12 @@ class ComputeHandlers:
         (h_BLM,) = segment.enter(inputs[block_output(self.shape.last, m, self.shape)])
         with self.autocast():
             (loss,) = segment.leave(self.model.head(h_BLM, labels_BL))
-        sums = HeadSums(loss, (labels_BL >= 0).sum(), labels_BL.numel())
+        sums = HeadSums(loss, (labels_BL >= 0).sum(), self._tokens(m))
         return Outcome(sums, SavedHead(segment, loss.dtype))
+
+    def _tokens(self, m: int) -> Tensor | int:
+        """Tokens of a microbatch that are not padding."""
+        return self.batch.tokens[m].numel() if self.batch.valid is None else self.batch.valid[m].sum()
 
     def head_backward(self, task: Task, inputs: Inputs) -> Outcome:
         statistics: StepStatistics = inputs[statistics_task(self.shape)]
@@ -217,11 +267,13 @@ class ComputeHandlers:
     def unorder_backward(self, task: Task, inputs: Inputs) -> Outcome:
         segment: AnySegment = inputs[Task(task.layer, Op.UNORDER, F, task.microbatch)]
         grads = segment.backward([inputs[block_gradient(task.layer, _microbatch(task), self.shape)]])
-        return Outcome(UnorderGradients(*_present(grads)))
+        residual_BLM, weights, rows_RM, *shared = grads
+        assert residual_BLM is not None and rows_RM is not None, task
+        return Outcome(UnorderGradients(residual_BLM, weights, rows_RM, *(shared or [None])))
 
     def experts_backward(self, task: Task, inputs: Inputs) -> Outcome:
         saved: SavedExperts = inputs[Task(task.layer, Op.EXPERTS, F, task.microbatch, task.chunk)]
-        grad_RM = inputs[Task(task.layer, Op.COMBINE, B, task.microbatch, task.chunk)]
+        grad_RM = inputs[Task(task.layer, self.shape.combine[0], B, task.microbatch, task.chunk)]
         return Outcome(ExpertGradient(_present(saved.segment.backward([grad_RM]))[0], saved.weights))
 
     def experts_weights(self, task: Task, inputs: Inputs) -> Outcome:
@@ -239,20 +291,23 @@ class ComputeHandlers:
             grads = saved.backward([inputs[block_gradient(task.layer, m, self.shape)]])
         return Outcome(_present(grads)[0])
 
-    def _attention_gradients(self, task: Task, saved: SavedAttention, inputs: Inputs) -> list[Tensor]:
-        """Gradients of residual, rows, weights, summed probabilities and summed z, in that order."""
+    def _attention_gradients(self, task: Task, saved: SavedAttention, inputs: Inputs) -> list[Tensor | None]:
+        """Gradients of all that AT.F left, in that order; None for what nothing came back."""
         m, statistics = _microbatch(task), inputs[statistics_task(self.shape)]
         unordered: UnorderGradients = inputs[Task(task.layer, Op.UNORDER, B, m)]
-        chunks = [inputs[Task(task.layer, Op.DISPATCH, B, m, c)] for c in range(self.shape.chunks)]
+        first = self.shape.dispatch[0]
+        chunks = [inputs[Task(task.layer, first, B, m, c)] for c in range(self.shape.chunks)]
         y = sum(self.shape.moe_layers[: task.layer])
-        slope_E = self.balance.slope(saved.chosen_E, statistics.chosen_YE[y], statistics.tokens)
-        precision = unordered.weights_Tk.dtype
+        slope_BE = self.balance.slope(saved.chosen_BE, statistics.chosen_YE[y], statistics.tokens)
+        slope_z = self.moe.z_loss_coeff / statistics.tokens
+        shared = inputs[Task(task.layer, Op.SHARED, B, m)] if self.shape.shared_experts else None
         return [
             unordered.residual_BLM,
             chunks[0] if len(chunks) == 1 else torch.cat(chunks),
-            unordered.weights_Tk,
-            (self.loss_gradient * self.moe.aux_loss_coeff * slope_E).to(precision),
-            (self.loss_gradient * self.moe.z_loss_coeff / statistics.tokens).to(precision),
+            unordered.weights,
+            self.loss_gradient * self.moe.aux_loss_coeff * slope_BE,
+            self.loss_gradient * slope_z,
+            shared,
         ]
 
     def embed_backward(self, task: Task, inputs: Inputs) -> Outcome:

@@ -6,23 +6,11 @@ Shapes: B samples, L tokens per sample, M hidden size, T = B * L tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
 
-from penstock.moe import MoELayer
-
-
-@dataclass(frozen=True)
-class SampleKeys:
-    """What dropout is keyed by, so that it does not depend on microbatches, ranks or order.
-
-    seed: of the run. sample_ids_B: one number per sample, unique over the run.
-    """
-
-    seed: int
-    sample_ids_B: Tensor
+from penstock.moe import MoELayer, SampleKeys
 
 
 class BlockParts(Protocol):

@@ -52,9 +52,13 @@ class Segment:
         self._edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
         return tuple(output.detach() for output in outputs)
 
-    def backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of the inputs for gradients of the outputs; parameter gradients are accumulated."""
-        reached = [(edge, grad) for edge, grad in zip(self._edges, grads, strict=True) if edge is not None]
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of the inputs for gradients of the outputs (None: nothing came back for that output).
+
+        Parameter gradients are accumulated.
+        """
+        pairs = zip(self._edges, grads, strict=True)
+        reached = [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
         self._edges = []
         if reached:
             torch.autograd.backward([edge for edge, _ in reached], [grad for _, grad in reached])
@@ -70,7 +74,7 @@ class PassThrough:
     def leave(self, *outputs: Tensor) -> tuple[Tensor, ...]:
         return outputs
 
-    def backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         del grads
         raise RuntimeError("evaluation has no backward: call the model in training mode")
 

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.dispatch import Place
 from penstock.graph import StepShape
-from penstock.moe.balance import build_balance
+from penstock.moe import MoELayer, RouteMaker, SampleKeys
+from penstock.moe.balance import BALANCES
 from penstock.moe.config import MoEConfig
 from penstock.runtime.agree import check_agreement
 from penstock.runtime.buckets import GradientBucket
@@ -24,10 +26,10 @@ from penstock.runtime.communicate import Buckets, CommunicationHandlers
 from penstock.runtime.compute import Batch, ComputeHandlers
 from penstock.runtime.executor import Execution
 from penstock.runtime.lanes import Lanes
-from penstock.runtime.parts import ModelParts, SampleKeys
+from penstock.runtime.parts import ModelParts
 from penstock.runtime.segment import PassThrough, Segment
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
-from penstock.runtime.transport import Transport
+from penstock.runtime.transport import Transports
 from penstock.schedule import StepPlan
 from penstock.topology import Control, Layout
 from penstock.trace import TaskRecord
@@ -38,7 +40,7 @@ class Machinery:
     """What a stack runs on. control: all ranks, for checks outside the step."""
 
     lanes: Lanes
-    transport: Transport
+    transports: Transports
     layout: Layout
     control: Control
     device: torch.device
@@ -73,12 +75,14 @@ class PipelinedStack(nn.Module):
         self.model, self.moe, self.machinery, self.seed = model, moe, machinery, seed
         # Usually `parts` is `model` itself: registered a second time, every parameter would have two names.
         object.__setattr__(self, "parts", parts)
-        self.balance = build_balance(moe.aux_loss_group)
+        _check_layers([part.moe for part in parts.parts], moe, machinery.layout)
+        self.balance = BALANCES[moe.aux_loss_group]
         self.codec = StatisticsCodec(moe, self.balance)
-        self.buckets = self._build_buckets()
+        self.buckets, self.makers = self._build_buckets(), self._route_makers()
         self.execution: Execution | None = None
         self.statistics: StepStatistics | None = None
         self._samples_seen = 0
+        self._compared: torch.Size | None = None
         self.plan = self.adopt(make_plan(self.base_shape, *self.buckets.sizes_bytes))
 
     def adopt(self, plan: StepPlan) -> StepPlan:
@@ -88,14 +92,21 @@ class PipelinedStack(nn.Module):
         self.plan = plan
         return plan
 
-    def forward(self, tokens_BL: Tensor, labels_BL: Tensor, sample_ids_B: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BL: Tensor,
+        labels_BL: Tensor,
+        sample_ids_B: Tensor | None = None,
+        valid_BL: Tensor | None = None,
+    ) -> Tensor:
         """The loss of the whole batch of all ranks, the same on every rank; float64 scalar.
 
         tokens_BL, labels_BL: int64 [B, L]; a label of -100 counts for nothing. sample_ids_B: unique over the
         run, keys of dropout (default: counted). In training mode with gradients enabled, backward follows.
         """
         training = torch.is_grad_enabled() and self.training
-        step = _Step(self, self._cut(tokens_BL, labels_BL, sample_ids_B), training)
+        self._check_batch(tokens_BL.shape)
+        step = _Step(self, self._cut(tokens_BL, labels_BL, sample_ids_B, valid_BL), training)
         if not training:
             with torch.no_grad():
                 return step.forward()
@@ -110,7 +121,24 @@ class PipelinedStack(nn.Module):
         """End the lanes' threads."""
         self.machinery.lanes.close()
 
-    def _cut(self, tokens_BL: Tensor, labels_BL: Tensor, sample_ids_B: Tensor | None) -> Batch:
+    def _check_batch(self, shape: torch.Size) -> None:
+        """With fixed slots all ranks need equally many tokens, or rows would end where they do not belong.
+
+        The ranks compare when theirs changes; a rank whose batch changes alone waits for the others in vain.
+        """
+        if self.base_shape.exchange_counts or shape == self._compared:
+            return
+        shapes = self.machinery.control.gather(tuple(shape), "comparing the sizes of batches")
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"ranks have batches of different sizes, {shapes}: with a fixed number of slots per expert "
+                "all need the same. Give them equal batches, or route dropless (moe.capacity_factor = none)."
+            )
+        self._compared = shape
+
+    def _cut(
+        self, tokens_BL: Tensor, labels_BL: Tensor, sample_ids_B: Tensor | None, valid_BL: Tensor | None
+    ) -> Batch:
         pieces, batch = self.plan.graph.shape.microbatches, tokens_BL.shape[0]
         if batch < pieces:
             raise ValueError(
@@ -126,14 +154,26 @@ class PipelinedStack(nn.Module):
             tokens=tokens_BL.tensor_split(pieces),
             labels=labels_BL.tensor_split(pieces),
             keys=[SampleKeys(self.seed, ids) for ids in sample_ids_B.tensor_split(pieces)],
+            valid=None if valid_BL is None else valid_BL.tensor_split(pieces),
         )
 
     @property
     def base_shape(self) -> StepShape:
         """The uncut shape of a step, before a system transforms it."""
-        moe_layers = tuple(part.moe is not None for part in self.parts.parts)
-        dynamic = any(part.moe is not None and part.moe.order.dynamic for part in self.parts.parts)
-        return StepShape(moe_layers=moe_layers, exchange_counts=dynamic)
+        return shape_of([part.moe for part in self.parts.parts])
+
+    def _route_makers(self) -> list[RouteMaker | None]:
+        return [
+            None
+            if part.moe is None
+            else RouteMaker(part.moe.dispatch, self._place, part.moe.order.row_counts)
+            for part in self.parts.parts
+        ]
+
+    @property
+    def _place(self) -> Place:
+        layout = self.machinery.layout
+        return Place(layout.ep_rank, layout.ep_size, layout.ep_node_size)
 
     def _build_buckets(self) -> Buckets:
         layers = range(len(self.parts.parts))
@@ -147,6 +187,39 @@ class PipelinedStack(nn.Module):
         return Buckets(replicated=replicated, experts=experts)
 
 
+def _check_layers(layers: Sequence[MoELayer | None], moe: MoEConfig, layout: Layout) -> None:
+    """Layers that a user built must be what the configuration and the layout say."""
+    for number, layer in enumerate(layers):
+        if layer is None:
+            continue
+        for what, found, wanted in (
+            ("num_experts", layer.num_experts, moe.num_experts),
+            ("ep_size", layer.ep_size, layout.ep_size),
+        ):
+            if found != wanted:
+                why = f"layer {number} was built with {what} = {found}, the stack with {wanted}"
+                raise ValueError(f"{why}: build the layer with the stack's {what}")
+
+
+def shape_of(layers: Sequence[MoELayer | None]) -> StepShape:
+    """The uncut shape of a step of these layers (None: a dense one); they need the same kinds of tasks."""
+    moe = [layer for layer in layers if layer is not None]
+    if not moe:
+        return StepShape(moe_layers=(False,) * len(layers))
+    dynamic = {layer.order.dynamic for layer in moe}
+    legs = {layer.dispatch.ops for layer in moe}
+    shared = {layer.shared is not None for layer in moe}
+    for what, found in (("order", dynamic), ("dispatch", legs), ("shared experts", shared)):
+        if len(found) > 1:
+            raise ValueError(f"all MoE layers of a stack need the same kind of {what}: their tasks are alike")
+    return StepShape(
+        moe_layers=tuple(layer is not None for layer in layers),
+        exchange_counts=dynamic.pop(),
+        dispatch=legs.pop(),
+        shared_experts=shared.pop(),
+    )
+
+
 class _Step:
     """One iteration: its handlers and its execution."""
 
@@ -158,12 +231,15 @@ class _Step:
             shape,
             batch,
             stack.moe,
+            stack.makers,
             stack.balance,
             partial(Segment, machinery.device) if training else PassThrough,
             machinery.autocast,
             machinery.autocast_dtype,
         )
-        self.communicate = CommunicationHandlers(machinery.transport, shape, stack.buckets, stack.codec)
+        self.communicate = CommunicationHandlers(
+            machinery.transports, stack.makers, shape, stack.buckets, stack.codec
+        )
         handlers = {**self.compute.table(), **self.communicate.table()}
         self.execution = Execution(
             stack.plan, machinery.lanes, handlers, machinery.layout.rank, training=training
@@ -191,6 +267,15 @@ class _Step:
             bucket.finish()
         for layer in range(len(self.stack.parts.parts)):
             _fill_missing(self.stack.parts.expert_parameters(layer))
+        self._count_choices()
+
+    def _count_choices(self) -> None:
+        """Tell gates with a bias what has been trained on; the same on all ranks."""
+        assert self.stack.statistics is not None, "the statistics task has run"
+        layers = [part.moe for part in self.stack.parts.parts if part.moe is not None]
+        for moe, chosen_E in zip(layers, self.stack.statistics.chosen_YE, strict=True):
+            if moe.gate.bias is not None:
+                moe.gate.bias.count(chosen_E)
 
 
 class _StepFunction(torch.autograd.Function):

@@ -12,26 +12,17 @@ import torch
 from torch import Tensor
 
 from penstock.moe.balance import Balance
+from penstock.moe.choices import GateSums
 from penstock.moe.config import MoEConfig
 
 
 @dataclass(frozen=True)
-class RouterSums:
-    """Of one microbatch in one layer. chosen_E: how often each expert was chosen; the rest float64."""
-
-    tokens: int
-    chosen_E: Tensor
-    probability_E: Tensor
-    z: Tensor
-
-
-@dataclass(frozen=True)
 class HeadSums:
-    """Of one microbatch: summed token losses and the number of tokens that count."""
+    """Of one microbatch: summed token losses, labels that count, and tokens that are not padding."""
 
     loss: Tensor
     valid: Tensor
-    tokens: int
+    tokens: Tensor | int
 
 
 @dataclass(frozen=True)
@@ -60,24 +51,24 @@ class StatisticsCodec:
     def __init__(self, config: MoEConfig, balance: Balance) -> None:
         self._config, self._balance = config, balance
 
-    def pack(self, heads: Sequence[HeadSums], routers: Sequence[Sequence[RouterSums]]) -> Tensor:
+    def pack(self, heads: Sequence[HeadSums], routers: Sequence[Sequence[GateSums]]) -> Tensor:
         """routers: per MoE layer, per microbatch. Returns [HEADER + 2 * Y * E]."""
         everything = [sums for layer in routers for sums in layer]
         loss = sum((head.loss.double() for head in heads), start=torch.zeros(()))
         valid = sum((head.valid.double() for head in heads), start=torch.zeros(()))
-        tokens = torch.full_like(loss, sum(head.tokens for head in heads))
+        tokens = torch.as_tensor(sum(head.tokens for head in heads)).to(loss)
         z = sum((sums.z.double() for sums in everything), start=torch.zeros_like(loss))
-        pieces = (self._balance.piece(s.chosen_E, s.probability_E.double()) for s in everything)
+        pieces = (self._balance.piece(s.chosen_BE, s.probability_BE.double()) for s in everything)
         header = torch.stack([loss, valid, tokens, z, sum(pieces, start=torch.zeros_like(loss))])
         chosen = [sum(s.chosen_E.double() for s in layer) for layer in routers]
-        probability = [sum(s.probability_E.double() for s in layer) for layer in routers]
+        probability = [sum(s.probability_BE.double().sum(dim=0) for s in layer) for layer in routers]
         return torch.cat([header, *(torch.as_tensor(t) for t in (*chosen, *probability))])
 
     def unpack(self, total: Tensor) -> StepStatistics:
         """total: the packed vector, summed over ranks."""
         loss, valid, tokens, z_sum, pieces = total[:HEADER].unbind()
         chosen_YE, probability_YE = total[HEADER:].view(2, -1, self._config.num_experts).unbind()
-        valid = valid.clamp(min=1)
+        valid, tokens = valid.clamp(min=1), tokens.clamp(min=1)
         cross_entropy, z = loss / valid, z_sum / tokens
         aux = self._balance.total(pieces, chosen_YE, probability_YE, tokens)
         return StepStatistics(

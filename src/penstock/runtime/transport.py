@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.graph import Group
+from penstock.graph import Group, Lane
 from penstock.runtime.sockets import Sockets
+from penstock.topology import Layout, ParallelConfig, lane_groups
 
 
 class Transport(Protocol):
     """The collectives that tasks use. All block their lane, on a GPU the lane's stream."""
 
-    def all_to_all(self, rows: Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
-        """Rows to the ranks of the expert group: [sum(input_splits), ...] to [sum(output_splits), ...]."""
+    def all_to_all(
+        self,
+        rows: Tensor,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        group: Group = Group.EXPERT,
+    ) -> Tensor:
+        """Rows to the ranks of a group: [sum(input_splits), ...] to [sum(output_splits), ...]."""
         ...
 
     def all_reduce(self, tensor: Tensor, group: Group) -> None:
@@ -39,10 +48,43 @@ class Transport(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Transports:
+    """One per communication lane. intra: only where a dispatch has legs inside nodes."""
+
+    inter: Transport
+    intra: Transport | None = None
+
+    def of(self, lane: Lane) -> Transport:
+        """The transport of a lane."""
+        if lane is Lane.INTER:
+            return self.inter
+        assert self.intra is not None, "a layout with nodes has a transport inside them"
+        return self.intra
+
+    @property
+    def traffic(self) -> Counter[int]:
+        """Bytes of payload that this rank has sent, by receiving rank."""
+        return self.inter.traffic if self.intra is None else self.inter.traffic + self.intra.traffic
+
+    def abort(self) -> None:
+        """Wake whoever waits in any of them."""
+        self.inter.abort()
+        if self.intra is not None:
+            self.intra.abort()
+
+
 class LocalTransport:
     """One process: nothing moves."""
 
-    def all_to_all(self, rows: Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
+    def all_to_all(
+        self,
+        rows: Tensor,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        group: Group = Group.EXPERT,
+    ) -> Tensor:
+        del group
         assert list(input_splits) == list(output_splits), "a rank alone gets what it sends"
         return rows
 
@@ -81,10 +123,10 @@ class _Groups:
         self.traffic[neighbour] += 2 * (size - 1) * tensor.nbytes // size  # what a ring sends
         dist.all_reduce(tensor, group=self._groups[group])
 
-    def _count_all_to_all(self, rows: Tensor, input_splits: Sequence[int]) -> None:
+    def _count_all_to_all(self, rows: Tensor, input_splits: Sequence[int], group: Group) -> None:
         row_bytes = rows[:1].nbytes
-        for member, (peer, count) in enumerate(zip(self._members[Group.EXPERT], input_splits, strict=True)):
-            if member != self._groups[Group.EXPERT].rank():
+        for member, (peer, count) in enumerate(zip(self._members[group], input_splits, strict=True)):
+            if member != self._groups[group].rank():
                 self.traffic[peer] += count * row_bytes
 
 
@@ -106,11 +148,17 @@ class GlooTransport(_Groups):
         self._sockets = Sockets.now().since(before)
         self._sockets.limit_send_buffers(send_buffer_bytes)
 
-    def all_to_all(self, rows: Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
-        self._count_all_to_all(rows, input_splits)
+    def all_to_all(
+        self,
+        rows: Tensor,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        group: Group = Group.EXPERT,
+    ) -> Tensor:
+        self._count_all_to_all(rows, input_splits, group)
         received = rows.new_empty(sum(output_splits), *rows.shape[1:])
         inbox, outbox = received.split(list(output_splits)), rows.contiguous().split(list(input_splits))
-        exchange(inbox, outbox, self._groups[Group.EXPERT])
+        exchange(inbox, outbox, self._groups[group])
         return received
 
     def abort(self) -> None:
@@ -143,14 +191,47 @@ class NcclTransport(_Groups):
     def __init__(self, make_groups: Callable[[], dict[Group, dist.ProcessGroup]]) -> None:
         super().__init__(make_groups())
 
-    def all_to_all(self, rows: Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
-        self._count_all_to_all(rows, input_splits)
+    def all_to_all(
+        self,
+        rows: Tensor,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        group: Group = Group.EXPERT,
+    ) -> Tensor:
+        self._count_all_to_all(rows, input_splits, group)
         received = rows.new_empty(sum(output_splits), *rows.shape[1:])
         dist.all_to_all_single(
-            received, rows.contiguous(), list(output_splits), list(input_splits), self._groups[Group.EXPERT]
+            received, rows.contiguous(), list(output_splits), list(input_splits), self._groups[group]
         )
         return received
 
     def abort(self) -> None:
         for group in self._groups.values():
             group._get_backend(torch.device("cuda")).abort()
+
+
+INTER_GROUPS = (Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS)
+"""What the lane `inter` needs in any layout."""
+
+
+def build_transports(layout: Layout, device: torch.device, parallel: ParallelConfig) -> Transports:
+    """A transport for every communication lane of this rank. Every rank must call it at the same point.
+
+    Where an expert group spans nodes there is one inside them, too, and one along the rails between them.
+    """
+    if layout.ep_nodes == 1:
+        return Transports(build_transport(layout, device, parallel, INTER_GROUPS))
+    inter = build_transport(layout, device, parallel, (*INTER_GROUPS, Group.RAIL))
+    return Transports(inter, build_transport(layout, device, parallel, (Group.NODE,)))
+
+
+def build_transport(
+    layout: Layout, device: torch.device, parallel: ParallelConfig, kinds: tuple[Group, ...]
+) -> Transport:
+    """A transport with process groups of these kinds."""
+    if layout.world_size == 1:
+        return LocalTransport()
+    make_groups = partial(lane_groups, layout, parallel.timeout_s, kinds)
+    if device.type == "cuda":
+        return NcclTransport(make_groups)
+    return GlooTransport(make_groups, parallel.send_buffer_bytes)

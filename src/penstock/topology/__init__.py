@@ -3,6 +3,7 @@
 from penstock.topology.control import CommunicationError, Control
 from penstock.topology.groups import Layout, ParallelConfig, build_mesh, lane_groups
 from penstock.topology.join import ProcessInfo, detect, join, leave
+from penstock.topology.nodes import find_node_size
 
 __all__ = [
     "CommunicationError",
@@ -12,6 +13,7 @@ __all__ = [
     "ProcessInfo",
     "build_mesh",
     "detect",
+    "find_node_size",
     "join",
     "lane_groups",
     "leave",

@@ -20,6 +20,7 @@ class ParallelConfig:
 
     processes: how many local ranks `penstock train` starts, unless somebody else started them.
     ep_size: over how many ranks the experts of a layer are spread; none = all ranks.
+    ranks_per_node: how many consecutive ranks share a node; none = as found out when the ranks meet.
     timeout_s: how long a rank waits for the others before it gives up with an error.
     send_buffer_bytes: what may wait for the wire in one connection (CPU ranks); 0 leaves it to the system.
     Too much delays the other side's announcements, less than rate times round trip slows the link down.
@@ -27,6 +28,7 @@ class ParallelConfig:
 
     processes: int = 4
     ep_size: int | None = None
+    ranks_per_node: int | None = None
     timeout_s: float = 60.0
     send_buffer_bytes: int = 64 * 1024
 
@@ -35,6 +37,9 @@ class ParallelConfig:
             raise ConfigError("processes", self.processes, "somebody has to train", "Use 1 or more.")
         if self.ep_size is not None and self.ep_size < 1:
             raise ConfigError("ep_size", self.ep_size, "an expert needs a rank", "Use 1 or more, or none.")
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            value = self.ranks_per_node
+            raise ConfigError("ranks_per_node", value, "a node has a rank", "Use 1 or more, or none.")
         if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
             why = f"must be positive and at most {LONGEST_TIMEOUT_S:.0f} (twelve days)"
             raise ConfigError("timeout_s", self.timeout_s, why, "Use 60.")
@@ -45,15 +50,21 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """World = edp x ep. Every rank holds num_experts / ep_size experts; edp ranks hold the same ones."""
+    """World = edp x ep. Every rank holds num_experts / ep_size experts; edp ranks hold the same ones.
+
+    node_size: consecutive ranks in one node; 0 = all, or not known to be equal everywhere.
+    """
 
     world_size: int
     ep_size: int
     rank: int
+    node_size: int = 0
 
     @staticmethod
-    def build(config: ParallelConfig, world_size: int, rank: int, num_experts: int) -> Layout:
-        """Check that experts and ranks divide; name the nearest size that does."""
+    def build(
+        config: ParallelConfig, world_size: int, rank: int, num_experts: int, node_size: int = 0
+    ) -> Layout:
+        """Check that experts and ranks divide; name the nearest size that does. node_size: as found out."""
         ep_size = world_size if config.ep_size is None else config.ep_size
         valid = [n for n in range(1, world_size + 1) if world_size % n == 0 and num_experts % n == 0]
         if ep_size not in valid:
@@ -65,7 +76,14 @@ class Layout:
                 raise ConfigError("moe.num_experts", num_experts, why, hint)
             why = f"must divide the number of ranks ({world_size}) and moe.num_experts ({num_experts})"
             raise ConfigError("parallel.ep_size", ep_size, why, f"Nearest valid: {nearest}.")
-        return Layout(world_size=world_size, ep_size=ep_size, rank=rank)
+        if config.ranks_per_node is not None:
+            node_size = config.ranks_per_node
+            if world_size % node_size:
+                near = [n for n in range(1, world_size + 1) if world_size % n == 0]
+                nearest = min(near, key=lambda n: (abs(n - node_size), n))
+                why = f"must divide the number of ranks ({world_size})"
+                raise ConfigError("parallel.ranks_per_node", node_size, why, f"Nearest valid: {nearest}.")
+        return Layout(world_size=world_size, ep_size=ep_size, rank=rank, node_size=node_size)
 
     @property
     def ep_rank(self) -> int:
@@ -73,9 +91,35 @@ class Layout:
         return self.rank % self.ep_size
 
     @property
+    def ep_node_size(self) -> int:
+        """Ranks of an expert group in one node: all of them where it does not span whole nodes."""
+        spans = 0 < self.node_size < self.ep_size and self.ep_size % self.node_size == 0
+        return self.node_size if spans else self.ep_size
+
+    @property
+    def ep_nodes(self) -> int:
+        """Nodes that an expert group spans."""
+        return self.ep_size // self.ep_node_size
+
+    def require_nodes(self, key: str, dispatch: str) -> None:
+        """Raise ConfigError unless an expert group spans several whole nodes."""
+        if self.ep_nodes > 1:
+            return
+        why = f"a hierarchical dispatch needs an expert group over several nodes; its {self.ep_size} ranks "
+        if self.node_size == 0 or self.node_size >= self.ep_size:
+            why += "run in one node, or nodes hold different numbers of ranks"
+        else:
+            why += f"do not fill several whole nodes of {self.node_size} ranks"
+        raise ConfigError(key, dispatch, why, "Use flat, or say parallel.ranks_per_node.")
+
+    @property
     def edp_size(self) -> int:
         """How many replicas every expert has."""
         return self.world_size // self.ep_size
+
+    def size(self, group: Group) -> int:
+        """Ranks in every group of this kind."""
+        return len(self.members(group)[0])
 
     def members(self, group: Group) -> list[list[int]]:
         """Ranks of every group of this kind, in a fixed order."""
@@ -86,6 +130,12 @@ class Layout:
             return [list(ranks[i : i + self.ep_size]) for i in range(0, self.world_size, self.ep_size)]
         if group is Group.EXPERT_REPLICAS:
             return [list(ranks[i :: self.ep_size]) for i in range(self.ep_size)]
+        if group is Group.NODE:
+            size = self.ep_node_size
+            return [list(ranks[i : i + size]) for i in range(0, self.world_size, size)]
+        if group is Group.RAIL:
+            size, starts = self.ep_node_size, range(0, self.world_size, self.ep_size)
+            return [list(ranks[i + place : i + self.ep_size : size]) for i in starts for place in range(size)]
         return [[rank] for rank in ranks]
 
 
@@ -94,13 +144,19 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (layout.edp_size, layout.ep_size), mesh_dim_names=("edp", "ep"))
 
 
-def lane_groups(layout: Layout, timeout_s: float) -> dict[Group, dist.ProcessGroup]:
+INTER_GROUPS = (Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS)
+"""What the lane `inter` needs; a dispatch along rails needs those, too."""
+
+
+def lane_groups(
+    layout: Layout, timeout_s: float, kinds: tuple[Group, ...] = INTER_GROUPS
+) -> dict[Group, dist.ProcessGroup]:
     """Process groups of one communication lane, its own, so that lanes run at the same time.
 
     All ranks must call this in the same order. Costs one connection per pair of ranks and group.
     """
     found: dict[Group, dist.ProcessGroup] = {}
-    for kind in (Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS):
+    for kind in kinds:
         for ranks in layout.members(kind):
             group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
             if layout.rank in ranks:

@@ -7,13 +7,17 @@ from functools import partial
 import torch
 
 from penstock.cost import StepCost, Workload
+from penstock.dispatch import DISPATCHES
 from penstock.graph import StepShape
-from penstock.models import GPT
+from penstock.models import GPT, ModelConfig
+from penstock.models.gpt import MakeLayer
+from penstock.moe import MoEConfig
+from penstock.moe.build import dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
-from penstock.runtime.transport import GlooTransport, LocalTransport, NcclTransport, Transport
+from penstock.runtime.transport import build_transports
 from penstock.schedule import StepPlan, plan_step
-from penstock.topology import Control, Layout, ParallelConfig, lane_groups
+from penstock.topology import Control, Layout, ParallelConfig
 from penstock.train.config import Precision, RunConfig
 
 
@@ -21,13 +25,13 @@ def build_machinery(
     layout: Layout, device: torch.device, parallel: ParallelConfig, precision: Precision
 ) -> Machinery:
     """Transport, lanes and groups for this rank. Every rank must call it at the same point."""
-    transport = _transport(layout, device, parallel)
+    transports = build_transports(layout, device, parallel)
     lanes: Lanes = (
-        StreamLanes(device, transport.abort) if device.type == "cuda" else ThreadLanes(transport.abort)
+        StreamLanes(device, transports.abort) if device.type == "cuda" else ThreadLanes(transports.abort)
     )
     return Machinery(
         lanes=lanes,
-        transport=transport,
+        transports=transports,
         layout=layout,
         control=Control(layout.rank, layout.world_size),
         device=device,
@@ -36,11 +40,17 @@ def build_machinery(
 
 
 def build_stack(
-    config: RunConfig, machinery: Machinery, dtype: torch.dtype = torch.float32
+    config: RunConfig,
+    machinery: Machinery,
+    dtype: torch.dtype = torch.float32,
+    make_moe: MakeLayer | None = None,
 ) -> PipelinedStack:
-    """The model of `config` on this rank, initialised from its seed, with its first plan."""
+    """The model of `config` on this rank, initialised from its seed, with its first plan.
+
+    make_moe: makes MoE layers that `config.moe` has no words for.
+    """
     layout = machinery.layout
-    model = GPT(config.model, config.moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
+    model = GPT(config.model, config.moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank, make_moe=make_moe)
     model.to(device=machinery.device, dtype=dtype)
     model.initialise(config.train.seed)
     make_plan = partial(first_plan, config, layout)
@@ -68,6 +78,7 @@ def workload(
     config: RunConfig, layout: Layout, all_reduce_bytes: tuple[int, ...], expert_bytes: tuple[int, ...]
 ) -> Workload:
     """The sizes of a step on one rank, for the cost model."""
+    element_bytes = 2 if config.train.precision == "bfloat16" else 4
     return Workload(
         batch=config.data.batch_per_device,
         seq_len=config.model.seq_len,
@@ -81,11 +92,45 @@ def workload(
         min_capacity=config.moe.min_capacity,
         world_size=layout.world_size,
         ep_size=layout.ep_size,
-        element_bytes=2 if config.train.precision == "bfloat16" else 4,
+        element_bytes=element_bytes,
         all_reduce_bytes=all_reduce_bytes,
         expert_all_reduce_bytes=expert_bytes,
         dense_ffn_hidden_size=config.model.dense_hidden_size,
+        slots_per_sample=config.moe.slots_per_sample,
+        wire_row_bytes=config.moe.row_bytes(config.model.hidden_size, element_bytes),
+        dispatch=dispatch_of(config.moe),
+        node_size=layout.ep_node_size,
+        shared_ffn_hidden_size=config.moe.shared_ffn_hidden_size,
     )
+
+
+def base_shape(config: RunConfig) -> StepShape:
+    """The uncut shape of a step, before a system transforms it."""
+    return StepShape(
+        moe_layers=tuple(config.model.is_moe(layer) for layer in range(config.model.num_layers)),
+        exchange_counts=config.moe.order_name == "sort",
+        dispatch=DISPATCHES[dispatch_of(config.moe)].ops,
+        shared_experts=config.moe.shared_ffn_hidden_size > 0,
+    )
+
+
+def gradient_bytes(
+    model: ModelConfig, moe: MoEConfig, layout: Layout
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes of every layer's replicated gradients, and of its expert gradients if they have replicas.
+
+    Read off the real model, built without memory for its weights.
+    """
+    with torch.device("meta"):
+        parts = GPT(model, moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
+    layers = range(model.num_layers)
+    replicated = [parts.replicated_parameters(layer) for layer in layers]
+    experts = [parts.expert_parameters(layer) if layout.edp_size > 1 else [] for layer in layers]
+    return _sizes_bytes(replicated), _sizes_bytes(experts)
+
+
+def _sizes_bytes(layers: list[list[torch.nn.Parameter]]) -> tuple[int, ...]:
+    return tuple(sum(parameter.nbytes for parameter in parameters) for parameters in layers)
 
 
 def pick_device(local_rank: int) -> torch.device:
@@ -95,15 +140,6 @@ def pick_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _transport(layout: Layout, device: torch.device, parallel: ParallelConfig) -> Transport:
-    if layout.world_size == 1:
-        return LocalTransport()
-    make_groups = partial(lane_groups, layout, parallel.timeout_s)
-    if device.type == "cuda":
-        return NcclTransport(make_groups)
-    return GlooTransport(make_groups, parallel.send_buffer_bytes)
 
 
 def _autocast_dtype(device: torch.device, precision: Precision) -> torch.dtype | None:

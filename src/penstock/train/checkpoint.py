@@ -111,6 +111,10 @@ class Checkpoints:
     def _state(self) -> dict[str, Tensor]:
         """Everything that belongs to the run, as views: loading writes through them."""
         state = {_generator_name(self._control.rank): torch.get_rng_state()}
+        kept = self.stack.model.state_dict().keys()
+        for name, buffer in self.stack.model.named_buffers():
+            if name in kept:  # the others are not worth keeping
+                state |= self._named(f"model.{name}", buffer)
         for name, parameter in self.stack.model.named_parameters():
             state |= self._named(f"model.{name}", parameter.data)
             moments = self.optimizer.state[parameter]
@@ -122,14 +126,11 @@ class Checkpoints:
     def _named(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if ".experts." not in name:
             return {name: tensor}
-        first = self._first_expert(name)
-        return {f"{name}.{first + i}": part for i, part in enumerate(tensor.unbind())}
-
-    def _first_expert(self, name: str) -> int:
         layer = int(name.split(".blocks.", 1)[1].split(".", 1)[0])
         moe = self.stack.parts.parts[layer].moe
         assert moe is not None, name
-        return moe.first_expert
+        parts = moe.experts.split(name, tensor)
+        return {f"{logical}.{moe.first_expert + number}": part for logical, number, part in parts}
 
     def _remove_old(self) -> None:
         for old in complete_checkpoints(self.folder)[: -self.keep]:

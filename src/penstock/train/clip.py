@@ -24,7 +24,7 @@ def clip_grad_norm(stack: PipelinedStack, max_norm: float | None) -> Tensor:
     ids = {id(p) for p in experts}
     replicated = [p for p in stack.parameters() if id(p) not in ids]
     square = _sum_of_squares(experts)
-    stack.machinery.transport.all_reduce(square, Group.EXPERT)
+    stack.machinery.transports.inter.all_reduce(square, Group.EXPERT)
     norm = (square + _sum_of_squares(replicated)).sqrt()
     if max_norm is not None:
         scale = (max_norm / (norm + TINY)).clamp(max=1.0)

@@ -15,7 +15,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +40,10 @@ class StepMetrics:
     `exposed_communication_s`         the part of it during which nothing was computed
     `compute_s`                       time during which something was computed
     `tokens_per_expert_max_over_mean` load of the busiest expert; 1 is perfect balance
+    `z_loss`                          of all layers, without its coefficient
+    `aux_loss_global`, `..._sequence`, `..._microbatch`
+                                      the balance loss of all layers, without its coefficient, under the name
+                                      of the group over which it is judged; the other two are None
     """
 
     step: int
@@ -53,6 +57,10 @@ class StepMetrics:
     compute_s: float
     tokens_per_expert_max_over_mean: float
     eval_loss: float | None = None
+    z_loss: float | None = None
+    aux_loss_global: float | None = None
+    aux_loss_sequence: float | None = None
+    aux_loss_microbatch: float | None = None
 
     @property
     def hidden_communication(self) -> float:
@@ -60,6 +68,10 @@ class StepMetrics:
         if self.communication_s == 0:
             return 1.0
         return 1 - self.exposed_communication_s / self.communication_s
+
+
+OPTIONAL = frozenset(field.name for field in fields(StepMetrics) if field.default is None)
+"""What a step may be without."""
 
 
 # ---------------------------------------------------------------- files
@@ -141,7 +153,7 @@ def _from_json(key: str, value: Any) -> Any:
     if key == "step":
         return operator.index(value)  # refuses what is not an integer
     if value is None:
-        return None if key == "eval_loss" else math.nan
+        return None if key in OPTIONAL else math.nan
     return float(value)
 
 
@@ -149,6 +161,7 @@ def _to_line(metrics: StepMetrics) -> str:
     record = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in asdict(metrics).items()
+        if value is not None or key not in OPTIONAL - {"eval_loss"}  # losses that the run does not have
     }
     return json.dumps(record, allow_nan=False) + "\n"
 
@@ -201,7 +214,9 @@ def _curves(metrics: StepMetrics) -> dict[str, float]:
         "speed/compute_s": metrics.compute_s,
         "moe/tokens_per_expert_max_over_mean": metrics.tokens_per_expert_max_over_mean,
     }
-    return curves if metrics.eval_loss is None else {**curves, "loss/eval": metrics.eval_loss}
+    optional = {"loss/eval": metrics.eval_loss, "moe/z_loss": metrics.z_loss}
+    optional |= {f"moe/{name}": getattr(metrics, name) for name in OPTIONAL if name.startswith("aux_loss")}
+    return curves | {name: value for name, value in optional.items() if value is not None}
 
 
 # ---------------------------------------------------------------- screen

@@ -30,6 +30,7 @@ def summarise(
     steady = history[WARM_UP_STEPS:] or history
     return RunSummary(
         schedule=config.schedule.name,
+        dispatch=config.moe.dispatch,
         steps=last.step,
         first_loss=history[0].loss,
         last_loss=last.loss,

@@ -11,18 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from penstock.config import ConfigError, to_toml
 from penstock.cost import StepCost
 from penstock.graph import Group
+from penstock.moe import update_expert_biases
 from penstock.report import RunSummary
 from penstock.runtime.statistics import StepStatistics
-from penstock.topology import Layout, ProcessInfo
+from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.trace import TaskRecord, occupation
 from penstock.train.assemble import build_machinery, build_stack, workload
 from penstock.train.checkpoint import Checkpoints, complete_checkpoints
 from penstock.train.clip import clip_grad_norm
 from penstock.train.config import RunConfig
+from penstock.train.dispatch import choose_dispatch, with_dispatch
 from penstock.train.evaluate import batch_loss, evaluate
 from penstock.train.metrics import MetricsWriter, Progress, StepMetrics
 from penstock.train.optimizer import build_adamw, initialise_state, learning_rate, set_learning_rate
@@ -58,9 +61,15 @@ class Trainer:
         quiet: bool,
         on_step: OnStep | None = None,
     ) -> None:
-        self.config = config = config.resolved(info.world_size)
-        self.layout = Layout.build(config.parallel, info.world_size, info.rank, config.moe.num_experts)
+        asked_dispatch, config = config.moe.dispatch, config.resolved(info.world_size)
+        node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
+        self.layout = Layout.build(
+            config.parallel, info.world_size, info.rank, config.moe.num_experts, node_size
+        )
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
+        self.dispatch = choose_dispatch(config, machinery)
+        self._saved_config = with_dispatch(config, asked_dispatch)  # another cluster may choose otherwise
+        self.config = config = with_dispatch(config, self.dispatch.name)
         self.control, self.leader = machinery.control, info.rank == 0
         self.on_step = on_step
         self.source = open_source(config, self.layout, self.control)
@@ -88,6 +97,9 @@ class Trainer:
             self._open_output(closing)
             done = first = self._resume()
             closing.enter_context(self.progress)
+            for line in (self.dispatch.line, self.config.moe.warning):
+                if line is not None:
+                    self.progress.say(line)
             writer = self._open_metrics(closing, first)
             last = False
             while not last:
@@ -128,6 +140,7 @@ class Trainer:
         if not (math.isfinite(norm_value) and math.isfinite(loss_value)):
             raise DivergedError(self._diverged(step + 1, loss_value, norm_value))
         self.optimizer.step()
+        update_expert_biases(self.stack)
         self.optimizer.zero_grad(set_to_none=True)
         iteration_s = time.perf_counter() - start_s
         records = self.stack.records(step + 1)
@@ -193,7 +206,7 @@ class Trainer:
         if not self.leader:
             return None
         output = self.config.output
-        (output.dir / "config.toml").write_text(to_toml(self.config))
+        (output.dir / "config.toml").write_text(to_toml(self._saved_config))
         return closing.enter_context(MetricsWriter(output.dir, output.tensorboard, first))
 
     def _resume(self) -> int:
@@ -228,12 +241,11 @@ class Trainer:
         iteration_s: float,
         records: list[TaskRecord],
     ) -> StepMetrics:
-        transport, statistics = self.stack.machinery.transport, self.stack.statistics
+        statistics = self.stack.statistics
         assert statistics is not None
-        silent = [group for group in Group if group is not Group.ALONE and transport.size(group) == 1]
+        silent = [group for group in Group if group is not Group.ALONE and self.layout.size(group) == 1]
         used = occupation(records, silent)
         tokens = self.config.data.batch_per_device * self.layout.world_size * self.config.model.seq_len
-        chosen_YE = statistics.chosen_YE
         return StepMetrics(
             step=step,
             loss=loss,
@@ -244,8 +256,15 @@ class Trainer:
             exposed_communication_s=used.exposed_s,
             communication_s=used.communication_s,
             compute_s=used.compute_s,
-            tokens_per_expert_max_over_mean=float((chosen_YE.amax(1) / chosen_YE.mean(1)).mean()),
+            tokens_per_expert_max_over_mean=_imbalance(statistics.chosen_YE),
+            z_loss=float(statistics.z),
+            **{f"aux_loss_{self.stack.balance.group}": float(statistics.aux)},
         )
+
+
+def _imbalance(chosen_YE: Tensor) -> float:
+    """Load of the busiest expert over the mean, mean over layers; 0 where nothing was routed at all."""
+    return float((chosen_YE.amax(1) / chosen_YE.mean(1).clamp(min=1e-9)).mean())
 
 
 def _due(step: int, every: int) -> bool:

@@ -5,7 +5,7 @@ tokens are routed comes from a generator or from a recorded run. Whatever comes 
 see `VirtualConfig.label`.
 """
 
-from penstock.virtual.build import build_routing, build_virtual, gradient_bytes
+from penstock.virtual.build import build_routing, build_virtual
 from penstock.virtual.config import VirtualConfig
 from penstock.virtual.cost import VirtualCost
 from penstock.virtual.recorded import RecordedModel, Recording, RoutingRecorder, read_recording
@@ -23,6 +23,5 @@ __all__ = [
     "VirtualStack",
     "build_routing",
     "build_virtual",
-    "gradient_bytes",
     "read_recording",
 ]

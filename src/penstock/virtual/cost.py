@@ -13,13 +13,25 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.cost import ClusterConfig, StepCost, Workload
-from penstock.graph import Lane, Op, StepShape, Task
+from penstock.cost.legs import busiest_share
+from penstock.dispatch import DISPATCHES, Leg, Place
+from penstock.dispatch.base import place_in
+from penstock.graph import Group, Lane, Op, StepShape, Task
+from penstock.graph.dependencies import TRANSFERS
+from penstock.graph.task import AWAY, BACK_AGAIN
 from penstock.virtual.apportion import Counts
 from penstock.virtual.rows import by_source_and_target, cut_rows
 
 Seconds = npt.NDArray[np.float64]
-Splits = tuple[list[int], list[int]]
-"""Rows to and rows from every rank of the expert group."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One leg of one rank: rows to and from every member of a group."""
+
+    group: Group
+    input_splits: tuple[int, ...]
+    output_splits: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -50,13 +62,14 @@ class VirtualCost:
 
     def transfer_s(self, task: Task) -> Seconds:
         """Seconds of a communication task on every rank, [P], by its busier direction."""
-        if task.op not in (Op.DISPATCH, Op.COMBINE):
+        if task.op not in TRANSFERS:
             return self._everywhere(self._even.communication_s(task))
-        ranks = self.workload.ep_size
-        link = self.cluster.all_to_all(ranks)
-        # The model's argument is a buffer of which one part in `ranks` stays at home.
-        buffer = self._remote(task) * ranks / max(ranks - 1, 1)
-        return np.array([link.seconds(self.workload.hidden_bytes(rows)) for rows in buffer.tolist()])
+        work = self.workload
+        link = self.cluster.leg(work.dispatch, task.op, work.nodes, work.ranks_per_node)
+        # The model's argument is what a rank has for all experts if routing is even.
+        share = busiest_share(work.dispatch, task.op, work.nodes, work.ranks_per_node)
+        rows = self._remote(task) / share if share else self._remote(task) * 0.0
+        return np.array([link.seconds(work.wire_bytes(row)) for row in rows.tolist()])
 
     def alone_s(self, tasks: Iterable[Task]) -> Seconds:
         """What the computation of a step takes on every rank if nothing is ever waited for, [P]."""
@@ -64,18 +77,14 @@ class VirtualCost:
         total: Seconds = np.stack(compute).sum(axis=0)
         return total
 
-    def splits(self, task: Task, rank: int) -> Splits:
-        """What an all-to-all hands to the transport on one rank: input splits and output splits, in rows.
-
-        A row is a hidden state in dispatch and combine, all counts for one peer in the exchange of counts.
-        """
-        if task.op is Op.COUNTS:
-            return [1] * self.workload.ep_size, [1] * self.workload.ep_size
-        table = self._table(self._piece(task))
-        group, place = divmod(rank, self.workload.ep_size)
-        sent, received = table[group, place].sum(axis=-1), table[group, :, place].sum(axis=-1)
-        home, away = sent.tolist(), received.tolist()
-        return (home, away) if self._to_experts(task) else (away, home)
+    def move(self, task: Task, rank: int) -> Move:
+        """What a leg hands to the transport on one rank."""
+        work = self.workload
+        group, place = divmod(rank, work.ep_size)
+        table = self._table(self._piece(task))[group].sum(axis=2)
+        leg = self._legs(table, place)[self._number(task)]
+        there = Move(leg.group, leg.input_splits, leg.output_splits)
+        return there if self._to_experts(task) else Move(leg.group, leg.output_splits, leg.input_splits)
 
     def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
         """What a COUNTS task sends and receives on one rank, both [peers, chunks, local experts]."""
@@ -105,12 +114,32 @@ class VirtualCost:
         received: Counts = self._table(self._piece(task)).sum(axis=(1, 3)).reshape(-1)
         return received
 
-    def _remote(self, task: Task) -> Counts:
-        """Rows over every rank's link in its busier direction, [P]."""
+    def _remote(self, task: Task) -> Seconds:
+        """Rows over every rank's link in its busier direction in this leg, [P]."""
+        work, number = self.workload, self._number(task)
         by_pair = self._table(self._piece(task)).sum(axis=3)
-        busier = np.maximum(by_pair.sum(axis=2), by_pair.sum(axis=1))
-        remote: Counts = busier - by_pair.diagonal(axis1=1, axis2=2)
-        return remote.reshape(-1)
+        if not DISPATCHES[work.dispatch].needs_table:
+            busier = np.maximum(by_pair.sum(axis=2), by_pair.sum(axis=1))
+            direct: Seconds = (busier - by_pair.diagonal(axis1=1, axis2=2)).reshape(-1).astype(np.float64)
+            return direct
+        remote = np.zeros(work.world_size)
+        for group, table in enumerate(by_pair):
+            for place in range(work.ep_size):
+                leg = self._legs(table, place)[number]
+                own = place_in(leg.group, Place(place, work.ep_size, work.ranks_per_node))
+                sent, received = sum(leg.input_splits), sum(leg.output_splits)
+                remote[group * work.ep_size + place] = max(
+                    sent - leg.input_splits[own], received - leg.output_splits[own]
+                )
+        return remote
+
+    def _legs(self, table: Counts, place: int) -> tuple[Leg, ...]:
+        work = self.workload
+        return DISPATCHES[work.dispatch].legs(table, Place(place, work.ep_size, work.ranks_per_node))
+
+    def _number(self, task: Task) -> int:
+        """Which leg of the dispatch a task takes, one way or the other."""
+        return self.shape.dispatch.index(AWAY.get(task.op, task.op))
 
     def _piece(self, task: Task) -> Counts:
         """Rows of the task's microbatch and chunk, [P, E]."""
@@ -127,7 +156,7 @@ class VirtualCost:
     @staticmethod
     def _to_experts(task: Task) -> bool:
         """Rows go to the experts in dispatch; in backward, gradients go there in combine."""
-        return (task.op is Op.DISPATCH) is task.forward
+        return (task.op in BACK_AGAIN) is task.forward
 
     def _everywhere(self, seconds: float) -> Seconds:
         return np.full(self.workload.world_size, seconds)

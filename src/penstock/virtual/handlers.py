@@ -3,82 +3,87 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.cost import Workload, split_sizes
+from penstock.dispatch import DISPATCHES
 from penstock.graph import Graph, Group, Lane, Op, Phase, Task
+from penstock.graph.dependencies import TRANSFERS
 from penstock.graph.task import SPECS
 from penstock.runtime.executor import Inputs
 from penstock.runtime.results import Outcome
 from penstock.runtime.statistics import HEADER
-from penstock.runtime.transport import Transport
-from penstock.virtual.cost import Splits, VirtualCost
+from penstock.runtime.transport import Transports
+from penstock.virtual.cost import Move, VirtualCost
 
-ELEMENT_TYPES = {2: torch.bfloat16, 4: torch.float32}
+COMMUNICATION_LANES = (Lane.INTER, Lane.INTRA)
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank does in one step, worked out before it begins. Counts: int64 [peers, chunks, experts]."""
+    """What one rank does in one step, worked out before it begins. Counts: int64 [peers, chunks, experts].
+
+    place: of the rank in its expert group.
+    """
 
     seconds: Mapping[Task, float]
-    splits: Mapping[Task, Splits]
+    moves: Mapping[Task, Move]
     counts: Mapping[Task, tuple[Tensor, Tensor]]
+    place: int
 
     @staticmethod
     def build(cost: VirtualCost, graph: Graph, rank: int) -> RankStep:
         """Look everything up in the cost; takes milliseconds, which a step should not pay."""
-        moves = (Op.COUNTS, Op.DISPATCH, Op.COMBINE)
         counts = {t: cost.exchanged_counts(t, rank) for t in graph.tasks if t.op is Op.COUNTS}
         return RankStep(
             seconds={t: float(cost.seconds(t)[rank]) for t in graph.tasks if t.lane is Lane.COMPUTE},
-            splits={t: cost.splits(t, rank) for t in graph.tasks if t.op in moves},
+            moves={t: cost.move(t, rank) for t in graph.tasks if t.op in TRANSFERS},
             counts={t: (torch.tensor(sent), torch.tensor(got)) for t, (sent, got) in counts.items()},
+            place=rank % cost.workload.ep_size,
         )
 
     @property
     def most_rows(self) -> int:
-        """Hidden states in the largest all-to-all."""
-        sent = (sum(rows) for task, (rows, _) in self.splits.items() if task.op is not Op.COUNTS)
-        return max(sent, default=0)
+        """Rows in the largest all-to-all."""
+        return max((sum(move.input_splits) for move in self.moves.values()), default=0)
 
 
 class Buffers:
-    """What is sent: zeros, made once. The lane `inter` runs one transfer at a time, so they may share."""
+    """What is sent: zeros, made once per lane. A lane runs one transfer at a time, so they may share."""
 
     def __init__(self, work: Workload, moe_layers: int) -> None:
-        self._width, self._type = work.hidden_size, ELEMENT_TYPES[work.element_bytes]
+        self._row_bytes = round(work.wire_bytes(1))
         largest = max(*work.all_reduce_bytes, *work.expert_all_reduce_bytes)
         self.gradients = torch.zeros(largest // torch.float32.itemsize)
         self.statistics = torch.zeros(HEADER + 2 * moe_layers * work.num_experts, dtype=torch.float64)
-        self._rows = torch.zeros(0, self._width, dtype=self._type)
+        self._rows: Sequence[Tensor] = ()
 
     def grow(self, rows: int) -> None:
         """Make room for `rows` hidden states."""
-        if rows > len(self._rows):
-            self._rows = torch.zeros(rows, self._width, dtype=self._type)
+        if not self._rows or rows > len(self._rows[0]):
+            shape = (rows, self._row_bytes)
+            self._rows = tuple(torch.zeros(shape, dtype=torch.uint8) for _ in COMMUNICATION_LANES)
 
-    def rows(self, count: int) -> Tensor:
-        """The first `count` hidden states, [count, hidden size]."""
-        return self._rows[:count]
+    def rows(self, count: int, lane: Lane) -> Tensor:
+        """The first `count` rows of a lane's buffer, [count, bytes of a row]."""
+        return self._rows[COMMUNICATION_LANES.index(lane)][:count]
 
 
 class VirtualHandlers:
     """Built for one step of one rank. Tasks hand nothing on: the sizes of all of them are known."""
 
-    def __init__(self, step: RankStep, cost: VirtualCost, transport: Transport, buffers: Buffers) -> None:
-        self.step, self.cost, self.transport, self.buffers = step, cost, transport, buffers
+    def __init__(self, step: RankStep, cost: VirtualCost, transports: Transports, buffers: Buffers) -> None:
+        self.step, self.cost, self.transports, self.buffers = step, cost, transports, buffers
 
     def table(self) -> dict[tuple[Op, Phase], Callable[[Task, Inputs], Outcome]]:
         """The handler of every op and phase."""
         by_op = {
             Op.COUNTS: self.exchange_counts,
-            Op.DISPATCH: self.move,
-            Op.COMBINE: self.move,
+            **dict.fromkeys(TRANSFERS, self.move),
             Op.STATISTICS: self.reduce_statistics,
             Op.ALL_REDUCE: self.reduce_gradients,
             Op.EXPERT_ALL_REDUCE: self.reduce_gradients,
@@ -98,7 +103,12 @@ class VirtualHandlers:
         """Also proof that all ranks route alike: other splits than the partners' would hang."""
         del inputs
         sent, expected = self.step.counts[task]
-        received = self.transport.all_to_all(sent, *self.step.splits[task])
+        once = [1] * len(sent)
+        if DISPATCHES[self.cost.workload.dispatch].needs_table:  # everybody tells everybody everything
+            table = sent.unsqueeze(0).expand(len(sent), *sent.shape)
+            received = self.transports.inter.all_to_all(table, once, once)[:, self.step.place]
+        else:
+            received = self.transports.inter.all_to_all(sent, once, once)
         if not torch.equal(received, expected):
             raise RuntimeError(
                 "the partners have routed their tokens otherwise than this rank has worked out for them: "
@@ -108,13 +118,14 @@ class VirtualHandlers:
 
     def move(self, task: Task, inputs: Inputs) -> Outcome:
         del inputs
-        input_splits, output_splits = self.step.splits[task]
-        self.transport.all_to_all(self.buffers.rows(sum(input_splits)), input_splits, output_splits)
+        move = self.step.moves[task]
+        rows = self.buffers.rows(sum(move.input_splits), task.lane)
+        self.transports.of(task.lane).all_to_all(rows, move.input_splits, move.output_splits, move.group)
         return Outcome(None)
 
     def reduce_statistics(self, task: Task, inputs: Inputs) -> Outcome:
         del task, inputs
-        self.transport.all_reduce(self.buffers.statistics, Group.WORLD)
+        self.transports.inter.all_reduce(self.buffers.statistics, Group.WORLD)
         return Outcome(None)
 
     def reduce_gradients(self, task: Task, inputs: Inputs) -> Outcome:
@@ -126,7 +137,7 @@ class VirtualHandlers:
         assert task.chunk is not None, task
         elements = sizes[task.layer] // self.buffers.gradients.element_size()
         chunk = self.buffers.gradients[: split_sizes(elements, chunks[task.layer])[task.chunk]]
-        self.transport.all_reduce(chunk, task.spec.group)
+        self.transports.inter.all_reduce(chunk, task.spec.group)
         return Outcome(None)
 
 

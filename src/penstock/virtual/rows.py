@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.cost import Workload, split_sizes
-from penstock.cost.workload import capacity_slots
 from penstock.graph import StepShape
 from penstock.virtual.apportion import Counts, apportion
 
@@ -19,7 +18,7 @@ def cut_rows(counts_PBYE: Counts, shape: StepShape, work: Workload) -> Counts:
 
     Dropless they follow the counts. With a capacity_factor every expert has its slots, used or not.
     """
-    if work.capacity_factor is not None:
+    if work.capacity_factor is not None or work.slots_per_sample:
         return _even(counts_PBYE, shape, work)
     ranks, _, layers, experts = counts_PBYE.shape
     rows = np.zeros((ranks, shape.microbatches, shape.chunks, layers, experts), dtype=np.int64)
@@ -40,11 +39,8 @@ def _even(counts_PBYE: Counts, shape: StepShape, work: Workload) -> Counts:
     ranks, _, layers, experts = counts_PBYE.shape
     rows = np.empty((ranks, shape.microbatches, shape.chunks, layers, experts), dtype=np.int64)
     for m in range(shape.microbatches):
-        tokens = work.tokens(m, shape.microbatches)
-        assert work.capacity_factor is not None
-        slots = capacity_slots(tokens, work.num_experts, work.top_k, work.capacity_factor, work.min_capacity)
-        for c, size in enumerate(split_sizes(slots, shape.chunks)):
-            rows[:, m, c] = size
+        for c in range(shape.chunks):
+            rows[:, m, c] = work.rows(m, shape.microbatches, c, shape.chunks) // work.num_experts
     return rows
 
 

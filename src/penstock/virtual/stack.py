@@ -113,6 +113,6 @@ class VirtualStack:
             cost = self.cost(number)
             step = RankStep.build(cost, self.plan.graph, self.machinery.layout.rank)
             self._buffers.grow(step.most_rows)
-            handlers = VirtualHandlers(step, cost, self.machinery.transport, self._buffers)
+            handlers = VirtualHandlers(step, cost, self.machinery.transports, self._buffers)
             found = self._prepared = _Prepared(self.plan, number, handlers)
         return found

@@ -23,7 +23,7 @@ from penstock.bench.peers.peer import Peer, Work, exact_factor
 from penstock.bench.peers.scoped import OwnGlobals, quiet, replaced
 from penstock.config import ConfigError
 from penstock.moe import MoEConfig, MoELayer
-from penstock.moe.experts import build_experts
+from penstock.moe.build import build_experts
 
 
 class DeepSpeedPeer(Peer):
@@ -111,13 +111,13 @@ class DeepSpeedLayer(PeerLayer):
 
     def load(self, ours: MoELayer) -> None:
         with torch.no_grad():
-            self.moe.deepspeed_moe.gate.wg.weight.copy_(ours.router.gate)
+            self.moe.deepspeed_moe.gate.wg.weight.copy_(ours.gate.weight)
             for name, weight_EMH in ours.experts.named_parameters():
                 for expert, weight_MH in zip(self._experts(), weight_EMH, strict=True):
                     expert.experts.get_parameter(name).copy_(weight_MH.unsqueeze(0))
 
     def as_penstock(self, read: Read) -> dict[str, Tensor]:
-        found = {"router.gate": read(self.moe.deepspeed_moe.gate.wg.weight)}
+        found = {"gate.weight": read(self.moe.deepspeed_moe.gate.wg.weight)}
         experts = self._experts()
         for name, _ in experts[0].experts.named_parameters():
             parts = [read(expert.experts.get_parameter(name)) for expert in experts]

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from penstock.bench.config import BenchConfig
 from penstock.models import GPT
-from penstock.moe import MoELayer
-from penstock.runtime import SampleKeys
+from penstock.moe import MoELayer, SampleKeys
 from penstock.topology import Layout
 
 Read = Callable[[nn.Parameter], Tensor]

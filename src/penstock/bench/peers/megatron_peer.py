@@ -106,7 +106,7 @@ class MegatronLayer(PeerLayer):
     def load(self, ours: MoELayer) -> None:
         weights = dict(ours.experts.named_parameters())
         with torch.no_grad():
-            self.moe.router.weight.copy_(ours.router.gate)
+            self.moe.router.weight.copy_(ours.gate.weight)
             for number, expert in enumerate(self.moe.experts.local_experts):
                 into = [weights[name][number].t() for name in self._into()]
                 expert.linear_fc1.weight.copy_(torch.cat(into))
@@ -115,7 +115,7 @@ class MegatronLayer(PeerLayer):
     def as_penstock(self, read: Read) -> dict[str, Tensor]:
         experts = self.moe.experts.local_experts
         found = {
-            "router.gate": read(self.moe.router.weight),
+            "gate.weight": read(self.moe.router.weight),
             "experts.w_down": torch.stack([read(e.linear_fc2.weight).t() for e in experts]),
         }
         into_EMH = torch.stack([read(e.linear_fc1.weight).t() for e in experts])

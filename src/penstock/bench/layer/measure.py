@@ -1,0 +1,97 @@
+"""How contenders are timed: in turns, in one process, on one thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Final, TypeVar
+
+import numpy as np
+import torch
+
+from penstock.runtime.host_memory import keep_freed_memory
+
+T = TypeVar("T")
+
+THREADS: Final = 1
+WARMUP: Final = 2
+FLOAT_BYTES: Final = 4
+COPY: Final = "copy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """Median of the rounds, and the values below which 10 % and 90 % of them lie."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Band:
+        low, high = np.percentile(np.asarray(values), [10, 90])
+        return Band(median=median(values), low=float(low), high=float(high))
+
+    @staticmethod
+    def of_ratios(above: Sequence[float], below: Sequence[float]) -> Band:
+        """Of above / below, round by round: what disturbs a whole round falls out."""
+        return Band.of([a / b for a, b in zip(above, below, strict=True)])
+
+
+@contextmanager
+def quiet_process() -> Iterator[None]:
+    """One thread, and memory as a training run treats it: what was freed is kept (for good)."""
+    before = torch.get_num_threads()
+    keep_freed_memory()
+    torch.set_num_threads(THREADS)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def in_turns(ways: Mapping[str, Callable[[], T]], rounds: int, warmup: int = WARMUP) -> dict[str, list[T]]:
+    """What each way returned in each round, A B C, C B A, ...: noise falls on all alike."""
+    found: dict[str, list[T]] = {name: [] for name in ways}
+    for turn in range(warmup + rounds):
+        for name in list(ways)[:: -1 if turn % 2 else 1]:
+            value = ways[name]()
+            if turn >= warmup:
+                found[name].append(value)
+    return found
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start_s = time.perf_counter()
+    call()
+    return time.perf_counter() - start_s
+
+
+class Laps:
+    """Seconds between calls of `lap`, by name."""
+
+    def __init__(self) -> None:
+        self.times_s: dict[str, float] = {}
+        self._last_s = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now_s = time.perf_counter()
+        self.times_s[name] = now_s - self._last_s
+        self._last_s = now_s
+
+
+class Copy:
+    """The machine's copy of a buffer into another, both touched before. Bytes are read plus written."""
+
+    def __init__(self, moved_bytes: int) -> None:
+        self.source = torch.ones(max(1, moved_bytes // (2 * FLOAT_BYTES)))
+        self.target = torch.zeros_like(self.source)
+        self.moved_bytes = 2 * FLOAT_BYTES * self.source.numel()
+
+    def seconds(self) -> float:
+        """Of one copy."""
+        return timed(lambda: self.target.copy_(self.source))

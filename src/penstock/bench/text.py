@@ -1,0 +1,23 @@
+"""The text of any benchmark's result, from the JSON that it printed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.bench.collectives import CollectivesResult, render_collectives
+from penstock.bench.dispatches import DispatchesResult, render_dispatches
+from penstock.bench.layer import LayerBenchmark, render_layer
+from penstock.bench.restore import restore
+from penstock.bench.table import render
+
+
+def text_of(result: Mapping[str, Any]) -> str:
+    """The tables that `penstock bench` prints for this JSON object. Raises `KeyError` if keys are missing."""
+    if "collectives" in result:
+        return render_collectives(CollectivesResult.from_dict(result))
+    if "dispatches" in result:
+        return render_dispatches(DispatchesResult.from_dict(result))
+    if "layers" in result:
+        return render_layer(LayerBenchmark.from_dict(result))
+    return render(restore(result))

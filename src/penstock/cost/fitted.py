@@ -1,0 +1,50 @@
+"""A cluster whose links were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from penstock.cost.cluster import AlphaBeta, ClusterConfig
+from penstock.graph import Op
+from penstock.graph.task import AWAY
+
+LegModels = Mapping[tuple[str, Op], AlphaBeta]
+"""By dispatch and leg (forward, outward; combine takes the same legs home)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedCluster(ClusterConfig):
+    """Links as they were measured; the argument conventions are those of ClusterConfig.
+
+    dispatch: the flat all-to-all. reduce: the all-reduce of all ranks. legs: of hierarchical dispatches.
+    """
+
+    dispatch: AlphaBeta
+    reduce: AlphaBeta
+    legs: LegModels = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Measured numbers need no check."""
+
+    @staticmethod
+    def build(
+        devices: ClusterConfig, *, dispatch: AlphaBeta, reduce: AlphaBeta, legs: LegModels
+    ) -> FittedCluster:
+        """Measured links between devices that compute as `devices` says."""
+        assumed = {each.name: getattr(devices, each.name) for each in fields(ClusterConfig)}
+        return FittedCluster(**assumed, dispatch=dispatch, reduce=reduce, legs=legs)
+
+    def all_to_all(self, ranks: int) -> AlphaBeta:
+        del ranks  # measured in the very group that will be used
+        return self.dispatch
+
+    def all_reduce(self, ranks: int) -> AlphaBeta:
+        del ranks
+        return self.reduce
+
+    def leg(self, dispatch: str, op: Op, nodes: int, node_size: int) -> AlphaBeta:
+        if dispatch == "flat":
+            return self.dispatch
+        found = self.legs.get((dispatch, AWAY.get(op, op)))
+        return super().leg(dispatch, op, nodes, node_size) if found is None else found

@@ -1,0 +1,221 @@
+"""MoE blocks of Hugging Face transformers (5.x) as Penstock layers with the same weights.
+
+transformers is never imported: a block is recognised by the name of its class and read by its attributes.
+Shapes: M hidden size, H expert hidden size, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.moe import (
+    ExpertBias,
+    ExpertGroups,
+    MoELayer,
+    SharedExpert,
+    SigmoidGate,
+    SoftmaxGate,
+    SortOrder,
+    SwiGLUExperts,
+    TokenGate,
+)
+
+AS_IN = "it must be as in transformers 5.23"
+SILU = ("SiLU", "SiLUActivation")
+"""Classes of the activation that SwiGLU experts have: torch's and transformers'."""
+
+
+def layer_from_hugging_face(block: nn.Module) -> MoELayer:
+    """A layer that computes what `block` does: same mathematics, copied weights, all experts on this rank.
+
+    Supported are the blocks of Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3. Taken over are the router (top_k,
+    renormalisation, scaling factor, groups, correction bias), the experts and the shared experts, each with
+    its dtype and device and whether it is frozen, and the block's train or eval mode. Nothing is dropped and
+    no memory is shared. The layer returns what the block returns and can stand in its place in the model; its
+    `losses` are Penstock's own, and transformers records no router logits of it.
+
+    DeepSeek's correction bias steers the choice and stays as it is, as in transformers; to let
+    `update_expert_biases` move it, set `layer.gate.bias.rate`.
+
+    The router computes in float32 at least. Those of transformers round float64 to float32, and Mixtral's,
+    Qwen3-MoE's and OLMoE's compute logits in the type of the weights: in bfloat16 close choices can differ.
+
+    Raises ValueError for any other class, and for what a layer has no counterpart of: other activations than
+    silu, jitter noise, biases, adapters, quantised or sharded weights.
+    """
+    kind = BLOCKS.get(type(block).__name__)
+    if kind is None:
+        raise ValueError(f"{type(block).__name__} cannot be taken over; supported: {', '.join(BLOCKS)}")
+    source: Any = block
+    _check_tensors(block, kind.tensors)
+    _check_shapes(source)
+    layer = MoELayer(
+        gate=kind.gate(source),
+        order=SortOrder(len(source.gate.weight)),
+        expert=_experts(source.experts),
+        shared=_shared(source.shared_experts) if hasattr(source, "shared_experts") else None,
+    )
+    return layer.train(block.training)
+
+
+# ---- routers -----------------------------------------------------------------------------------------------
+
+
+def _mixtral_gate(block: Any) -> TokenGate:
+    """Softmax over all experts, top k, always renormalised."""
+    jitter = _setting(block, "jitter_noise")
+    if jitter:
+        raise ValueError(f"jitter_noise = {jitter}: a layer has no multiplicative noise; set it to 0")
+    return _softmax_gate(block.gate, renormalise=True)
+
+
+def _qwen_gate(block: Any) -> TokenGate:
+    """Softmax over all experts, top k, renormalised if norm_topk_prob says so. OLMoE is the same."""
+    return _softmax_gate(block.gate, renormalise=bool(_setting(block.gate, "norm_topk_prob")))
+
+
+def _softmax_gate(router: Any, *, renormalise: bool) -> TokenGate:
+    experts, hidden = router.weight.shape
+    with torch.device("meta"):
+        gate = SoftmaxGate(hidden, experts, _setting(router, "top_k"), renormalise=renormalise)
+    gate.weight = _copy(router.weight, router.weight)
+    return gate
+
+
+def _deepseek_gate(block: Any) -> TokenGate:
+    """Sigmoids. The choice sees a bias, and minus infinity outside the best groups; the weights see neither.
+
+    transformers adds 1e-20 to the sum that weights are divided by, Penstock the smallest normal number: that
+    differs only where all chosen logits are below -30.
+    """
+    router = block.gate
+    experts, hidden = router.weight.shape
+    with torch.device("meta"):
+        gate = SigmoidGate(
+            hidden,
+            experts,
+            _setting(router, "top_k"),
+            renormalise=bool(_setting(router, "norm_topk_prob")),
+            scale=float(_setting(router, "routed_scaling_factor")),
+            groups=ExpertGroups(
+                groups=_setting(router, "num_group"), limit_to=_setting(router, "topk_group"), best=2
+            ),
+        )
+    gate.weight = _copy(router.weight, router.weight)
+    gate.bias = _bias(router.e_score_correction_bias)
+    return gate
+
+
+def _bias(value_E: Tensor) -> ExpertBias:
+    bias = ExpertBias(len(value_E), rate=0.0).to(value_E.device)
+    bias.value_E.copy_(value_E)
+    return bias
+
+
+# ---- experts -----------------------------------------------------------------------------------------------
+
+
+def _experts(source: Any) -> SwiGLUExperts:
+    """transformers stacks gate and up, [E, 2H, M], and has down as [E, M, H]."""
+    _check_activation(source)
+    experts, hidden, width = source.down_proj.shape
+    with torch.device("meta"):
+        made = SwiGLUExperts(hidden, width, experts)
+    gate_EHM, up_EHM = source.gate_up_proj.chunk(2, dim=1)
+    made.w_gate = _copy(gate_EHM.transpose(1, 2), source.gate_up_proj)
+    made.w_up = _copy(up_EHM.transpose(1, 2), source.gate_up_proj)
+    made.w_down = _copy(source.down_proj.transpose(1, 2), source.down_proj)
+    return made
+
+
+def _shared(source: Any) -> SharedExpert:
+    """Ordinary linear layers of the summed width of the shared experts."""
+    _check_activation(source)
+    hidden, width = source.down_proj.weight.shape
+    with torch.device("meta"):
+        made = SwiGLUExperts(hidden, width, 1)
+    for name in ("gate", "up", "down"):
+        weight = getattr(source, f"{name}_proj").weight
+        setattr(made, f"w_{name}", _copy(weight.t().unsqueeze(0), weight))
+    return SharedExpert(made)
+
+
+def _copy(view: Tensor, source: Tensor) -> nn.Parameter:
+    """A copy of `view`, which is cut from `source`; frozen if that is."""
+    copied = view.detach().clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(copied, requires_grad=source.requires_grad)
+
+
+# ---- what cannot be taken over -----------------------------------------------------------------------------
+
+
+def _setting(module: Any, name: str) -> Any:
+    """An attribute that transformers 5.23 has there; others keep some elsewhere and mean something else."""
+    if not hasattr(module, name):
+        raise ValueError(f"{type(module).__name__} has no {name}; {AS_IN}")
+    return getattr(module, name)
+
+
+def _check_tensors(block: nn.Module, expected: frozenset[str]) -> None:
+    """Whatever else there is takes part in the computation: biases, adapters, scales of quantised weights."""
+    named = chain(block.named_parameters(remove_duplicate=False), block.named_buffers(remove_duplicate=False))
+    found = {name for name, _ in named}
+    extra, missing = sorted(found - expected), sorted(expected - found)
+    if extra:
+        raise ValueError(f"{type(block).__name__} has {', '.join(extra)}, which a layer has no place for")
+    if missing:
+        raise ValueError(f"{type(block).__name__} has no {', '.join(missing)}; {AS_IN}")
+
+
+def _check_shapes(block: Any) -> None:
+    experts, hidden = block.gate.weight.shape
+    width = block.experts.down_proj.shape[-1]
+    for name, wanted in (
+        ("gate_up_proj", (experts, 2 * width, hidden)),
+        ("down_proj", (experts, hidden, width)),
+    ):
+        found = tuple(getattr(block.experts, name).shape)
+        if found != wanted:
+            raise ValueError(
+                f"experts.{name} has shape {found}, and the gate's {experts} experts need {wanted}; "
+                "if the weights are packed or spread over ranks, load the model whole"
+            )
+
+
+def _check_activation(source: Any) -> None:
+    name = type(_setting(source, "act_fn")).__name__
+    if name not in SILU:
+        raise ValueError(f"activation {name} of {type(source).__name__}: SwiGLU experts have silu only")
+
+
+# ---- which blocks ------------------------------------------------------------------------------------------
+
+ROUTED = frozenset({"gate.weight", "experts.gate_up_proj", "experts.down_proj"})
+DEEPSEEK = ROUTED | {
+    "gate.e_score_correction_bias",
+    "shared_experts.gate_proj.weight",
+    "shared_experts.up_proj.weight",
+    "shared_experts.down_proj.weight",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A class of transformers: all its parameters and buffers, and what makes its gate."""
+
+    tensors: frozenset[str]
+    gate: Callable[[Any], TokenGate]
+
+
+BLOCKS = {
+    "MixtralSparseMoeBlock": Block(ROUTED, _mixtral_gate),
+    "Qwen3MoeSparseMoeBlock": Block(ROUTED, _qwen_gate),
+    "OlmoeSparseMoeBlock": Block(ROUTED, _qwen_gate),
+    "DeepseekV3MoE": Block(DEEPSEEK, _deepseek_gate),
+}

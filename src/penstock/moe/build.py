@@ -1,0 +1,158 @@
+"""From section `[moe]` to a layer: the one place that knows which class a name stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from penstock.dispatch import DISPATCHES
+from penstock.moe.config import GateName, MoEConfig
+from penstock.moe.experts.base import Experts
+from penstock.moe.experts.feed_forward import GeluExperts, SwiGLUExperts
+from penstock.moe.experts.shared import SharedExpert
+from penstock.moe.gates.base import Gate
+from penstock.moe.gates.cosine import CosineGate
+from penstock.moe.gates.expert_bias import ExpertBias
+from penstock.moe.gates.expert_choice import ExpertChoiceGate
+from penstock.moe.gates.groups import ExpertGroups
+from penstock.moe.gates.noisy import NoisyGate
+from penstock.moe.gates.sigmoid import SigmoidGate
+from penstock.moe.gates.soft import SoftGate
+from penstock.moe.gates.softmax import SoftmaxGate
+from penstock.moe.hooks.base import Hook
+from penstock.moe.hooks.compression import Bfloat16Rows, Int8Rows
+from penstock.moe.layer import MoELayer
+from penstock.moe.orders.base import Order
+from penstock.moe.orders.einsum import EinsumOrder
+from penstock.moe.orders.index import IndexOrder
+from penstock.moe.orders.merged import MergedOrder
+from penstock.moe.orders.sort import SortOrder
+
+Build = Callable[[int, MoEConfig, int], Gate]
+"""hidden size, configuration, number of the layer -> gate."""
+
+
+def build_layer(
+    hidden_size: int, config: MoEConfig, *, ep_size: int = 1, ep_rank: int = 0, layer: int = 0
+) -> MoELayer:
+    """The layer that `config` describes, with this rank's share of the experts. layer: its number, for noise.
+
+    Raises ValueError if the experts cannot be shared evenly.
+    """
+    if config.num_experts % ep_size:
+        raise ValueError(
+            f"num_experts = {config.num_experts} cannot be shared evenly by ep_size = {ep_size} ranks; "
+            f"nearest valid: {max(1, round(config.num_experts / ep_size)) * ep_size}"
+        )
+    return MoELayer(
+        gate=GATES[config.gate](hidden_size, config, layer),
+        order=build_order(config, ep_size),
+        expert=build_experts(hidden_size, config, config.num_experts // ep_size),
+        dispatch=DISPATCHES[dispatch_of(config)],
+        hooks=build_hooks(hidden_size, config),
+        shared=build_shared(hidden_size, config),
+        ep_size=ep_size,
+        ep_rank=ep_rank,
+        balance=config.aux_loss_group,
+    )
+
+
+def dispatch_of(config: MoEConfig) -> str:
+    """The dispatch by name; `auto` is flat until somebody has measured the links."""
+    return "flat" if config.dispatch == "auto" else config.dispatch
+
+
+def build_order(config: MoEConfig, ep_size: int) -> Order:
+    """The order that `config.order` names."""
+    if config.order_name == "sort":
+        if config.one_copy_per_rank:
+            return MergedOrder(config.num_experts, config.top_k, ep_size)
+        return SortOrder(config.num_experts)
+    order = IndexOrder if config.order_name == "index" else EinsumOrder
+    factor = config.capacity_factor or 1.0  # a soft gate brings its slots along
+    return order(config.num_experts, capacity_factor=factor, min_capacity=config.min_capacity)
+
+
+def build_experts(hidden_size: int, config: MoEConfig, local_experts: int) -> Experts:
+    """The experts that `config.expert` names."""
+    experts = GeluExperts if config.expert == "gelu" else SwiGLUExperts
+    return experts(hidden_size, config.moe_ffn_hidden_size, local_experts)
+
+
+def build_shared(hidden_size: int, config: MoEConfig) -> nn.Module | None:
+    """The shared experts, one network of their summed width."""
+    if config.shared_ffn_hidden_size == 0:
+        return None
+    experts = GeluExperts if config.expert == "gelu" else SwiGLUExperts
+    return SharedExpert(experts(hidden_size, config.shared_ffn_hidden_size, 1))
+
+
+def build_hooks(hidden_size: int, config: MoEConfig) -> tuple[Hook, ...]:
+    """The hooks that `config` asks for."""
+    if config.compression is None:
+        return ()
+    return (Bfloat16Rows() if config.compression == "bfloat16" else Int8Rows(hidden_size),)
+
+
+def _softmax(hidden_size: int, config: MoEConfig, layer: int) -> Gate:
+    del layer
+    return SoftmaxGate(hidden_size, config.num_experts, config.top_k, **_options(config))
+
+
+def _noisy(hidden_size: int, config: MoEConfig, layer: int) -> Gate:
+    return NoisyGate(hidden_size, config.num_experts, config.top_k, place=layer, **_options(config))
+
+
+def _sigmoid(hidden_size: int, config: MoEConfig, layer: int) -> Gate:
+    del layer
+    return SigmoidGate(hidden_size, config.num_experts, config.top_k, **_options(config))
+
+
+def _cosine(hidden_size: int, config: MoEConfig, layer: int) -> Gate:
+    del layer
+    width = min(config.gate_proj_size, hidden_size)
+    return CosineGate(hidden_size, config.num_experts, config.top_k, proj_size=width, **_options(config))
+
+
+def _expert_choice(hidden_size: int, config: MoEConfig, layer: int) -> Gate:
+    del layer
+    assert config.capacity_factor is not None, "refused by the configuration"
+    return ExpertChoiceGate(
+        hidden_size,
+        config.num_experts,
+        top_k=config.top_k,
+        capacity_factor=config.capacity_factor,
+        min_capacity=config.min_capacity,
+        scale=config.routed_scaling_factor,
+    )
+
+
+def _soft(hidden_size: int, config: MoEConfig, layer: int) -> Gate:
+    del layer
+    return SoftGate(hidden_size, config.num_experts, slots_per_expert=config.slots_per_expert)
+
+
+def _options(config: MoEConfig) -> dict[str, Any]:
+    """What all gates know by which tokens choose."""
+    groups = None
+    if config.num_groups is not None and config.group_top_k is not None:
+        groups = ExpertGroups(groups=config.num_groups, limit_to=config.group_top_k)
+    rate = config.expert_bias_rate
+    return {
+        "renormalise": config.renormalise,
+        "scale": config.routed_scaling_factor,
+        "groups": groups,
+        "bias": ExpertBias(config.num_experts, rate) if rate > 0 else None,
+    }
+
+
+GATES: dict[GateName, Build] = {
+    "softmax": _softmax,
+    "noisy": _noisy,
+    "sigmoid": _sigmoid,
+    "cosine": _cosine,
+    "expert_choice": _expert_choice,
+    "soft": _soft,
+}

@@ -1,0 +1,95 @@
+"""What a gate decided. Three kinds, because who chooses differs: tokens, experts, or nobody (SoftMoE).
+
+Shapes: T tokens, B samples of L tokens, E experts (total), k choices per token, S slots per expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.moe.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class GateSums:
+    """What balance and z-losses are made of, of one microbatch in one layer.
+
+    chosen_BE: how often each sample chose each expert, before any drop, int64.
+    probability_BE: gate probabilities summed over a sample's tokens, differentiable; zeros where a gate
+        balances experts by construction. z: sum over tokens of the squared log-partition, differentiable.
+    """
+
+    chosen_BE: Tensor
+    probability_BE: Tensor
+    z: Tensor
+
+    @property
+    def chosen_E(self) -> Tensor:  # noqa: N802  # the suffix is its shape
+        return self.chosen_BE.sum(dim=0)
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """Every token names its k experts.
+
+    experts_Tk: int64, best first; -1 throughout for padding. weights: [T, k], gate precision, differentiable.
+    masked: whether any -1 can occur.
+    """
+
+    experts_Tk: Tensor
+    weights: Tensor
+    sums: GateSums
+    masked: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertChoice:
+    """Every expert names its S tokens (Zhou et al. 2022).
+
+    tokens_ES: int64. weights: [E, S], differentiable; 0 where an expert had to name padding. tokens: T.
+    """
+
+    tokens_ES: Tensor
+    weights: Tensor
+    sums: GateSums
+    tokens: int
+
+
+@dataclass(frozen=True)
+class SoftChoice:
+    """Every slot is a mix of all tokens of a sample, every token a mix of all slots (Puigcerver et al. 2024).
+
+    mix_BLES: weight of each token in each slot, sums to 1 over L. weights: [B, L, E, S], weight of each slot
+    in each token's output, sums to 1 over E and S. Both differentiable.
+    """
+
+    mix_BLES: Tensor
+    weights: Tensor
+    sums: GateSums
+
+
+Choice = TokenChoice | ExpertChoice | SoftChoice
+
+
+def count_choices(experts_Tk: Tensor, samples: int, num_experts: int) -> Tensor:
+    """How often each sample chose each expert, [B, E] int64; -1 counts for nothing. No wait for a GPU."""
+    per_sample_BN = experts_Tk.view(samples, -1)
+    counts = torch.zeros(samples, num_experts + 1, dtype=torch.int64, device=experts_Tk.device)
+    slot = torch.where(per_sample_BN < 0, num_experts, per_sample_BN)
+    return counts.scatter_add_(1, slot, torch.ones_like(slot))[:, :num_experts]
+
+
+def sum_by_sample(value_TE: Tensor, tokens: Tokens) -> Tensor:
+    """Sums over each sample's valid tokens, [B, E]."""
+    if tokens.valid_T is not None:
+        value_TE = value_TE * tokens.valid_T.unsqueeze(1)
+    return value_TE.view(tokens.samples, -1, value_TE.shape[-1]).sum(dim=1)
+
+
+def sum_z(logits_TE: Tensor, tokens: Tokens) -> Tensor:
+    """Sum over valid tokens of the squared log-partition (ST-MoE's z-loss before division), scalar."""
+    z_T = logits_TE.logsumexp(dim=-1).square()
+    return z_T.sum() if tokens.valid_T is None else (z_T * tokens.valid_T).sum()

@@ -1,0 +1,54 @@
+"""Random numbers from a counter: a hash of where a number is used, not of what was drawn before it.
+
+So they do not depend on microbatches, on the rank a sample lives on, or on the order in which tasks run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BITS = 32
+_MASK = 0xFFFFFFFF
+_PLACE_STEP = 0x9E3779B1  # odd, so places never fall together
+
+
+@dataclass(frozen=True)
+class SampleKeys:
+    """What random numbers are keyed by.
+
+    seed: of the run. sample_ids_B: one number per sample, unique over the run.
+    """
+
+    seed: int
+    sample_ids_B: Tensor
+
+
+def uniform_bits(shape: torch.Size, place: int, keys: SampleKeys) -> Tensor:
+    """int64 tensor [B, ...] of independent uniform numbers in [0, 2**32). place: unique in the model."""
+    start = _mix(torch.tensor((keys.seed * 0x85EBCA6B + place * _PLACE_STEP) & _MASK))
+    ids_B = keys.sample_ids_B
+    low, high = ids_B & _MASK, (ids_B >> BITS) & _MASK
+    sample_B = _mix(_mix(start.to(ids_B.device) ^ low) ^ high)
+    count = shape[1:].numel()
+    counter = torch.arange(count, device=ids_B.device)
+    return _mix(_mix(sample_B.unsqueeze(1) + counter) ^ sample_B.unsqueeze(1)).view(shape)
+
+
+def normal(shape: torch.Size, place: int, keys: SampleKeys) -> Tensor:
+    """float64 tensor [B, ...] of independent standard normal numbers (Box and Muller). Uses two places."""
+    radius, angle = (
+        (uniform_bits(shape, 2 * place + half, keys).double() + 0.5) / (_MASK + 1) for half in (0, 1)
+    )
+    return (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit integer hash in int64 arithmetic: every input bit moves every output bit."""
+    x = x & _MASK
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x46A56C5D) & _MASK
+    return x ^ (x >> 16)

@@ -1,0 +1,1 @@
+"""Experts: networks over rows that are sorted by expert."""

@@ -1,0 +1,43 @@
+"""What every set of experts is: the local experts of one rank, run over rows that are sorted by expert."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from penstock.moe.experts.product import Product, grouped_product
+
+
+class Experts(nn.Module, ABC):
+    """The experts that this rank holds. num_local_experts: how many."""
+
+    num_local_experts: int
+
+    @abstractmethod
+    def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:
+        """Outputs for rows_RM [R, M]: the first sizes[0] rows meet expert 0, and so on. Returns [R, M].
+
+        product: how rows and weights are multiplied; it decides when weight gradients are made. Experts
+        that do not use it get theirs together with the input gradients.
+        """
+
+    @abstractmethod
+    def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+        """Cut a parameter (or what belongs to it) into experts: name without the expert, number, view.
+
+        Checkpoints and initial weights know an expert by its number in the whole model.
+        """
+
+
+class StackedExperts(Experts):
+    """Experts of one architecture, every parameter stacked along dimension 0."""
+
+    def __init__(self, num_local_experts: int) -> None:
+        super().__init__()
+        self.num_local_experts = num_local_experts
+
+    def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+        for number, part in enumerate(tensor.unbind()):
+            yield name, number, part

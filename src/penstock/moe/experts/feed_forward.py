@@ -1,0 +1,50 @@
+"""Feed-forward experts: GPT's and Mixtral's.
+
+Shapes: R rows, M hidden size, H expert hidden size, E local experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.moe.experts.base import StackedExperts
+from penstock.moe.experts.product import Product, grouped_product
+
+INITIAL_STD = 0.02
+
+
+class GeluExperts(StackedExperts):
+    """Two matrices per expert with GELU between (GPT)."""
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, num_local_experts: int) -> None:
+        super().__init__(num_local_experts)
+        self.w_up = weight(num_local_experts, hidden_size, ffn_hidden_size)
+        self.w_down = weight(num_local_experts, ffn_hidden_size, hidden_size)
+
+    def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:
+        hidden_RH = F.gelu(product(rows_RM, self.w_up, sizes))
+        return product(hidden_RH, self.w_down, sizes)
+
+
+class SwiGLUExperts(StackedExperts):
+    """Three matrices per expert: silu(x W_gate) * (x W_up), then W_down (Mixtral)."""
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, num_local_experts: int) -> None:
+        super().__init__(num_local_experts)
+        self.w_gate = weight(num_local_experts, hidden_size, ffn_hidden_size)
+        self.w_up = weight(num_local_experts, hidden_size, ffn_hidden_size)
+        self.w_down = weight(num_local_experts, ffn_hidden_size, hidden_size)
+
+    def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:
+        gate_RH = F.silu(product(rows_RM, self.w_gate, sizes))
+        return product(gate_RH * product(rows_RM, self.w_up, sizes), self.w_down, sizes)
+
+
+def weight(experts: int, rows: int, columns: int) -> nn.Parameter:
+    """Stacked matrices [experts, rows, columns], drawn as small as GPT's weights."""
+    made = nn.Parameter(torch.empty(experts, rows, columns))
+    return made if made.is_meta else nn.Parameter(nn.init.normal_(made.data, std=INITIAL_STD))

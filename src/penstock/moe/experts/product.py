@@ -1,0 +1,116 @@
+"""Matrix products of rows that are sorted by expert, with one weight matrix per expert.
+
+Shapes: R rows, M hidden size, H expert hidden size, E local experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from penstock.moe.experts.multiply import is_for_onednn, multiply, put
+
+Product = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+"""rows [R, M], weights [E, M, H], rows per expert -> [R, H]."""
+
+ROW_ALIGNMENT_BYTES = 16
+GROUPED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+CACHED = 1 << 24
+"""Weights that still fit into a processor's cache after they have been cast to another type."""
+
+
+def grouped_product(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
+    """rows of expert e times weight e, for all experts at once. sizes: rows per expert. Returns [R, H].
+
+    Equal sizes become one batched product, uneven ones PyTorch's grouped product; only what that does not
+    take (float64, rows that are not a multiple of 16 bytes) is multiplied expert by expert. On a CPU large
+    products go expert by expert, too: each by the fastest library, and with a weight cast while in the cache.
+    The result has the type of the rows, under autocast autocast's.
+    """
+    rows_RM = autocast(rows_RM)
+    if _expert_by_expert(rows_RM, weight_EMH, sizes):
+        out_RH: Tensor = _ExpertByExpert.apply(rows_RM, weight_EMH, sizes)
+        return out_RH
+    weight_EMH = weight_EMH.to(rows_RM.dtype)
+    if len(set(sizes)) == 1:
+        return torch.bmm(rows_RM.unflatten(0, (len(sizes), sizes[0])), weight_EMH).flatten(0, 1)
+    if rows_RM.dtype in GROUPED_TYPES and _aligned(weight_EMH):
+        ends = torch.tensor(sizes, device=rows_RM.device).cumsum(0).to(torch.int32)
+        product_RH = F.grouped_mm(rows_RM, weight_EMH, offs=ends)
+        if product_RH.requires_grad:
+            product_RH.register_hook(Tensor.contiguous)  # its backward refuses a broadcast gradient
+        return product_RH
+    parts = rows_RM.split(list(sizes))
+    return torch.cat([part @ weight for part, weight in zip(parts, weight_EMH.unbind(0), strict=True)])
+
+
+def autocast(rows_RM: Tensor) -> Tensor:
+    """The rows as autocast wants them for a matrix product: PyTorch's own does not know grouped ones."""
+    kind = rows_RM.device.type
+    if rows_RM.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return rows_RM
+    return rows_RM.to(torch.get_autocast_dtype(kind))
+
+
+def weight_gradient(
+    rows_RM: Tensor, grad_RH: Tensor, sizes: Sequence[int], total_EMH: Tensor, *, add: bool
+) -> None:
+    """rows_e^T grad_e of every expert, written into `total` or added to it in place."""
+    if len(set(sizes)) == 1 and not _expert_by_expert(rows_RM, total_EMH, sizes):
+        shape = (len(sizes), sizes[0])
+        rows_EMR, grad_ERH = rows_RM.unflatten(0, shape).transpose(1, 2), grad_RH.unflatten(0, shape)
+        if total_EMH.dtype == rows_RM.dtype:
+            total_EMH.baddbmm_(rows_EMR, grad_ERH, beta=int(add))  # with 0 what was there is not even read
+        else:
+            put(torch.bmm(rows_EMR, grad_ERH), total_EMH, add=add)
+        return
+    parts = zip(rows_RM.split(list(sizes)), grad_RH.split(list(sizes)), total_EMH.unbind(), strict=True)
+    for part_RM, part_RH, total_MH in parts:
+        if len(part_RM):
+            multiply(part_RM.t(), part_RH, total_MH, add=add)
+        elif not add:
+            total_MH.zero_()
+
+
+class _ExpertByExpert(torch.autograd.Function):
+    """Every product goes straight to its place in the result; no parts are put together afterwards."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
+        ctx.save_for_backward(rows_RM, weight_EMH)
+        ctx.sizes = sizes
+        out_RH = rows_RM.new_empty(rows_RM.shape[0], weight_EMH.shape[2])
+        parts = zip(rows_RM.split(list(sizes)), weight_EMH.unbind(), out_RH.split(list(sizes)), strict=True)
+        for part_RM, weight_MH, part_RH in parts:
+            if len(part_RM):
+                multiply(part_RM, weight_MH.to(rows_RM.dtype), part_RH)
+        return out_RH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (rows_RM, weight_EMH), grad_RH = ctx.saved_tensors, grads[0].contiguous()
+        grad_rows = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = grouped_product(grad_RH, weight_EMH.transpose(1, 2), ctx.sizes)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.empty_like(weight_EMH)
+            weight_gradient(rows_RM, grad_RH, ctx.sizes, grad_weight, add=False)
+        return grad_rows, grad_weight, None
+
+
+def _expert_by_expert(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> bool:
+    if rows_RM.device.type != "cpu":
+        return False
+    if rows_RM.dtype != weight_EMH.dtype:
+        return weight_EMH.numel() > CACHED
+    return is_for_onednn(max(sizes), weight_EMH)
+
+
+def _aligned(weight_EMH: Tensor) -> bool:
+    return all(size * weight_EMH.element_size() % ROW_ALIGNMENT_BYTES == 0 for size in weight_EMH.shape[1:])

@@ -1,0 +1,101 @@
+"""Experts' weight gradients: made together with the input gradients, or put off and made later.
+
+Nothing but the update of an expert needs its weight gradient, so a schedule may use it to fill a gap. Either
+way it is added to `weight.grad` in place: a gradient of its own would be written and read once more.
+Only a weight that is a parameter without hooks is treated so; any other gets its gradient from autograd.
+Shapes: R rows, M and H widths of a weight matrix, E local experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from penstock.moe.experts.product import CACHED, autocast, grouped_product, weight_gradient
+
+
+class AutogradWeights:
+    """Weight gradients come with the input gradients."""
+
+    def product(self, rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
+        if autograd_is_faster(rows_RM, weight_EMH):
+            return grouped_product(rows_RM, weight_EMH, sizes)
+        return _product(rows_RM, weight_EMH, sizes, self)
+
+    def take(self, rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> None:
+        """What a weight gradient is made of, in backward."""
+        _accumulate(rows_RM, grad_RH, weight_EMH, sizes)
+
+    def compute(self) -> None:
+        """Nothing has been put off."""
+
+
+class WeightGradients:
+    """Remembers what weight gradients are made of until `compute` is called."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[Tensor, Tensor, Tensor, Sequence[int]]] = []
+
+    def product(self, rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
+        return _product(rows_RM, weight_EMH, sizes, self)
+
+    def take(self, rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> None:
+        """What a weight gradient is made of, in backward."""
+        self._pending.append((rows_RM, grad_RH, weight_EMH, sizes))
+
+    def compute(self) -> None:
+        """Add all that was put off to the weights' gradients."""
+        while self._pending:
+            _accumulate(*self._pending.pop(0))
+
+
+class _WeightApart(torch.autograd.Function):
+    """A grouped product whose backward makes the gradient of the rows only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_RM: Tensor,
+        weight_EMH: Tensor,
+        sizes: Sequence[int],
+        store: AutogradWeights | WeightGradients,
+    ) -> Tensor:
+        ctx.save_for_backward(rows_RM)
+        ctx.weight_EMH, ctx.sizes, ctx.store = weight_EMH, sizes, store
+        return grouped_product(rows_RM, weight_EMH, sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (rows_RM,), grad_RH = ctx.saved_tensors, grads[0].contiguous()
+        ctx.store.take(rows_RM, grad_RH, ctx.weight_EMH, ctx.sizes)
+        return grouped_product(grad_RH, ctx.weight_EMH.transpose(1, 2), ctx.sizes), None, None, None
+
+
+def autograd_is_faster(rows_RM: Tensor, weight_EMH: Tensor) -> bool:
+    """Where a small weight is cast, autograd keeps the copy for backward. On a GPU nothing was measured."""
+    is_cast = autocast(rows_RM).dtype != weight_EMH.dtype
+    return rows_RM.device.type != "cpu" or (is_cast and weight_EMH.numel() <= CACHED)
+
+
+def _product(
+    rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int], store: AutogradWeights | WeightGradients
+) -> Tensor:
+    hooks = weight_EMH._backward_hooks or weight_EMH._post_accumulate_grad_hooks
+    if not weight_EMH.is_leaf or not weight_EMH.requires_grad or hooks:
+        return grouped_product(rows_RM, weight_EMH, sizes)
+    out_RH: Tensor = _WeightApart.apply(autocast(rows_RM), weight_EMH, sizes, store)
+    return out_RH
+
+
+@torch.no_grad()
+def _accumulate(rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> None:
+    """weight.grad[e] += rows_e^T grad_e for every expert."""
+    first = weight_EMH.grad is None
+    if weight_EMH.grad is None:
+        weight_EMH.grad = torch.empty_like(weight_EMH)
+    weight_gradient(rows_RM, grad_RH, sizes, weight_EMH.grad, add=not first)

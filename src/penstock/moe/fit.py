@@ -1,0 +1,36 @@
+"""Whether the parts of a layer fit together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.moe.accept import REFUSED
+
+if TYPE_CHECKING:
+    from penstock.moe.experts.base import Experts
+    from penstock.moe.gates.base import Gate
+    from penstock.moe.hooks.base import Hook
+    from penstock.moe.orders.base import Order
+
+
+def check_parts(gate: Gate, order: Order, expert: Experts, hooks: tuple[Hook, ...], ep_size: int) -> None:
+    """Raise ValueError that says which parts do not fit, why, and what would."""
+    if gate.kind not in order.kinds:
+        takes = f"it takes choices of kind {' or '.join(order.kinds)}, not {gate.kind}"
+        why = {f"{kind} {name}": text for (kind, name), text in REFUSED.items()}.get(
+            f"{gate.kind} {order.name}", takes
+        )
+        raise ValueError(f"{type(gate).__name__} with {type(order).__name__}: {why}")
+    held = expert.num_local_experts * ep_size
+    if gate.num_experts != held:
+        raise ValueError(
+            f"the gate chooses among num_experts = {gate.num_experts}, but {ep_size} rank(s) with "
+            f"{expert.num_local_experts} experts each hold {held}; build {type(expert).__name__} with "
+            f"num_local_experts = num_experts / ep_size"
+        )
+    encoding = next((hook for hook in hooks if hook.encodes_rows), None)
+    if encoding is not None and order.row_counts:
+        raise ValueError(
+            f"{type(encoding).__name__} with one copy per rank: numbers that travel with the rows would be "
+            "rounded; use only one of the two"
+        )

@@ -1,0 +1,1 @@
+"""Gates: which tokens meet which experts. One file each."""

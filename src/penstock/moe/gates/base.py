@@ -1,0 +1,119 @@
+"""What every gate is. A new one is a class with `logits` (tokens choose) or with `choose` (anything else).
+
+Shapes: T tokens, M hidden size, E experts (total), k choices per token.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from penstock.moe.accept import ChoiceKind
+from penstock.moe.choices import Choice, GateSums, TokenChoice, count_choices, sum_by_sample, sum_z
+from penstock.moe.gates.expert_bias import ExpertBias
+from penstock.moe.gates.groups import ExpertGroups
+from penstock.moe.tokens import Tokens
+
+INITIAL_STD = 0.02
+
+
+class Gate(nn.Module, ABC):
+    """Decides which tokens meet which experts, and with what weight. Works in float32 at least.
+
+    kind: who chooses: tokens, experts, or nobody. `bias` is an `ExpertBias` or None.
+    """
+
+    kind: ClassVar[ChoiceKind]
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.bias: ExpertBias | None = None
+
+    def forward(self, x_TM: Tensor, tokens: Tokens) -> Choice:
+        """x_TM: hidden states in any precision, [T, M]."""
+        with torch.autocast(x_TM.device.type, enabled=False):
+            return self.choose(x_TM.to(torch.promote_types(x_TM.dtype, torch.float32)), tokens)
+
+    @abstractmethod
+    def choose(self, x_TM: Tensor, tokens: Tokens) -> Choice:
+        """The decision for x_TM, [T, M] in float32 or float64."""
+
+
+class TokenGate(Gate):
+    """Tokens choose: the k experts with the largest scores. A subclass says what the logits are.
+
+    top_k: experts per token. renormalise: scale the chosen weights to sum to one. scale: multiplies them
+    after that (DeepSeek's routed_scaling_factor). groups: choose inside few groups of experts only.
+    bias: added to scores for the choice and not for the weight.
+    """
+
+    kind = "token"
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        *,
+        renormalise: bool = True,
+        scale: float = 1.0,
+        groups: ExpertGroups | None = None,
+        bias: ExpertBias | None = None,
+    ) -> None:
+        super().__init__(num_experts)
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k = {top_k}: a token can choose 1 to num_experts ({num_experts}) experts")
+        if groups is not None:
+            groups.check(num_experts, top_k)
+        self.top_k, self.renormalise, self.scale = top_k, renormalise, scale
+        self.groups, self.bias = groups, bias
+
+    @abstractmethod
+    def logits(self, x_TM: Tensor, tokens: Tokens) -> Tensor:
+        """What the scores are made of, [T, E]."""
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        """Weights of all experts before the choice, not negative, [T, E]."""
+        return logits_TE.softmax(dim=-1)
+
+    def probabilities(self, scores_TE: Tensor) -> Tensor:
+        """What the balance loss takes as gate probabilities: sums to one over experts, [T, E]."""
+        return scores_TE
+
+    def choose(self, x_TM: Tensor, tokens: Tokens) -> TokenChoice:
+        logits_TE = self.logits(x_TM, tokens)
+        scores_TE = self.scores(logits_TE)
+        experts_Tk = self._select(scores_TE.detach())
+        weights_Tk = scores_TE.gather(1, experts_Tk)
+        if self.renormalise:
+            tiny = torch.finfo(weights_Tk.dtype).tiny  # sigmoids of very negative logits are all zero
+            weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + tiny)
+        if self.scale != 1.0:
+            weights_Tk = weights_Tk * self.scale
+        if tokens.valid_T is not None:
+            experts_Tk = experts_Tk.masked_fill(~tokens.valid_T.unsqueeze(1), -1)
+        sums = GateSums(
+            chosen_BE=count_choices(experts_Tk, tokens.samples, self.num_experts),
+            probability_BE=sum_by_sample(self.probabilities(scores_TE), tokens),
+            z=sum_z(logits_TE, tokens),
+        )
+        return TokenChoice(experts_Tk, weights_Tk, sums, masked=tokens.valid_T is not None)
+
+    def _select(self, scores_TE: Tensor) -> Tensor:
+        """The chosen experts, best first, [T, k]."""
+        if self.bias is not None:
+            scores_TE = scores_TE + self.bias.value_E.to(scores_TE.dtype)
+        if self.groups is not None:
+            scores_TE = self.groups.limit(scores_TE)
+        return scores_TE.topk(self.top_k, dim=-1).indices
+
+
+def linear_weight(rows: int, columns: int) -> nn.Parameter:
+    """A gate's matrix, [rows, columns], drawn as small as GPT's weights."""
+    weight = nn.Parameter(torch.empty(rows, columns))
+    nn.init.normal_(weight, std=min(INITIAL_STD, 1 / math.sqrt(columns)))
+    return weight

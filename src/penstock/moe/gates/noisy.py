@@ -1,0 +1,51 @@
+"""Noisy top-k: Shazeer et al. 2017 (arXiv 1701.06538), GShard (arXiv 2006.16668).
+
+logits = x Wg + n * softplus(x Wn) with n ~ N(0, 1): how much noise an expert's logit gets is learnt. Choice,
+weights, balance and z-loss all see the noisy logits, in training; in evaluation there is no noise.
+Shapes: T tokens, B samples of L tokens, M hidden size, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.moe.counter import normal
+from penstock.moe.gates.softmax import SoftmaxGate
+from penstock.moe.tokens import Tokens
+
+FIRST_PLACE = 1 << 20
+"""Where noise begins in the counter's numbering: far above the dropouts, which count from 0."""
+
+
+class NoisyGate(SoftmaxGate):
+    """The softmax gate with learnt noise on its logits.
+
+    place: unique among the model's noisy gates, the layer's number for example. With `Tokens.keys` the noise
+    of a token depends on run, place, sample and position only, so neither on microbatches nor on ranks.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, top_k: int, *, place: int = 0, **options: Any
+    ) -> None:
+        super().__init__(hidden_size, num_experts, top_k, **options)
+        # Zero as in Shazeer et al.: every logit starts with the same spread, softplus(0) = 0.69.
+        self.noise_weight = nn.Parameter(torch.zeros(num_experts, hidden_size))
+        self.place = FIRST_PLACE + place
+
+    def logits(self, x_TM: Tensor, tokens: Tokens) -> Tensor:
+        clean_TE = super().logits(x_TM, tokens)
+        if not self.training:
+            return clean_TE
+        spread_TE = F.softplus(x_TM @ self.noise_weight.to(x_TM.dtype).t())
+        return clean_TE + self._noise(clean_TE, tokens) * spread_TE
+
+    def _noise(self, like_TE: Tensor, tokens: Tokens) -> Tensor:
+        if tokens.keys is None:
+            return torch.randn_like(like_TE)
+        length = like_TE.shape[0] // tokens.samples
+        noise_BLE = normal(torch.Size((tokens.samples, length, self.num_experts)), self.place, tokens.keys)
+        return noise_BLE.to(like_TE).view_as(like_TE)

@@ -1,0 +1,1 @@
+"""Hooks: functions of the rows at six places of the layer."""

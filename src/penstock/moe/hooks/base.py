@@ -1,0 +1,98 @@
+"""Hooks: functions of the rows, called at six places of the layer. Autograd makes their backward.
+
+    x ─[before_moe_start]─ gate, order ─[before_dispatch]─ dispatch ─[after_dispatch]─ experts
+    ─[before_combine]─ combine ─[after_combine]─ un-order ─[before_moe_end]─ out
+
+Shapes: T tokens, M hidden size, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Moment = Literal[
+    "before_moe_start",
+    "before_dispatch",
+    "after_dispatch",
+    "before_combine",
+    "after_combine",
+    "before_moe_end",
+]
+
+
+class Hook(nn.Module):
+    """Does nothing at any of the six places; a subclass overrides those that it wants.
+
+    Whatever is done between `before_dispatch` and `after_dispatch` (or `before_combine` and `after_combine`)
+    to the width or the type of rows has to be undone there: rows meet experts and weights as [R, M].
+    encodes_rows: says that this hook does so.
+    """
+
+    encodes_rows: bool = False
+
+    def before_moe_start(self, x_TM: Tensor) -> Tensor:
+        """Tokens before the gate sees them, at home."""
+        return x_TM
+
+    def before_dispatch(self, rows_RM: Tensor) -> Tensor:
+        """Rows in expert order, about to leave."""
+        return rows_RM
+
+    def after_dispatch(self, rows_RM: Tensor) -> Tensor:
+        """Rows that have come to this rank's experts, sorted by source rank."""
+        return rows_RM
+
+    def before_combine(self, rows_RM: Tensor) -> Tensor:
+        """Outputs of this rank's experts, about to leave."""
+        return rows_RM
+
+    def after_combine(self, rows_RM: Tensor) -> Tensor:
+        """Outputs for this rank's tokens, in expert order."""
+        return rows_RM
+
+    def before_moe_end(self, out_TM: Tensor) -> Tensor:
+        """The layer's output, back in token order."""
+        return out_TM
+
+
+class Hooks(nn.Module):
+    """A layer's hooks. Those called `before_` run in order, those called `after_` in reverse: they nest."""
+
+    def __init__(self, hooks: tuple[Hook, ...] = ()) -> None:
+        super().__init__()
+        self.hooks = nn.ModuleList(hooks)
+
+    def __iter__(self) -> Iterator[Hook]:
+        return iter(self.hooks)  # type: ignore[arg-type]  # a ModuleList does not know what is in it
+
+    def run(self, moment: Moment, tensor: Tensor) -> Tensor:
+        """`tensor` after all hooks of this moment."""
+        hooks = list(self)
+        for hook in reversed(hooks) if moment.startswith("after") else hooks:
+            tensor = getattr(hook, moment)(tensor)
+        return tensor
+
+
+def two_way(
+    tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """`forward(tensor)`, whose gradient is what `backward` makes of the gradient that comes back."""
+    out: Tensor = _TwoWay.apply(tensor, forward, backward)
+    return out
+
+
+class _TwoWay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.backward_of = backward
+        return forward(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_of(grads[0]), None, None

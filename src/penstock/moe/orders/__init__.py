@@ -1,0 +1,1 @@
+"""Orders: from a choice to rows in expert order, and back. One file each."""

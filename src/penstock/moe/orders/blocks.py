@@ -1,0 +1,26 @@
+"""Blocks of rows in another sequence: at the experts' side, and between the legs of a dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def by_expert(rows_RM: Tensor, received: Sequence[Sequence[int]]) -> Tensor:
+    """Rows sorted by (source rank, expert) to rows sorted by (expert, source rank). One copy."""
+    return _transpose_blocks(rows_RM, received)
+
+
+def by_source(rows_RM: Tensor, received: Sequence[Sequence[int]]) -> Tensor:
+    """The inverse of `by_expert`."""
+    return _transpose_blocks(rows_RM, list(zip(*received, strict=True)))
+
+
+def _transpose_blocks(rows_RM: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    outer, inner = len(sizes), len(sizes[0])
+    if outer == 1 or inner == 1:  # already in the wanted order: no copy
+        return rows_RM
+    blocks = rows_RM.split([size for row in sizes for size in row])
+    return torch.cat([blocks[o * inner + i] for i in range(inner) for o in range(outer)])

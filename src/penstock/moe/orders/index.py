@@ -1,0 +1,95 @@
+"""The index order (Tutel, Hwang et al. 2023): slots are found by index, not by products with masks.
+
+Shapes: T tokens, M hidden size, k choices, E experts (total), S slots per expert, C chunks, R rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.cost.workload import capacity_slots, split_sizes
+from penstock.moe.choices import Choice, ExpertChoice, TokenChoice
+from penstock.moe.orders.bags import histogram, stable_argsort
+from penstock.moe.orders.base import OrderPlan, RowOrder
+from penstock.moe.orders.rows import RowPlan
+
+
+class IndexOrder(RowOrder):
+    """Slots are filled in turn; who comes later than the last slot is dropped.
+
+    First choices take slots before second choices, earlier tokens before later ones (GShard). A chunk is
+    a range of slots, so which tokens are dropped does not depend on the number of chunks. Sizes are fixed:
+    nothing is exchanged, the host never waits, and padding costs its share of traffic and computation.
+    Where experts choose, they have filled their slots themselves and nothing is dropped; a token then has
+    any number of rows.
+
+    num_experts: E. capacity_factor f, min_capacity: an expert has ceil(f k T / E) slots, at least so many,
+    where tokens choose.
+    """
+
+    name, kinds, dynamic = "index", ("token", "expert"), False
+
+    def __init__(self, num_experts: int, *, capacity_factor: float = 1.0, min_capacity: int = 4) -> None:
+        self.num_experts = num_experts
+        self.capacity_factor, self.min_capacity = capacity_factor, min_capacity
+
+    def plan(self, choice: Choice, chunks: int) -> OrderPlan:
+        match choice:
+            case TokenChoice():
+                return self._first_come(choice.experts_Tk, chunks)
+            case ExpertChoice():
+                return self._all_taken(choice, chunks)
+            case _:
+                raise self.refused(choice)
+
+    def _first_come(self, experts_Tk: Tensor, chunks: int) -> OrderPlan:
+        tokens, choices = experts_Tk.shape
+        slots = capacity_slots(tokens, self.num_experts, choices, self.capacity_factor, self.min_capacity)
+        sizes = split_sizes(slots, chunks)
+        row_Tk = slot_rows(experts_Tk, places(experts_Tk, self.num_experts), sizes, self.num_experts)
+        token_N = torch.arange(row_Tk.numel(), device=row_Tk.device) // choices
+        rows = RowPlan.make(row_Tk, token_N, tokens, slots * self.num_experts, padded=True)
+        return OrderPlan(tokens, chunk_rows(sizes, self.num_experts), None, sizes, rows)
+
+    def _all_taken(self, choice: ExpertChoice, chunks: int) -> OrderPlan:
+        experts, slots = choice.tokens_ES.shape
+        sizes = split_sizes(slots, chunks)
+        expert_E, slot_S = (torch.arange(n, device=choice.tokens_ES.device) for n in (experts, slots))
+        expert_ES, slot_ES = expert_E.unsqueeze(1).expand(-1, slots), slot_S.expand(experts, -1)
+        row_ES = slot_rows(expert_ES, slot_ES, sizes, experts)
+        rows = RowPlan.make(row_ES, choice.tokens_ES.reshape(-1), choice.tokens, row_ES.numel(), padded=False)
+        return OrderPlan(choice.tokens, chunk_rows(sizes, experts), None, sizes, rows)
+
+
+def chunk_rows(sizes: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
+    """Rows of every chunk, from the slots of one expert in it."""
+    return tuple(size * num_experts for size in sizes)
+
+
+def places(experts_Tk: Tensor, num_experts: int) -> Tensor:
+    """The place of every choice in the queue of its expert, [T, k]; meaningless for padding."""
+    flat = experts_Tk.t().reshape(-1)
+    flat = torch.where(flat < 0, num_experts, flat)
+    counts = histogram(flat, num_experts + 1)
+    first = counts.cumsum(0) - counts
+    in_queue = stable_argsort(flat, num_experts)
+    place = torch.empty_like(flat)
+    place[in_queue] = torch.arange(flat.numel(), device=flat.device) - first[flat[in_queue]]
+    return place.view(experts_Tk.shape[1], -1).t()
+
+
+def slot_rows(experts: Tensor, place: Tensor, sizes: tuple[int, ...], num_experts: int) -> Tensor:
+    """Row of each slot: chunk by chunk, inside a chunk expert by expert, inside an expert slot by slot.
+
+    experts, place: of one shape, as the result; -1 where the place is behind the last slot or the expert is
+    -1. sizes: slots of one expert in every chunk.
+    """
+    row = torch.full_like(experts, -1)
+    first_slot = first_row = 0
+    for size in sizes:
+        inside = (place >= first_slot) & (place < first_slot + size) & (experts >= 0)
+        row = torch.where(inside, first_row + experts * size + place - first_slot, row)
+        first_slot += size
+        first_row += size * num_experts
+    return row

@@ -1,0 +1,197 @@
+"""Moving rows between token order and expert order, found by index (Tutel, MegaBlocks).
+
+Both directions are sums over bags, and each is the transpose of the other: a token is the bag of its rows; a
+row is a bag of one token, or of none where it is padding. So backward scatters as little as forward does.
+Shapes: T tokens, M hidden size, R rows (all chunks one after the other), N weights: [T, k] where tokens
+choose, [E, S] where experts do; numbered as if flat.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.moe.orders.bags import Bags, fill_bags
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Which token stands in which row, and which weight its output will have there.
+
+    token_of_row_R, weight_of_row_R: -1 in a row that is padding. row_of_weight: in the shape of the weights,
+    -1 if dropped. padded: whether any row can be padding. to_rows, to_tokens: the two directions.
+    weight_of_entry_N: the weight of each entry of to_tokens. weighted: to_rows for a product with weights,
+    where padding may name any token, as its weight is 0.
+    """
+
+    token_of_row_R: Tensor
+    weight_of_row_R: Tensor
+    row_of_weight: Tensor
+    padded: bool
+    to_rows: Bags
+    to_tokens: Bags
+    weight_of_entry_N: Tensor
+    weighted: Bags
+
+    @staticmethod
+    def make(row_of_weight: Tensor, token_N: Tensor, tokens: int, rows: int, *, padded: bool) -> RowPlan:
+        """From the row and the token of every weight. Without padding each row has a weight. Never waits."""
+        row_N = row_of_weight.reshape(-1)
+        weight_of_row_R = _inverse(row_N, rows)
+        token_of_row_R = take_rows(token_N, weight_of_row_R, padded, nothing=-1)
+        # By token, and inside a token by weight: the number of chunks does not change the order of a sum.
+        bag_N = torch.where(row_N < 0, tokens, token_N)
+        to_tokens, weight_of_entry_N = fill_bags(bag_N, row_N, tokens, None if padded else rows)
+        row_R = torch.arange(rows, device=row_N.device)
+        weighted = to_rows = Bags(token_of_row_R.clamp(min=0), row_R)
+        if padded:
+            bag_R = torch.where(token_of_row_R < 0, rows, row_R)
+            to_rows, _ = fill_bags(bag_R, token_of_row_R, rows, None)
+        return RowPlan(
+            token_of_row_R=token_of_row_R,
+            weight_of_row_R=weight_of_row_R,
+            row_of_weight=row_of_weight,
+            padded=padded,
+            to_rows=to_rows,
+            to_tokens=to_tokens,
+            weight_of_entry_N=weight_of_entry_N,
+            weighted=weighted,
+        )
+
+    @staticmethod
+    def of_choices(row_Tk: Tensor, weight_of_row_R: Tensor) -> RowPlan:
+        """Where tokens choose and every row has a weight: what `make` finds by sorting is known."""
+        tokens, choices = row_Tk.shape
+        rows = len(weight_of_row_R)
+        if rows < row_Tk.numel():
+            token_N = torch.arange(row_Tk.numel(), device=row_Tk.device) // choices
+            return RowPlan.make(row_Tk, token_N, tokens, rows, padded=False)
+        token_R = weight_of_row_R // choices
+        to_rows = Bags(token_R, torch.arange(rows, device=row_Tk.device))
+        starts_T = torch.arange(0, rows, choices, device=row_Tk.device)
+        return RowPlan(
+            token_of_row_R=token_R,
+            weight_of_row_R=weight_of_row_R,
+            row_of_weight=row_Tk,
+            padded=False,
+            to_rows=to_rows,
+            to_tokens=Bags(row_Tk.reshape(-1), starts_T),
+            weight_of_entry_N=torch.arange(rows, device=row_Tk.device),
+            weighted=to_rows,
+        )
+
+    def take(self, x_TM: Tensor) -> Tensor:
+        """Order: the token of every row, zeros in padding. Returns [R, M]."""
+        return _Take.apply(x_TM, self)  # type: ignore[no-any-return]  # apply is untyped in torch
+
+    def give(self, rows_RM: Tensor, weights: Tensor | None) -> Tensor:
+        """Un-order: every token's rows, weighted and summed; padding is never read. Returns [T, M].
+
+        weights: None means 1 for all.
+        """
+        return _Give.apply(rows_RM, weights, self)  # type: ignore[no-any-return]  # as above
+
+
+class _Take(torch.autograd.Function):
+    """x_TM -> rows_RM; its transpose adds the rows of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TM: Tensor, plan: RowPlan) -> Tensor:
+        ctx.plan = plan
+        return plan.to_rows.sum(x_TM)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.plan.to_tokens.sum(grads[0]), None
+
+
+class _Give(torch.autograd.Function):
+    """rows_RM, weights -> weighted sums out_TM; its transpose spreads the gradient over the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RM: Tensor, weights: Tensor | None, plan: RowPlan) -> Tensor:
+        ctx.plan = plan
+        if weights is None:
+            return plan.to_tokens.sum(rows_RM)
+        ctx.save_for_backward(rows_RM, weights)
+        weights_N = weights.reshape(-1)[plan.weight_of_entry_N].to(rows_RM.dtype)
+        return plan.to_tokens.sum(rows_RM, weights_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (grad_TM,) = grads
+        plan: RowPlan = ctx.plan
+        saved = ctx.saved_tensors  # once: under a checkpoint every access recomputes
+        if not saved:
+            return plan.to_rows.sum(grad_TM), None, None
+        rows_RM, weights = saved
+        weights_R = take_rows(weights.reshape(-1), plan.weight_of_row_R, plan.padded).to(rows_RM.dtype)
+        if _is_for_pairs(rows_RM) and 0 not in grad_TM.shape and 0 not in rows_RM.shape:
+            grad_RM, grad_weights = plan.weighted.sum(grad_TM, weights_R), _products(rows_RM, grad_TM, plan)
+            return grad_RM, grad_weights.to(weights.dtype).view_as(weights), None
+        grad_RM, product_R = _spread(grad_TM, weights_R, rows_RM, plan.weighted)
+        grad_weights = take_rows(product_R, plan.row_of_weight.reshape(-1), padded=True)
+        return grad_RM, grad_weights.to(weights.dtype).view_as(weights), None
+
+
+def _is_for_pairs(rows_RM: Tensor) -> bool:
+    return rows_RM.device.type == "cpu" and rows_RM.dtype in (torch.float32, torch.float64)
+
+
+def _products(rows_RM: Tensor, grad_TM: Tensor, plan: RowPlan) -> Tensor:
+    """Of every weight its row times its token's gradient, summed over M [N]. On a CPU."""
+    # Token by token, since row by row gradients would be read in leaps; and not by MKL's dot, which is slow.
+    bags = plan.to_tokens
+    kept = int(bags.starts_B[-1]) if bags.spare else len(bags.index_N)
+    ends_B = bags.starts_B if bags.spare else F.pad(bags.starts_B, (0, 1), value=kept)
+    shape, nothing = (len(grad_TM), len(rows_RM)), rows_RM.new_zeros(kept)
+    _pass_over_warning()
+    pairs = torch.sparse_csr_tensor(ends_B, bags.index_N[:kept], nothing, shape, check_invariants=False)
+    product_N = torch.sparse.sampled_addmm(pairs, grad_TM.contiguous(), rows_RM.t(), beta=0.0).values()
+    zeros_N = rows_RM.new_zeros(plan.row_of_weight.numel())
+    return zeros_N.index_copy_(0, plan.weight_of_entry_N[:kept], product_N)
+
+
+@cache
+def _pass_over_warning() -> None:
+    """torch says once per process that sparse tensors are in beta state."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 0], [], [], (1, 1), check_invariants=False)
+
+
+def _spread(grad_TM: Tensor, weights_R: Tensor, rows_RM: Tensor, to_rows: Bags) -> tuple[Tensor, Tensor]:
+    """Every row's weight times its token's gradient [R, M]; row times that gradient, summed over M [R]."""
+    if 0 in grad_TM.shape or 0 in rows_RM.shape:
+        return torch.zeros_like(rows_RM), torch.zeros_like(weights_R)
+    # The second is the derivative of the first by the weights, towards the rows. Asking autograd for it costs
+    # one pass over the rows; to multiply and to sum would write and read all products in between.
+    with torch.enable_grad():
+        grad_RM = to_rows.sum(grad_TM, weights_R.requires_grad_())
+    (product_R,) = torch.autograd.grad(grad_RM, weights_R, rows_RM)
+    return grad_RM.detach(), product_R
+
+
+def take_rows(source: Tensor, index: Tensor, padded: bool, nothing: int = 0) -> Tensor:
+    """source[index] along dimension 0; `nothing` where index is -1."""
+    if not padded:
+        return source.index_select(0, index)
+    if source.shape[0] == 0:
+        return source.new_full((index.shape[0], *source.shape[1:]), nothing)
+    taken = source.index_select(0, index.clamp(min=0))
+    dead = (index < 0).view(-1, *[1] * (source.dim() - 1))
+    return taken.masked_fill_(dead, nothing)
+
+
+def _inverse(row_N: Tensor, rows: int) -> Tensor:
+    """The weight of every row, -1 if none has it."""
+    weight_of_row = torch.full((rows + 1,), -1, dtype=torch.int64, device=row_N.device)
+    # Row `rows` takes all that was dropped and is cut off again: no size depends on data.
+    weight_of_row[torch.where(row_N < 0, rows, row_N)] = torch.arange(len(row_N), device=row_N.device)
+    return weight_of_row[:rows]

@@ -1,0 +1,64 @@
+"""The sort order: dropless, rows sorted by expert, nothing padded (MegaBlocks, Gale et al. 2023).
+
+Shapes: T tokens, M hidden size, k choices, N = T * k, E experts (total), C chunks, R rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.cost.workload import split_sizes
+from penstock.moe.choices import Choice, TokenChoice
+from penstock.moe.orders.bags import histogram, stable_argsort
+from penstock.moe.orders.base import OrderPlan, RowOrder, chunk_starts
+from penstock.moe.orders.rows import RowPlan
+
+
+class SortOrder(RowOrder):
+    """Every choice is a row. A chunk is a range of tokens; how many rows an expert gets depends on the data.
+
+    num_experts: E.
+    """
+
+    name, kinds, dynamic = "sort", ("token",), True
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def plan(self, choice: Choice, chunks: int) -> OrderPlan:
+        if not isinstance(choice, TokenChoice):
+            raise self.refused(choice)
+        tokens, choices = choice.experts_Tk.shape
+        sizes = split_sizes(tokens, chunks)
+        bin_Tk = bins(choice.experts_Tk, sizes, self.num_experts)
+        counts_CE = histogram(bin_Tk.flatten(), chunks * self.num_experts + 1)[:-1].view(chunks, -1)
+        # Padding has no rows. Device-to-host sync: how many rows there are depends on the mask.
+        rows = counts_CE.sum(dim=1).tolist() if choice.masked else [size * choices for size in sizes]
+        return OrderPlan(
+            tokens, tuple(rows), counts_CE, None, sorted_rows(bin_Tk, chunks * self.num_experts, sum(rows))
+        )
+
+
+def bins(parts_Tk: Tensor, sizes: tuple[int, ...], parts: int) -> Tensor:
+    """Number of the pair (chunk, part) among C * parts, C * parts for -1. sizes: tokens of every chunk."""
+    chunk_T1 = chunk_of_token(sizes, parts_Tk.device).unsqueeze(1)
+    return torch.where(parts_Tk < 0, len(sizes) * parts, chunk_T1 * parts + parts_Tk)
+
+
+def sorted_rows(bin_Tk: Tensor, parts: int, rows: int) -> RowPlan:
+    """One row for each of the `rows` choices of smallest bin, sorted by bin, then token, then choice.
+
+    parts: the largest bin, which is that of padding.
+    """
+    weight_of_row_R = stable_argsort(bin_Tk.flatten(), parts)[:rows]
+    row_of_weight = torch.full_like(bin_Tk, -1).view(-1)
+    row_of_weight[weight_of_row_R] = torch.arange(rows, device=bin_Tk.device)
+    return RowPlan.of_choices(row_of_weight.view_as(bin_Tk), weight_of_row_R)
+
+
+def chunk_of_token(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """The chunk of every token, [T], computed on the device."""
+    token_T = torch.arange(sum(sizes), device=device)
+    starts = chunk_starts(sizes)
+    return torch.stack([token_T >= start for start in starts]).sum(0) if starts else token_T * 0

@@ -1,0 +1,227 @@
+"""Expert parallelism for a layer that runs by itself, in any training loop: transfers under autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.dispatch import Dispatch, Place
+from penstock.graph import Group
+from penstock.moe.layer import MoELayer
+from penstock.moe.orders.base import OrderPlan
+from penstock.moe.routes import ChunkRoute, RouteMaker, Routes
+from penstock.runtime.legs import exchange_counts, send_home, send_out
+from penstock.runtime.transport import INTER_GROUPS, Transport, build_transport
+from penstock.topology import Layout, ParallelConfig
+
+
+class ExpertParallel:
+    """Ranks of the default process group share experts: `ep_size` consecutive ones hold each of them once.
+
+    Gradients follow the convention of data-parallel loops (`DistributedDataParallel`): the loss of a rank is
+    a mean over its own tokens, and what is trained is the mean over ranks. What an expert gets is divided by
+    the number of ranks here, and summed over the replicas if there are any, so `backward` leaves finished
+    gradients, zeros where an expert had no token. Expert parameters must be left out of the loop's own
+    averaging: `DistributedDataParallel(ignore_experts(model))`. They also carry `allreduce = False`.
+
+    What a loop has to know: ranks draw their experts by their own random numbers, so seed them differently
+    before the layer is built, or expert 0 of every rank begins as the same; the norm of all gradients is
+    another one on every rank, so clip by a norm that counts all experts; experts must not use
+    `torch.utils.checkpoint` with use_reentrant=True inside (around the layer it may be either).
+
+    num_experts: of a layer, in total. ep_size: none = all ranks. ranks_per_node: for a hierarchical dispatch.
+    One instance serves all layers. Every rank must build it at the same point. Raises ConfigError for what
+    does not fit.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        ep_size: int | None = None,
+        ranks_per_node: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "ExpertParallel needs a process group: call torch.distributed.init_process_group before, or "
+                "build the layer without an exchange to hold all experts here"
+            )
+        parallel = ParallelConfig(ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
+        self.layout = Layout.build(parallel, dist.get_world_size(), dist.get_rank(), num_experts)
+        self.place = Place(self.layout.ep_rank, self.layout.ep_size, self.layout.ep_node_size)
+        self._device = torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
+        inside = (Group.NODE, Group.RAIL) if self.layout.ep_nodes > 1 else ()
+        self._transport: Transport = build_transport(
+            self.layout, self._device, parallel, (*INTER_GROUPS, *inside)
+        )
+
+    @property
+    def ep_size(self) -> int:
+        return self.layout.ep_size
+
+    @property
+    def ep_rank(self) -> int:
+        return self.layout.ep_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.layout.world_size
+
+    def maker(self, dispatch: Dispatch, *, row_counts: bool) -> RouteMaker:
+        if dispatch.needs_table:
+            self.layout.require_nodes("dispatch", dispatch.name)
+        return RouteMaker(dispatch, self.place, row_counts)
+
+    def routes(self, plan: OrderPlan, num_local_experts: int, maker: RouteMaker) -> Routes:
+        if plan.slots is not None:
+            self._require_equal_slots(plan.slots[0])
+            return maker.even(plan.slots, num_local_experts)
+        assert plan.counts_CN is not None
+        return Routes(tuple(exchange_counts(plan.counts_CN, maker, self._transport).chunks))
+
+    def to_experts(self, rows: Tensor, route: ChunkRoute) -> Tensor:
+        moved: Tensor = _Travel.apply(rows, route, self._transport, True)
+        return moved
+
+    def to_home(self, rows: Tensor, route: ChunkRoute) -> Tensor:
+        moved: Tensor = _Travel.apply(rows, route, self._transport, False)
+        return moved
+
+    def adopt(self, experts: nn.Module) -> None:
+        for parameter in experts.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
+
+    def run(self, experts: nn.Module, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return function(rows)
+        trained = {n: p for n, p in experts.named_parameters() if p.requires_grad}
+        rows, *shared = _Finish.apply(self, rows, *trained.values())
+        swapped = {f"experts.{name}": tensor for name, tensor in zip(trained, shared, strict=True)}
+        out: Tensor = functional_call(_Call(experts, function), swapped, (rows,))
+        return out
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        total = tensor.detach().clone()
+        self._transport.all_reduce(total, Group.WORLD)
+        return total
+
+    def finish_gradient(self, gradient: Tensor) -> Tensor:
+        """An expert's gradient, averaged as replicated parameters' are: summed over replicas, by ranks."""
+        finished = (gradient / self.layout.world_size).contiguous()
+        self._transport.all_reduce(finished, Group.EXPERT_REPLICAS)
+        return finished
+
+    @torch.no_grad()
+    def make_replicas_equal(self, experts: nn.Module) -> None:
+        """Parameters and buffers of the first replica of every expert for all of them. All ranks call it."""
+        if self.layout.edp_size == 1:
+            return
+        for tensor in _state(experts).values():
+            # A sum with zeros: the transport has no broadcast, and this happens once.
+            held = tensor.detach().to(torch.uint8 if tensor.dtype == torch.bool else tensor.dtype, copy=True)
+            held = held.contiguous()
+            if self.layout.rank >= self.layout.ep_size:
+                held.zero_()
+            self._transport.all_reduce(held, Group.EXPERT_REPLICAS)
+            tensor.copy_(held)
+
+    def _require_equal_slots(self, slots: int) -> None:
+        """Fixed sizes are the same on all ranks only if these have equally many tokens.
+
+        Gloo does not always notice if sizes differ. Checked where no device has to be waited for.
+        """
+        if self._device.type == "cuda":
+            return
+        sums = torch.tensor([slots, slots**2])
+        self._transport.all_reduce(sums, Group.EXPERT)
+        total, squares = sums.tolist()
+        if total**2 != squares * self.ep_size:
+            raise ValueError(
+                f"ranks have different numbers of tokens: {slots} slots per expert here, "
+                f"{total / self.ep_size:g} on average. With a capacity all need equally many: fill up with "
+                "padding and say so with `valid`"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
+        """Itself: a copied layer talks to the same ranks through the same groups."""
+        del memo
+        return self
+
+
+def ignore_experts(model: nn.Module) -> nn.Module:
+    """Make `model` ready for `DistributedDataParallel(ignore_experts(model))`; returns it.
+
+    DDP averages gradients over all ranks and gives everybody rank 0's values at the start. Experts behind an
+    `ExpertParallel` finish their gradients themselves and differ by rank: all of theirs is put on DDP's list
+    of what to ignore, and their replicas, if any, get equal values here. The same for the choices a gate's
+    bias has counted, which are each rank's own. Every rank must call it at the same point, right before DDP.
+    """
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer) and isinstance(module.exchange, ExpertParallel):
+            module.exchange.make_replicas_equal(module.experts)
+            own = [f"experts.{part}" for part in _state(module.experts)]
+            own += [] if module.gate.bias is None else ["gate.bias.counted_E"]
+            ignored.update(f"{name}.{part}" if name else part for part in own)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
+    return model
+
+
+class _Finish(torch.autograd.Function):
+    """Rows and expert parameters as they are; gradients of the parameters get finished, zeros if missing.
+
+    One node for all: its place in backward is behind the experts and before the rows' way back, on every
+    rank, whichever experts had rows there. So collectives meet in the same order everywhere.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, exchange: ExpertParallel, rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return rows.view_as(rows), *(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, grads[0], *(ctx.exchange.finish_gradient(grad) for grad in grads[1:])
+
+
+class _Call(nn.Module):
+    """A function that uses `experts`, as a module that has them."""
+
+    def __init__(self, experts: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.experts, self.function = experts, function
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.function(rows)
+
+
+class _Travel(torch.autograd.Function):
+    """Rows along all legs, one way or the other; gradients travel the opposite way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: ChunkRoute, transport: Transport, outward: bool) -> Tensor:
+        ctx.route, ctx.transport, ctx.outward = route, transport, outward
+        return _travel(rows, route, transport, outward=outward)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        back = _travel(grads[0].contiguous(), ctx.route, ctx.transport, outward=not ctx.outward)
+        return back, None, None, None
+
+
+def _travel(rows: Tensor, route: ChunkRoute, transport: Transport, *, outward: bool) -> Tensor:
+    for leg in route.legs if outward else reversed(route.legs):
+        rows = send_out(rows, leg, transport) if outward else send_home(rows, leg, transport)
+    return rows if route.legs else rows.view_as(rows)
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -1,0 +1,70 @@
+"""Rows along the legs of a dispatch, and the exchange of counts that says how many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.dispatch import Leg
+from penstock.graph import Group
+from penstock.moe.routes import ChunkRoute, Counts, RouteMaker, Routes
+from penstock.runtime.transport import Transport
+
+
+class HostRoutes:
+    """Exchanged counts on their way to the host. Reading them waits for the copy, not for the device.
+
+    The only point where a dropless step on a GPU makes the host wait: NCCL needs split sizes as numbers.
+    build: makes routes of the counts.
+    """
+
+    def __init__(self, counts: Tensor, build: Callable[[Counts], Routes]) -> None:
+        self._event: torch.cuda.Event | None = None
+        if counts.is_cuda:
+            host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            host.copy_(counts, non_blocking=True)
+            self._event = torch.cuda.current_stream().record_event()
+            counts = host
+        self._counts, self._build = counts, build
+        self._routes: Routes | None = None
+
+    @property
+    def chunks(self) -> Sequence[ChunkRoute]:
+        if self._routes is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._routes = self._build(self._counts.numpy())
+        return self._routes.chunks
+
+
+def exchange_counts(counts_CN: Tensor, maker: RouteMaker, transport: Transport) -> HostRoutes:
+    """Tell the others what they will get. counts_CN: N = counts per rank * ranks, rank by rank."""
+    ranks = transport.size(Group.EXPERT)
+    # [chunk, rank, count] -> [rank, chunk, count]: one equal piece per rank.
+    sent_PCN = counts_CN.view(len(counts_CN), ranks, -1).transpose(0, 1).contiguous()
+    once = [1] * ranks
+    if maker.dispatch.needs_table:  # everybody gets to know everything
+        table = transport.all_to_all(sent_PCN.unsqueeze(0).expand(ranks, *sent_PCN.shape), once, once)
+        return HostRoutes(table, maker.from_table)
+    received_PCN = transport.all_to_all(sent_PCN, once, once)
+    return HostRoutes(torch.stack([sent_PCN, received_PCN]), lambda both: maker.from_pair(both[0], both[1]))
+
+
+def send_out(rows: Tensor, leg: Leg, transport: Transport) -> Tensor:
+    """One leg towards the experts."""
+    if not leg.sorted_already:
+        blocks = rows.split(list(leg.sizes))
+        rows = torch.cat([blocks[block] for block in leg.order])
+    return transport.all_to_all(rows, leg.input_splits, leg.output_splits, leg.group)
+
+
+def send_home(rows: Tensor, leg: Leg, transport: Transport) -> Tensor:
+    """The same leg the other way: its transpose and its inverse."""
+    rows = transport.all_to_all(rows, leg.output_splits, leg.input_splits, leg.group)
+    if leg.sorted_already:
+        return rows
+    sent = rows.split([leg.sizes[block] for block in leg.order])
+    places = sorted(range(len(leg.order)), key=lambda place: leg.order[place])
+    return torch.cat([sent[place] for place in places])

@@ -1,0 +1,116 @@
+"""Weight gradients made at once or put off equal autograd's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.moe.experts.product import grouped_product
+from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
+from tests.moe.experts.plain import SIZES, TOLERANCE, WAYS, check_close, numbers, take
+
+Store = AutogradWeights | WeightGradients
+
+both = pytest.mark.parametrize("make", [AutogradWeights, WeightGradients])
+every_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def variables(sizes: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows = numbers(sum(sizes), 16, dtype=dtype).requires_grad_()
+    return rows, numbers(len(sizes), 16, 24, dtype=weight_dtype, seed=1).requires_grad_()
+
+
+def gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+@both
+@every_way
+@every_size
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+)
+def test_equal_autograd(
+    make: Callable[[], Store],
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two microbatches, in backward in the other order, and gradients that were there before."""
+    take(way, monkeypatch)
+    rows, weight = variables(sizes, dtype, weight_dtype)
+    wanted_rows, wanted_weight = (tensor.detach().clone().requires_grad_() for tensor in (rows, weight))
+    grads = [numbers(sum(sizes), 24, dtype=dtype, seed=2 + i) for i in range(2)]
+    for grad in grads:
+        grouped_product(wanted_rows, wanted_weight, sizes).backward(grad)
+    stores = [make(), make()]
+    outputs = [store.product(rows, weight, sizes) for store in stores]
+    torch.testing.assert_close(outputs[0], grouped_product(rows, weight, sizes))
+    for i in (1, 0):
+        outputs[i].backward(grads[i])
+    for store in stores:
+        store.compute()
+    check_close(gradient(rows), gradient(wanted_rows).double(), TOLERANCE[dtype])
+    check_close(gradient(weight), gradient(wanted_weight).double(), TOLERANCE[dtype])
+    assert gradient(weight).dtype == weight_dtype
+
+
+def test_what_is_put_off_is_made_once_and_when_asked() -> None:
+    rows, weight = variables((4, 1, 2), torch.float64, torch.float64)
+    store = WeightGradients()
+    store.product(rows, weight, (4, 1, 2)).sum().backward()
+    assert rows.grad is not None
+    assert weight.grad is None
+    store.compute()
+    once = gradient(weight).clone()
+    store.compute()
+    assert torch.equal(gradient(weight), once)
+
+
+@both
+def test_a_gradient_that_is_there_is_added_to_in_place(make: Callable[[], Store]) -> None:
+    """Buckets reduce the memory that they once gave to `grad`."""
+    rows, weight = variables((4, 1, 2), torch.float32, torch.float32)
+    weight.grad = bucket = torch.ones_like(weight)
+    store = make()
+    store.product(rows, weight, (4, 1, 2)).sum().backward()
+    store.compute()
+    assert weight.grad is bucket
+    expected = torch.autograd.grad(grouped_product(rows, weight, (4, 1, 2)).sum(), weight)[0]
+    torch.testing.assert_close(bucket, expected + 1)
+
+
+@both
+def test_what_is_no_plain_parameter_is_left_to_autograd(make: Callable[[], Store]) -> None:
+    """A weight that is computed, one with a hook, a frozen one."""
+    sizes = (4, 1, 2)
+    rows, weight = variables(sizes, torch.float64, torch.float64)
+    wanted = torch.autograd.grad(grouped_product(rows, weight, sizes).sum(), weight)[0]
+    store = make()
+    store.product(rows, weight * 2, sizes).sum().backward()
+    store.compute()
+    torch.testing.assert_close(gradient(weight), wanted * 2)
+    weight.grad = None
+    weight.register_hook(lambda grad: grad * 3)
+    store.product(rows, weight, sizes).sum().backward()
+    store.compute()
+    torch.testing.assert_close(gradient(weight), wanted * 3)
+    frozen = weight.detach()
+    rows.grad = None
+    store.product(rows, frozen, sizes).sum().backward()
+    store.compute()
+    assert frozen.grad is None
+    torch.testing.assert_close(gradient(rows)[0], frozen[0].sum(1))

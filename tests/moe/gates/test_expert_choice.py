@@ -1,0 +1,81 @@
+"""Expert choice against loops."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.cost.workload import capacity_slots
+from penstock.moe.choices import ExpertChoice
+from penstock.moe.gates.expert_choice import ExpertChoiceGate
+from penstock.moe.tokens import Tokens
+from tests.moe.gates.plain import Case, best, cases, check_values, dot, softmax, squared_log_partition
+
+
+@settings(max_examples=40)
+@given(cases(), st.sampled_from([0.3, 1.0, 1.7]), st.integers(1, 3))
+def test_against_loops(case: Case, factor: float, least: int) -> None:
+    assume(case.num_experts > 1)  # with one expert every probability is 1, and any tokens may be taken
+    made = ExpertChoiceGate(
+        4,
+        case.num_experts,
+        top_k=case.top_k,
+        capacity_factor=factor,
+        min_capacity=least,
+        scale=case.scale,
+    )
+    case.fill(made)
+    x_TM, valid = case.x(), case.valid
+    choice = made(x_TM, case.tokens)
+    slots = min(case.count, capacity_slots(case.count, case.num_experts, case.top_k, factor, least))
+    assert isinstance(choice, ExpertChoice)
+    assert choice.tokens == case.count
+    assert choice.tokens_ES.shape == (case.num_experts, slots)
+
+    logits = [[dot(weight, x_TM[t]) for weight in made.weight] for t in range(case.count)]
+    probability = [softmax(row) for row in logits]
+    chosen = [[0] * case.num_experts for _ in range(case.samples)]
+    weights, found = [], []
+    for e in range(case.num_experts):
+        there = [t for t in range(case.count) if valid[t]]
+        taken = [there[i] for i in best([probability[t][e] for t in there], slots)]
+        named = choice.tokens_ES[e].tolist()
+        assert named[: len(taken)] == taken
+        assert len(set(named)) == slots
+        assert not any(valid[t] for t in named[len(taken) :])
+        assert not choice.weights[e, len(taken) :].any()
+        found += list(choice.weights[e, : len(taken)])
+        weights += [probability[t][e] * case.scale for t in taken]
+        for t in taken:
+            assert valid[t]
+            chosen[t // case.length][e] += 1
+    assert choice.sums.chosen_BE.tolist() == chosen
+    assert torch.equal(choice.sums.probability_BE, torch.zeros(case.samples, case.num_experts).double())
+    z = sum(
+        (squared_log_partition(row) for t, row in enumerate(logits) if valid[t]), torch.zeros(()).double()
+    )
+    check_values(made, x_TM, [joined(found), choice.sums.z], [joined(weights), z])
+
+
+def joined(values: list[Tensor]) -> Tensor:
+    return torch.stack(values) if values else torch.zeros(0).double()
+
+
+def test_padding_is_taken_last_even_if_liked_best() -> None:
+    made = ExpertChoiceGate(1, 2, top_k=2, capacity_factor=0.75)
+    with torch.no_grad():
+        made.weight.copy_(torch.tensor([[1.0], [-1.0]]))
+    x_TM, valid_T = torch.tensor([[1.0], [9.0], [0.5], [-9.0]]), torch.tensor([True, False, True, False])
+    choice = made(x_TM, Tokens(samples=2, valid_T=valid_T))
+    assert choice.tokens_ES[:, :2].tolist() == [[0, 2], [2, 0]]
+    assert choice.tokens_ES.shape == (2, 3)
+    assert choice.weights[:, 2].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(choice.weights[0, 0], torch.tensor([1.0, -1.0]).softmax(0)[0])
+    assert choice.sums.chosen_BE.tolist() == [[1, 1], [1, 1]]
+
+
+def test_every_expert_has_the_same_load() -> None:
+    choice = ExpertChoiceGate(4, 8, top_k=2)(torch.randn(24, 4) + 5.0, Tokens(samples=3))
+    assert choice.sums.chosen_E.tolist() == [6] * 8

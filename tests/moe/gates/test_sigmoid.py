@@ -1,0 +1,36 @@
+"""The sigmoid gate against loops."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+
+from penstock.moe.gates.sigmoid import SigmoidGate
+from penstock.moe.tokens import Tokens
+from tests.moe.gates.plain import Case, Row, cases, check_token_choice, decide, dot
+
+
+def sigmoids(row: Row) -> Row:
+    return [1 / (1 + (-value).exp()) for value in row]
+
+
+@settings(max_examples=30)
+@given(cases())
+def test_against_loops(case: Case) -> None:
+    made = SigmoidGate(4, case.num_experts, case.top_k, **case.options)
+    case.fill(made)
+    x_TM = case.x()
+    logits = [[dot(made.weight[e], x_TM[t]) for e in range(case.num_experts)] for t in range(case.count)]
+    check_token_choice(case, made, x_TM, decide(case, logits, scores=sigmoids))
+
+
+def test_logits_so_negative_that_all_scores_are_zero() -> None:
+    made = SigmoidGate(1, 3, 2)
+    with torch.no_grad():
+        made.weight.fill_(-1.0)
+    choice = made(torch.full((2, 1), 200.0), Tokens())
+    assert torch.equal(choice.weights, torch.zeros(2, 2))
+    assert torch.equal(choice.sums.probability_BE, torch.zeros(1, 3))
+    choice.weights.sum().backward()
+    assert made.weight.grad is not None
+    assert made.weight.grad.isfinite().all()

@@ -1,0 +1,97 @@
+"""One copy per rank: which rows there are and what travels in them. Results: see test_orders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cost.workload import split_sizes
+from penstock.moe.choices import TokenChoice
+from penstock.moe.experts.product import grouped_product
+from penstock.moe.orders.merged import MOST_LOCAL_EXPERTS, MergedOrder
+from penstock.moe.routes import ChunkRoute
+from tests.moe.orders.support import HIDDEN, NO_SUMS, Scaling, chunk_counts, numbers, run_ranks, token_choices
+
+LOCAL = 3
+
+
+@st.composite
+def ranks_and_choice(draw: st.DrawFn) -> tuple[int, TokenChoice]:
+    ranks = draw(st.integers(1, 3))
+    return ranks, draw(token_choices(ranks * LOCAL))
+
+
+@given(ranks_and_choice(), chunk_counts)
+def test_one_row_per_token_and_rank(made: tuple[int, TokenChoice], chunks: int) -> None:
+    """Sorted by chunk, rank, token; it says which local experts are meant, and with what weights."""
+    ranks, choice = made
+    order, x_TM = (
+        MergedOrder(ranks * LOCAL, choice.experts_Tk.shape[1], ranks),
+        numbers(len(choice.experts_Tk), HIDDEN),
+    )
+    plan = order.plan(choice, chunks)
+    sizes = split_sizes(len(x_TM), chunks)
+    chunk_of_token = [c for c, size in enumerate(sizes) for _ in range(size)]
+    experts = choice.experts_Tk.tolist()
+    places = sorted(
+        {(chunk_of_token[t], e // LOCAL, t) for t, row in enumerate(experts) for e in row if e >= 0}
+    )
+    expected = []
+    for _, rank, t in places:
+        there = [e >= 0 and e // LOCAL == rank for e in experts[t]]
+        local = [e % LOCAL if here else -1 for e, here in zip(experts[t], there, strict=True)]
+        weights = [w if here else 0 for w, here in zip(choice.weights[t].tolist(), there, strict=True)]
+        expected.append([*x_TM[t].tolist(), *local, *weights])
+    assert order.order(x_TM, choice, plan).tolist() == expected
+    assert plan.chunk_rows == tuple(sum(place[0] == c for place in places) for c in range(chunks))
+
+
+@given(ranks_and_choice(), chunk_counts)
+def test_counts_are_inputs_of_experts_then_rows(made: tuple[int, TokenChoice], chunks: int) -> None:
+    ranks, choice = made
+    plan = MergedOrder(ranks * LOCAL, choice.experts_Tk.shape[1], ranks).plan(choice, chunks)
+    expected = []
+    for part in choice.experts_Tk.tensor_split(chunks):
+        chunk = []
+        for rank in range(ranks):
+            chunk += [int((part == rank * LOCAL + e).sum()) for e in range(LOCAL)]
+            chunk += [sum(any(e >= 0 and e // LOCAL == rank for e in row) for row in part.tolist())]
+        expected.append(chunk)
+    assert plan.counts_CN is not None
+    assert plan.counts_CN.tolist() == expected
+
+
+def test_weights_travel_and_do_not_stay() -> None:
+    choice = TokenChoice(torch.tensor([[0, 1]]), numbers(1, 2), NO_SUMS)
+    weights = MergedOrder(2, 2, 1).weights(choice)
+    assert weights.numel() == 0
+    assert not weights.requires_grad
+
+
+def test_expert_numbers_survive_bfloat16() -> None:
+    """With as many experts on a rank as are allowed, every one gets its own token."""
+    experts_T1 = torch.arange(MOST_LOCAL_EXPERTS).flip(0).unsqueeze(1)
+    choice = TokenChoice(experts_T1, torch.ones_like(experts_T1).bfloat16(), NO_SUMS)
+    x_TM = torch.ones(MOST_LOCAL_EXPERTS, 1, dtype=torch.bfloat16)
+    order = MergedOrder(MOST_LOCAL_EXPERTS, 1, 1)
+    (out,) = run_ranks(order, [choice], [x_TM], MOST_LOCAL_EXPERTS)
+    assert torch.equal(out, (experts_T1 + 2).bfloat16())
+
+
+def test_experts_at_a_rank_that_sends_nothing() -> None:
+    """All its tokens are padding, but it gets rows of others."""
+    order = MergedOrder(2, 1, 2)
+    route = ChunkRoute(sent=[[0], [0]], received=[[0], [1]], rows_sent=(0, 0), rows_received=(0, 1))
+    rows = torch.tensor([[5.0, 7.0, 0.0, 0.5]])  # x, local expert 0, weight 0.5
+    out = order.run_experts(rows, route, Scaling(1, 1), grouped_product)
+    assert out.tolist() == [[7.5, 10.5]]
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "ranks", "why"), [(514, 2, "257.*exact up to 256"), (5, 2, "evenly")]
+)
+def test_refused(num_experts: int, ranks: int, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        MergedOrder(num_experts, 1, ranks)
