@@ -22,7 +22,7 @@ lint: $(INSTALLED)  ## style and strict types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) $(PEERS)  ## everything that BENCHMARKS.md shows; Linux, root, an idle machine, twenty minutes
+bench: $(INSTALLED) $(PEERS)  ## everything that BENCHMARKS.md shows; Linux, root, an idle machine, forty minutes
 	$(BIN)/penstock bench --suite .
 
 clean:

@@ -14,6 +14,9 @@ from penstock.schedule import SCHEDULES, Pieces, StepPlan, plan_step, unit_cost
 PICTURE_WIDTH = 106
 """Columns of a picture inside a class docstring: 110 less the indentation."""
 
+CUT_INSIDE = ["moe_pipeline", "dense_overlap", "lina", "fsmoe", "penstock"]
+"""The schedules that cut tokens inside MoE layers."""
+
 Times = Mapping[Task, tuple[float, float]]
 
 seeds = st.integers(0, 2**32 - 1)
@@ -41,6 +44,7 @@ def shapes(
         moe_layers=tuple(moe_layers),
         microbatches=draw(st.integers(1, pieces)),
         chunks=draw(st.integers(1, chunks)),
+        degree_backward=draw(st.integers(0, chunks)),
         exchange_counts=draw(st.booleans()),
         all_reduce_chunks=draw(per_layer),
         expert_all_reduce_chunks=draw(per_layer),
@@ -74,11 +78,14 @@ def random_orders(graph: Graph, seed: int) -> dict[Lane, tuple[Task, ...]]:
     }
 
 
-def pieces_for(shape: StepShape, *, microbatches: int = 2, chunks: int = 2) -> Pieces:
+def pieces_for(
+    shape: StepShape, *, microbatches: int = 2, chunks: int | None = None, backward_chunks: int | None = None
+) -> Pieces:
     """Pieces that give FlowMoE as many all-reduce chunks per layer as `shape` has."""
     return Pieces(
         microbatches=microbatches,
         chunks=chunks,
+        backward_chunks=backward_chunks,
         all_reduce_chunk_bytes=1024,
         all_reduce_bytes=tuple(1024 * count for count in shape.all_reduce_chunks),
         expert_all_reduce_bytes=tuple(1024 * count for count in shape.expert_all_reduce_chunks),
@@ -86,9 +93,13 @@ def pieces_for(shape: StepShape, *, microbatches: int = 2, chunks: int = 2) -> P
 
 
 def example_plan(name: str, *, exchange_counts: bool = True) -> StepPlan:
-    """The plan in the pictures: two MoE layers, two microbatches or chunks, two all-reduce chunks."""
+    """The plan in the pictures: two MoE layers, two microbatches or chunks, two all-reduce chunks.
+
+    FSMoE's has three chunks on the way back.
+    """
     shape = StepShape(moe_layers=(True, True), exchange_counts=exchange_counts, all_reduce_chunks=(2, 2))
-    return plan_step(SCHEDULES[name], shape, pieces_for(shape), lambda _: unit_cost)
+    degrees = {"chunks": 2, "backward_chunks": 3} if name == "fsmoe" else {}
+    return plan_step(SCHEDULES[name], shape, pieces_for(shape, **degrees), lambda _: unit_cost)
 
 
 def ready_s(task: Task, graph: Graph, times: Times) -> float:

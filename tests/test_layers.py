@@ -13,7 +13,7 @@ import pytest
 
 import penstock
 
-PURE = ("config", "graph", "dispatch", "schedule", "trace", "cost", "simulate", "report")
+PURE = ("config", "graph", "dispatch", "schedule", "trace", "cost", "simulate", "plan", "report")
 """Layers that never load torch."""
 
 LAYERS = (

@@ -22,8 +22,8 @@ from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, ge
 
 T = TypeVar("T")
 
-UNSET: Final = object()
-"""Stands for the value in a `ConfigError` about a key that has none."""
+UNSET: Final = ...
+"""Stands for the value in a `ConfigError` about a key that has none; the same object after pickling."""
 
 
 class ConfigError(ValueError):
@@ -55,6 +55,12 @@ def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
         key, text = _split(cls, override)
         _apply(cls, table, key.split("."), text)
     built: T = _build(cls, table, "")
+    return built
+
+
+def from_dict(cls: type[T], table: object, name: str) -> T:
+    """Build `cls` from plain data such as JSON gives; errors begin with `name`, such as the file's."""
+    built: T = _build(cls, table, name)
     return built
 
 

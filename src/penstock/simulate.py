@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.graph import Graph, Group, Interval, Lane, Task, longest_path
+from penstock.graph.paths import Clock
 from penstock.schedule import Schedule
 from penstock.trace.records import TaskRecord
 
+T = TypeVar("T")
 Seconds = npt.NDArray[np.float64]
 RankCost = Callable[[Task], Any]
 """Seconds of a task: one number for all ranks, or an array [ranks]."""
@@ -87,11 +89,33 @@ class _RankClock:
         return self.ranks.meet(task.spec.group, start + self.cost(task))
 
 
+@dataclass(frozen=True)
+class _AlikeClock:
+    """All ranks take the same time for every task, so one number stands for all of them."""
+
+    seconds: Mapping[Task, float]
+
+    def zero(self) -> float:
+        return 0.0
+
+    def latest(self, first: float, second: float) -> float:
+        return first if first >= second else second
+
+    def end(self, task: Task, start: float) -> float:
+        return start + self.seconds[task]
+
+
 def simulate(schedule: Schedule, graph: Graph, cost: RankCost, ranks: Ranks | None = None) -> Timeline:
     """When every task runs. A task starts when its inputs and the task before it on its lane are done."""
     ranks = ranks or Ranks()
-    clock = _RankClock(cost, ranks)
-    return Timeline(longest_path(schedule.lanes, lambda task: graph.needs[task], clock), ranks)
+    needs = graph.needs.__getitem__
+    seconds = {task: cost(task) for order in schedule.lanes.values() for task in order}
+    if any(isinstance(each, np.ndarray) for each in seconds.values()):
+        return Timeline(longest_path(schedule.lanes, needs, _RankClock(seconds.__getitem__, ranks)), ranks)
+    alike = longest_path(schedule.lanes, needs, _AlikeClock(seconds))
+    times = np.array(list(alike.values()), dtype=np.float64).reshape(-1, 2, 1)
+    shown = np.broadcast_to(times, (len(times), 2, ranks.world_size))  # no copy per rank
+    return Timeline({task: Interval(*both) for task, both in zip(alike, shown, strict=True)}, ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,27 +134,35 @@ class LowerBound:
 def lower_bound(graph: Graph, cost: RankCost, ranks: Ranks | None = None) -> LowerBound:
     """The bound for every schedule of this graph; each lane's work is that of its slowest rank."""
     ranks = ranks or Ranks()
-    work: dict[Lane, Seconds] = {}
-    for task in graph.tasks:
-        work[task.lane] = work.get(task.lane, np.zeros(ranks.world_size)) + cost(task)
-    busy = {lane: float(seconds.max()) for lane, seconds in work.items()}
+    seconds = {task: cost(task) for task in graph.tasks}
+    uneven = any(isinstance(each, np.ndarray) for each in seconds.values())
+    busy = lane_work(seconds)
     busiest = max(busy, key=lambda lane: busy[lane])
-    return LowerBound(
-        busiest_lane=busiest,
-        busiest_lane_s=busy[busiest],
-        critical_path_s=_critical_path(graph, _RankClock(cost, ranks)),
+    path_s = (
+        _critical_path(graph, _RankClock(seconds.__getitem__, ranks))
+        if uneven
+        else _critical_path(graph, _AlikeClock(seconds))
     )
+    return LowerBound(busiest_lane=busiest, busiest_lane_s=busy[busiest], critical_path_s=path_s)
 
 
-def _critical_path(graph: Graph, clock: _RankClock) -> float:
+def lane_work(seconds: Mapping[Task, Any]) -> dict[Lane, float]:
+    """Seconds of work on every lane, on the rank that has most of it."""
+    work: dict[Lane, Any] = {}
+    for task, each in seconds.items():
+        work[task.lane] = work.get(task.lane, 0.0) + each
+    return {lane: float(np.max(total)) for lane, total in work.items()}
+
+
+def _critical_path(graph: Graph, clock: Clock[T]) -> float:
     """The longest chain of dependencies, as if every lane could run everything at once."""
-    ends: dict[Task, Seconds] = {}
+    ends: dict[Task, T] = {}
     for task in graph.tasks:
         start = clock.zero()
         for need in graph.needs[task]:
             start = clock.latest(start, ends[need])
         ends[task] = clock.end(task, start)
-    return max(float(end.max()) for end in ends.values())
+    return max(float(np.max(np.asarray(end))) for end in ends.values())
 
 
 def overlap_efficiency(bound: LowerBound, iteration_s: float) -> float:

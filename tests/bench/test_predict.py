@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.predict import ComputeTimes, PredictedCost, company, predict
+from penstock.bench.predict import ComputeTimes, PredictedCost, predict
 from penstock.cost import AlphaBeta, FittedCluster, StepCost, Workload
 from penstock.graph import Interval, Lane, Op, Phase, StepShape, Task, build_graph
+from penstock.plan.predict import company
 from penstock.schedule import SCHEDULES, StepPlan, unit_cost
 from penstock.simulate import Ranks, Timeline
 from penstock.trace import TaskRecord

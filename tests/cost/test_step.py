@@ -27,7 +27,7 @@ def workload(shape: StepShape, *, ep_size: int = 2, capacity_factor: float | Non
     names = {dispatch.ops: name for name, dispatch in DISPATCHES.items()}
     return Workload(
         batch=5,
-        seq_len=7,
+        seq_len=131,  # enough for every slice to hold some tokens
         hidden_size=16,
         ffn_hidden_size=24,
         vocab_size=50,
@@ -55,10 +55,11 @@ def cost_of(shape: StepShape) -> StepCost:
     return StepCost(shape, workload(shape), CLUSTER)
 
 
-def alpha_s(task: Task, work: Workload) -> float:
-    """What the task costs however small it is."""
+def alpha_s(task: Task, shape: StepShape, work: Workload) -> float:
+    """What the task costs however small it is; experts are called once per slice."""
     if task.lane is Lane.COMPUTE:
-        return CLUSTER.task_overhead_s
+        calls = 1 if task.op is not Op.EXPERTS else shape.slices // shape.chunks_of(task.phase)
+        return calls * CLUSTER.task_overhead_s
     if task.op in TRANSFERS:
         return CLUSTER.leg(work.dispatch, task.op, work.nodes, work.ranks_per_node).alpha_s
     if task.op is Op.COUNTS:
@@ -71,7 +72,7 @@ def volume_s(shape: StepShape) -> dict[tuple[int, Op, Phase], float]:
     """Seconds per layer, op and phase without start-ups."""
     cost, total = cost_of(shape), defaultdict[tuple[int, Op, Phase], float](float)
     for task in build_graph(shape).tasks:
-        total[task.layer, task.op, task.phase] += cost(task) - alpha_s(task, cost.workload)
+        total[task.layer, task.op, task.phase] += cost(task) - alpha_s(task, shape, cost.workload)
     return total
 
 
@@ -120,7 +121,7 @@ def test_one_rank_communicates_for_nothing() -> None:
 def test_seconds_written_out() -> None:
     shape = StepShape(moe_layers=(True, False), chunks=5, all_reduce_chunks=(3, 1))
     cost = cost_of(shape)
-    tokens, hidden_bytes = 5 * 7, 16 * 4
+    tokens, hidden_bytes = 5 * 131, 16 * 4
     rows = tokens // 5 * 2
 
     def seconds(name: str) -> float:
@@ -141,7 +142,7 @@ def test_a_dense_block_computes_its_feed_forward_part_itself() -> None:
     shape = StepShape(moe_layers=(True, False))
     cost = StepCost(shape, replace(workload(shape), dense_ffn_hidden_size=40), CLUSTER)
     moe, dense = (cost(Task(layer, Op.ATTENTION, Phase.FORWARD, 0)) for layer in (0, 1))
-    assert dense - moe == pytest.approx(35 * 2 * 2 * 16 * 40 / 1e9)
+    assert dense - moe == pytest.approx(5 * 131 * 2 * 2 * 16 * 40 / 1e9)
 
 
 def test_legs_of_four_nodes_of_two() -> None:

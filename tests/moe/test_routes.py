@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import lcm
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dispatch import DISPATCHES, FlatDispatch, Place
+from penstock.graph import Phase
 from penstock.moe import RouteMaker
 from penstock.moe.routes import Counts
 
@@ -74,3 +77,26 @@ def test_exchanged_counts_agree_between_ranks(name: str, case: tuple[Counts, int
                 assert chunk.sent[peer] == routes[peer].chunks[c].received[mine]
         if not dispatch.needs_table:  # its own share says as much
             assert makers[mine].from_pair(table[mine], table[:, mine]) == routes[mine]
+
+
+@pytest.mark.parametrize("name", DISPATCHES)
+@given(case=tables(), degrees=st.tuples(st.integers(1, 4), st.integers(1, 4)))
+def test_a_chunk_carries_what_its_slices_have(
+    name: str, case: tuple[Counts, int], degrees: tuple[int, int]
+) -> None:
+    table, size = np.tile(case[0][:, :, :1], (1, 1, lcm(*degrees), 1)), case[1]
+    table += np.arange(table.size).reshape(table.shape) % 3  # no two slices alike
+    place = Place(len(table) - 1, len(table), size)
+    maker = RouteMaker(DISPATCHES[name], place)
+    routes = maker.from_table(table, degrees)
+    assert [len(routes.chunks), len(routes.backward_chunks)] == list(degrees)
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        chunks = routes.of(phase)
+        each = len(routes.slices) // len(chunks)
+        for c, chunk in enumerate(chunks):
+            held = routes.slices[c * each : (c + 1) * each]
+            assert chunk.rows_sent == tuple(map(sum, zip(*(s.rows_sent for s in held), strict=True)))
+            assert chunk.rows_received == tuple(map(sum, zip(*(s.rows_received for s in held), strict=True)))
+            whole = table[:, :, c * each : (c + 1) * each].sum(axis=(2, 3))
+            assert chunk.legs == (maker.dispatch.legs(whole, place) if len(table) > 1 else ())
+    assert maker.from_table(table) == maker.from_table(table, (len(routes.slices),) * 2)

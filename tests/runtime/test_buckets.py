@@ -46,11 +46,24 @@ def test_gradients_become_views_of_one_buffer(sizes: list[tuple[int, int]]) -> N
 def test_chunks_cover_everything_once(sizes: list[tuple[int, int]], chunks: int) -> None:
     bucket = GradientBucket(parameters_of(sizes))
     for index in range(chunks):
-        bucket.chunk(index, chunks).add_(1)
+        bucket.chunk(index, (1,) * chunks).add_(1)
     assert bucket.flat.eq(1).all()
-    lengths = [bucket.chunk(index, chunks).numel() for index in range(chunks)]
+    lengths = [bucket.chunk(index, (1,) * chunks).numel() for index in range(chunks)]
     assert sum(lengths) == bucket.flat.numel()
     assert max(lengths) - min(lengths) <= 1
+
+
+@given(shapes, st.lists(st.integers(1, 10**9), min_size=1, max_size=6), st.sampled_from([4, 8]))
+def test_parts_of_any_size_cover_everything_once(
+    sizes: list[tuple[int, int]], parts: list[int], element_bytes: int
+) -> None:
+    """Parts are relative: given in bytes of float32, they hold for float64 as well."""
+    dtype = torch.float32 if element_bytes == 4 else torch.float64
+    bucket = GradientBucket([nn.Parameter(torch.ones(size, dtype=dtype)) for size in sizes])
+    for index, part in enumerate(parts):
+        piece = bucket.chunk(index, parts).add_(1)
+        assert abs(piece.numel() - bucket.flat.numel() * part / sum(parts)) < 1 + 1e-6
+    assert bucket.flat.eq(1).all()
 
 
 @given(shapes, st.integers(1, 3))
@@ -85,7 +98,7 @@ def test_an_empty_bucket_holds_nothing() -> None:
     bucket.begin()
     bucket.finish()
     assert bucket.size_bytes == 0
-    assert bucket.chunk(0, 1).numel() == 0
+    assert bucket.chunk(0, (1,)).numel() == 0
 
 
 def test_mixed_types_are_refused() -> None:

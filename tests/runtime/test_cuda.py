@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -84,6 +86,18 @@ def test_a_step_equals_the_reference(schedule: str, capacity_factor: float | Non
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():
             check_close(ours[name], tensor, TOLERANCE, name)
+
+
+@pytest.mark.parametrize("schedule", ["moe_pipeline", "fsmoe", "penstock"])
+def test_other_chunks_on_the_way_back(schedule: str) -> None:
+    case = case_of(schedule)
+    case = replace(case, schedule=replace(case.schedule, backward_chunks=2))
+    stack = gpu_stack(case)
+    loss_of(stack, case).backward()
+    assert executed_as_planned(stack)
+    gradients = {n: p.grad.cpu() for n, p in stack.model.named_parameters() if p.grad is not None}
+    for name, tensor in reference_step(case).gradients.items():
+        check_close(logical(stack, gradients)[name], tensor, TOLERANCE, name)
 
 
 @pytest.mark.parametrize("schedule", NAMES)

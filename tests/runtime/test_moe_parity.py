@@ -6,7 +6,7 @@ Four ranks are two nodes of two for hierarchical dispatches; two ranks are two n
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import cycle, islice, product
 from typing import Any
 
 import pytest
@@ -83,8 +83,11 @@ def case(world_size: int, gate: str, order: str, dispatch: str, experts: str, sc
 
 
 @pytest.mark.parametrize(("gate", "order"), ACCEPTED)
-def test_alone_under_every_schedule(ranks: Pools, gate: str, order: str) -> None:
-    for schedule in SCHEDULES:
+def test_alone(ranks: Pools, gate: str, order: str) -> None:
+    """Four schedules each, which take turns, and every kind of expert."""
+    turns = cycle(SCHEDULES)
+    first = ACCEPTED.index((gate, order))
+    for schedule in islice(turns, first, first + 4):
         check_parity(ranks, case(1, gate, order, "flat", "swiglu", schedule))
     for experts in EXPERTS:
         check_parity(ranks, case(1, gate, order, "flat", experts, "flowmoe"))

@@ -15,6 +15,8 @@ from tests.support.parity import Case, check_close, check_parity, digest, merge,
 from tests.support.ranks import Pools
 
 NAMES = sorted(SCHEDULES)
+CUTS = [name for name in NAMES if name not in ("dense_overlap", "lina")]
+"""Every way to cut a step: those two order what others cut likewise."""
 
 
 @st.composite
@@ -34,6 +36,7 @@ def cases(draw: st.DrawFn, world_size: int, schedule: str) -> Case:
             name=schedule,
             microbatches=draw(st.integers(1, batch)),
             chunks=draw(st.integers(1, 7)),
+            backward_chunks=draw(st.none() | st.integers(1, 4)),
             all_reduce_chunk_bytes=draw(st.sampled_from([512, 3000, 1 << 20])),
         ),
         model=ModelConfig(
@@ -80,7 +83,7 @@ def plain(world_size: int, schedule: str, **moe: object) -> Case:
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("world_size", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_any_case_in_float64(ranks: Pools, world_size: int, schedule: str) -> None:
-    @settings(max_examples=15 if world_size < 4 else 10)
+    @settings(max_examples=9 if world_size < 4 else 6)
     @given(case=cases(world_size, schedule))
     def check(case: Case) -> None:
         check_parity(ranks, case)
@@ -88,7 +91,7 @@ def test_any_case_in_float64(ranks: Pools, world_size: int, schedule: str) -> No
     check()
 
 
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("schedule", CUTS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])
 def test_float32_within_rounding(
@@ -97,7 +100,7 @@ def test_float32_within_rounding(
     check_parity(ranks, plain(world_size, schedule, capacity_factor=capacity_factor))
 
 
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("schedule", CUTS)
 def test_an_expert_without_tokens_has_a_zero_gradient(ranks: Pools, schedule: str) -> None:
     case = replace(plain(4, schedule, num_experts=8), idle_expert=3, double=True)
     result = check_parity(ranks, case)
@@ -106,7 +109,7 @@ def test_an_expert_without_tokens_has_a_zero_gradient(ranks: Pools, schedule: st
     assert result.gradients["blocks.0.feed_forward.experts.w_up.2"].abs().sum() > 0
 
 
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("schedule", CUTS)
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])
 def test_one_rank_gets_every_token(ranks: Pools, schedule: str, capacity_factor: float | None) -> None:
     moe = {"num_experts": 8, "capacity_factor": capacity_factor}
@@ -117,13 +120,13 @@ def test_one_rank_gets_every_token(ranks: Pools, schedule: str, capacity_factor:
         assert bool(used) == (expert in (4, 5)), f"expert {expert}"
 
 
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("schedule", CUTS)
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_replicated_experts(ranks: Pools, schedule: str, ep_size: int) -> None:
     check_parity(ranks, replace(plain(4, schedule), ep_size=ep_size, double=True))
 
 
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("schedule", CUTS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_same_seed_same_bits(ranks: Pools, world_size: int, schedule: str) -> None:
     case = plain(world_size, schedule)
@@ -137,9 +140,9 @@ def test_same_seed_same_bits(ranks: Pools, world_size: int, schedule: str) -> No
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_dropout_does_not_depend_on_schedule_or_layout(ranks: Pools, world_size: int) -> None:
-    """Masks are keyed by sample and place: three schedules and two layouts draw the same ones."""
+    """Masks are keyed by sample and place: all schedules and two layouts draw the same ones."""
     results = []
-    for schedule in NAMES:
+    for schedule in CUTS:
         case = plain(world_size, schedule)
         model = replace(case.model, dropout=0.3)
         case = replace(case, model=model, double=True, batch=12 // world_size)

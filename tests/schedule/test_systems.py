@@ -11,12 +11,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config import ConfigError
-from penstock.graph import Lane, Op, Phase, StepShape, Task, build_graph
-from penstock.schedule import SCHEDULES, Pieces, ScheduleConfig, StepPlan, plan_step
+from penstock.graph import Lane, Op, Phase, ScheduleError, StepShape, Task, build_graph
+from penstock.schedule import (
+    SCHEDULES,
+    TAIL,
+    FSMoE,
+    Partition,
+    Penstock,
+    Pieces,
+    Portion,
+    Slot,
+    StepPlan,
+    plan_step,
+    unit_cost,
+)
 from penstock.schedule.system import is_all_reduce, pieces_of, whole
 from penstock.simulate import simulate
 from tests.steps import (
+    CUT_INSIDE,
     PICTURE_WIDTH,
     Times,
     example_plan,
@@ -48,7 +60,8 @@ def run(name: str, shape: StepShape, pieces: Pieces, seed: int) -> tuple[StepPla
 def uncut(shape: StepShape) -> StepShape:
     """What systems are given to cut. The first layer has replicated gradients, as in every model."""
     first, *others = shape.all_reduce_chunks
-    return replace(shape, microbatches=1, chunks=1, all_reduce_chunks=(max(1, first), *others))
+    first_has_some = (max(1, first), *others)
+    return replace(shape, microbatches=1, chunks=1, degree_backward=0, all_reduce_chunks=first_has_some)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -61,9 +74,26 @@ def test_the_docstring_shows_the_schedule(name: str) -> None:
 
 
 def test_systems_carry_their_names() -> None:
-    assert {name: system.name for name, system in SCHEDULES.items()} == {
-        name: name for name in ("sequential", "moe_pipeline", "flowmoe", "penstock")
-    }
+    names = ["sequential", "moe_pipeline", "dense_overlap", "lina", "flowmoe", "fsmoe", "penstock"]
+    assert [(name, system.name) for name, system in SCHEDULES.items()] == [(name, name) for name in names]
+
+
+degrees = st.integers(1, 4)
+
+
+@pytest.mark.parametrize("name", CUT_INSIDE)
+@given(shapes(), degrees, degrees)
+def test_chunks_of_both_phases_are_as_asked_for(
+    name: str, shape: StepShape, chunks: int, backward: int
+) -> None:
+    """Of any shape: with dense layers, legs inside nodes, shared experts. `plan_step` checks the order."""
+    whole = uncut(shape)
+    pieces = pieces_for(whole, microbatches=1, chunks=chunks, backward_chunks=backward)
+    system = Penstock("critical_path") if name == "penstock" else SCHEDULES[name]  # a search takes long
+    plan = plan_step(system, whole, pieces, lambda _: unit_cost)
+    assert plan.graph.shape.degrees == (chunks, backward)
+    same = pieces_for(whole, microbatches=1, chunks=chunks)
+    assert system.shape(whole, same).degrees == (chunks, chunks)
 
 
 # ---- sequential --------------------------------------------------------------------------------------------
@@ -113,7 +143,101 @@ def test_moe_pipeline_computes_while_the_next_chunk_is_under_way(
         assert (f"L{layer}.X.m0.c0.B", f"L{layer}.C.m0.c1.B") in pairs
 
 
-# ---- flowmoe -----------------------------------------------------------------------------------------------
+# ---- dense_overlap, fsmoe ----------------------------------------------------------------------------------
+
+
+def between_all_to_alls(plan: StepPlan) -> list[tuple[Task, int]]:
+    """Reductions that stand in the lane between a layer's first C.B and its last D.B, and that layer."""
+    order = plan.schedule.lanes.get(Lane.INTER, ())
+    found: list[tuple[Task, int]] = []
+    for layer, is_moe in enumerate(plan.graph.shape.moe_layers):
+        if is_moe:
+            moved = [i for i, t in enumerate(order) if is_move_back(t, layer)]
+            found += [(t, layer) for t in order[moved[0] : moved[-1]] if is_all_reduce(t)]
+    return found
+
+
+def is_move_back(task: Task, layer: int) -> bool:
+    return task.layer == layer and task.phase is B and task.op in (Op.DISPATCH, Op.COMBINE)
+
+
+@given(shapes(), seeds, degrees, degrees)
+def test_dense_overlap_reduces_under_dense_parts_only(
+    shape: StepShape, seed: int, chunks: int, backward: int
+) -> None:
+    pieces = pieces_for(uncut(shape), chunks=chunks, backward_chunks=backward)
+    plan, _ = run("dense_overlap", uncut(shape), pieces, seed)
+    assert between_all_to_alls(plan) == []
+    order = plan.schedule.lanes[Lane.INTER]
+    for i, task in enumerate(order):
+        if is_all_reduce(task):  # behind the next layer's all-to-alls, before those of the layer after it
+            next_layer = task.layer - 1 if task.op is Op.ALL_REDUCE else task.layer
+            assert not any(is_move_back(t, next_layer) for t in order[i:])
+            for lower in range(next_layer):
+                assert not any(is_move_back(t, lower) for t in order[:i])
+
+
+def test_dense_overlap_hides_an_all_reduce_that_is_as_long_as_attention() -> None:
+    shape = StepShape(moe_layers=(True, True, True))
+    reduced = plan_step(SCHEDULES["dense_overlap"], shape, pieces_for(shape), lambda _: unit_cost)
+    times = simulate(reduced.schedule, reduced.graph, unit_cost).times
+    for upper in (1, 2):
+        attention, all_reduce = (Task(upper - 1, Op.ATTENTION, B, 0), Task(upper, Op.ALL_REDUCE, B, None, 0))
+        assert times[attention].start == times[all_reduce].start
+
+
+@given(shapes(), seeds, degrees, degrees)
+def test_fsmoe_reduces_a_layer_between_the_all_to_alls_of_the_next_moe_layer(
+    shape: StepShape, seed: int, chunks: int, backward: int
+) -> None:
+    pieces = pieces_for(uncut(shape), chunks=chunks, backward_chunks=backward)
+    plan, _ = run("fsmoe", uncut(shape), pieces, seed)
+    moe = [layer for layer, is_moe in enumerate(shape.moe_layers) if is_moe]
+    reduced = [t for t in plan.graph.tasks if t.op is Op.ALL_REDUCE]
+    below = {task: [layer for layer in moe if layer < task.layer] for task in reduced}
+    expected = {(task, layers[-1]) for task, layers in below.items() if layers}
+    assert {(t, layer) for t, layer in between_all_to_alls(plan) if t.op is Op.ALL_REDUCE} == expected
+    last = [t for t in plan.schedule.lanes[Lane.INTER] if is_all_reduce(t)]
+    tail = [t for t in last if t.op is Op.ALL_REDUCE and not below[t]]
+    assert last[len(last) - len(tail) :] == tail
+
+
+@st.composite
+def partitions(draw: st.DrawFn, shape: StepShape) -> Partition:
+    """Every layer's gradients in up to three portions in any gaps behind them."""
+    portions = []
+    for layer in range(shape.num_layers):
+        slots = [TAIL] + [Slot(layer=lower, part="dense") for lower in range(layer)]
+        slots += [Slot(layer=lower, part="moe") for lower in range(layer) if shape.moe_layers[lower]]
+        one = st.builds(Portion, size_bytes=st.integers(1, 10**6), slot=st.sampled_from(slots))
+        portions.append(tuple(draw(st.lists(one, max_size=3))))
+    return Partition(tuple(portions))
+
+
+@given(st.data(), shapes(), degrees, degrees)
+def test_fsmoe_puts_every_portion_into_its_gap(
+    data: st.DataObject, shape: StepShape, chunks: int, backward: int
+) -> None:
+    whole = uncut(shape)
+    partition = data.draw(partitions(whole))
+    pieces = pieces_for(whole, chunks=chunks, backward_chunks=backward)
+    plan = plan_step(FSMoE(partition), whole, pieces, lambda _: unit_cost)
+    assert plan.graph.shape.all_reduce_parts == partition.parts
+    inside = between_all_to_alls(plan)
+    for layer, portions in enumerate(partition.portions):
+        for chunk, portion in enumerate(portions):
+            gaps = [q for t, q in inside if t == Task(layer, Op.ALL_REDUCE, B, None, chunk)]
+            assert gaps == ([portion.slot.layer] if portion.slot.part == "moe" else [])
+
+
+def test_a_gap_that_a_layer_does_not_have_is_refused() -> None:
+    portion = Portion(size_bytes=1, slot=Slot(layer=0, part="moe"))
+    shape = StepShape(moe_layers=(False, True))
+    with pytest.raises(ScheduleError, match="layer 0 is dense: there is no gap between its all-to-alls"):
+        plan_step(FSMoE(Partition(((), (portion,)))), shape, pieces_for(shape), lambda _: unit_cost)
+
+
+# ---- flowmoe and lina --------------------------------------------------------------------------------------
 
 
 @given(shapes(dense=False, plain=True), seeds, st.integers(1, 4))
@@ -145,11 +269,12 @@ def test_flowmoe_computes_and_exchanges_in_the_published_order(
     ]
 
 
-@given(shapes(chunks=2), seeds, st.integers(1, 4))
-def test_flowmoe_starts_no_all_reduce_while_an_all_to_all_is_ready(
-    shape: StepShape, seed: int, microbatches: int
+@pytest.mark.parametrize("name", ["flowmoe", "lina"])
+@given(shape=shapes(chunks=2), seed=seeds, microbatches=st.integers(1, 4))
+def test_no_all_reduce_starts_while_an_all_to_all_is_ready(
+    name: str, shape: StepShape, seed: int, microbatches: int
 ) -> None:
-    plan, times = run("flowmoe", shape, pieces_for(shape, microbatches=microbatches), seed)
+    plan, times = run(name, shape, pieces_for(shape, microbatches=microbatches), seed)
     order = plan.schedule.lanes[Lane.INTER]
     for i, task in enumerate(order):
         if is_all_reduce(task):
@@ -157,11 +282,12 @@ def test_flowmoe_starts_no_all_reduce_while_an_all_to_all_is_ready(
                 assert is_all_reduce(other) or ready_s(other, plan.graph, times) > times[task][0]
 
 
-@given(shapes(chunks=2), seeds, st.integers(1, 4))
-def test_flowmoe_starts_an_all_reduce_as_soon_as_the_network_has_nothing_else(
-    shape: StepShape, seed: int, microbatches: int
+@pytest.mark.parametrize("name", ["flowmoe", "lina"])
+@given(shape=shapes(chunks=2), seed=seeds, microbatches=st.integers(1, 4))
+def test_an_all_reduce_starts_as_soon_as_the_network_has_nothing_else(
+    name: str, shape: StepShape, seed: int, microbatches: int
 ) -> None:
-    plan, times = run("flowmoe", shape, pieces_for(shape, microbatches=microbatches), seed)
+    plan, times = run(name, shape, pieces_for(shape, microbatches=microbatches), seed)
     order, free_s = plan.schedule.lanes[Lane.INTER], 0.0
     ready = {task: ready_s(task, plan.graph, times) for task in order}
     for i, task in enumerate(order):
@@ -174,6 +300,12 @@ def test_flowmoe_starts_an_all_reduce_as_soon_as_the_network_has_nothing_else(
 def test_flowmoe_cuts_the_batch_and_the_gradients(shape: StepShape, microbatches: int) -> None:
     cut = SCHEDULES["flowmoe"].shape(shape, pieces_for(shape, microbatches=microbatches))
     assert cut == replace(shape, microbatches=microbatches)
+
+
+def test_lina_cuts_layers_as_moe_pipeline_and_gradients_as_flowmoe() -> None:
+    shape = StepShape(moe_layers=(True, True), all_reduce_chunks=(3, 2))
+    cut = SCHEDULES["lina"].shape(shape, pieces_for(shape, backward_chunks=5))
+    assert cut == replace(shape, chunks=2, degree_backward=5)
 
 
 def test_flowmoe_serves_an_all_reduce_in_order_of_its_chunks() -> None:
@@ -194,33 +326,3 @@ def test_as_many_pieces_as_it_takes_and_no_more(sizes: list[int], chunk: int) ->
     for size, pieces in zip(sizes, pieces_of(tuple(sizes), chunk), strict=True):
         assert (pieces - 1) * chunk < size <= pieces * chunk or pieces == size == 0
     assert whole(tuple(sizes)) == tuple(int(size > 0) for size in sizes)
-
-
-# ---- configuration -----------------------------------------------------------------------------------------
-
-
-def test_a_section_becomes_pieces() -> None:
-    config = ScheduleConfig(name="moe_pipeline", microbatches=3, chunks=4, all_reduce_chunk_bytes=2048)
-    assert config.system is SCHEDULES["moe_pipeline"]
-    assert config.pieces((1, 2), (3, 4)) == Pieces(
-        microbatches=3,
-        chunks=4,
-        all_reduce_chunk_bytes=2048,
-        all_reduce_bytes=(1, 2),
-        expert_all_reduce_bytes=(3, 4),
-    )
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"name": "tutel"}, "Nearest: sequential. All: sequential, moe_pipeline, flowmoe"),
-        ({"microbatches": 0}, "microbatches = 0: a batch is cut into 1 to 256 pieces"),
-        ({"chunks": -1}, "chunks = -1: a batch is cut into 1 to 256 pieces"),
-        ({"all_reduce_chunk_bytes": 511}, "all_reduce_chunk_bytes = 511: every chunk costs"),
-        ({"refine_after": -1}, "refine_after = -1: is a number of steps"),
-    ],
-)
-def test_settings_that_are_refused(setting: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ScheduleConfig(**setting)

@@ -175,7 +175,11 @@ class Tanh(nn.Module):
 
 def run_step(rank: int, case: Case) -> StepResult:
     """One step on this rank, as a training loop would do it."""
-    stack = stack_of(rank, case)
+    return result_of(stack_of(rank, case), rank, case)
+
+
+def result_of(stack: PipelinedStack, rank: int, case: Case) -> StepResult:
+    """The case's step by a stack that has it ready."""
     tokens, labels = batch_of(case)
     mine = slice(rank * case.batch, (rank + 1) * case.batch)
     optimizer = build_adamw(stack.model.named_parameters(), case.config.optimizer)
@@ -293,6 +297,12 @@ def merge(results: list[StepResult]) -> StepResult:
 def check_parity(pools: Any, case: Case) -> StepResult:
     """Run the case on real ranks and compare with the reference."""
     result = merge(pools(case.world_size).run(run_step, case))
+    check_result(result, case)
+    return result
+
+
+def check_result(result: StepResult, case: Case) -> None:
+    """Compare what all ranks have together with the reference."""
     expected = reference_step(case)
     tolerance = 1e-10 if case.double else 1e-5
     assert abs(result.loss - expected.loss) <= tolerance * abs(expected.loss), "loss"
@@ -302,7 +312,6 @@ def check_parity(pools: Any, case: Case) -> StepResult:
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():
             check_close(ours[name], tensor, tolerance, f"{what} of {name}")
-    return result
 
 
 def check_close(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> None:

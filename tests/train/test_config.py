@@ -16,6 +16,7 @@ from penstock.topology import ParallelConfig
 from penstock.train.config import OutputConfig, RunConfig, TrainConfig
 from penstock.train.corpus import DataConfig
 from penstock.train.optimizer import OptimizerConfig
+from penstock.train.plan_config import PlanConfig
 
 CUTTING = {"flowmoe", "penstock"}
 
@@ -106,6 +107,7 @@ def test_more_microbatches_than_samples(name: str) -> None:
             RunConfig(schedule=schedule, data=data)
     else:
         assert RunConfig(schedule=schedule, data=data).schedule.microbatches == 5
+    assert RunConfig(schedule=schedule, data=data, plan=PlanConfig(source="auto")).schedule is schedule
     RunConfig(schedule=replace(schedule, microbatches=4), data=data)
 
 
@@ -132,6 +134,7 @@ OTHER = RunConfig(
     model=ModelConfig(preset="GPT2-Tiny-MoE", num_layers=3, moe_layers=(0, 2), dropout=0.1),
     moe=MoEConfig(num_experts=6, expert="gelu", capacity_factor=1.5, norm_topk_prob=False),
     schedule=ScheduleConfig(name="penstock", microbatches=3, refine_after=0),
+    plan=PlanConfig(source="some plan.json", tuner="grid", watch=False, drift_threshold=0.3),
     parallel=ParallelConfig(processes=2, ep_size=1, timeout_s=2.5),
     data=DataConfig(path='a "quoted" folder', batch_per_device=3, suffixes=(".txt",)),
     optimizer=OptimizerConfig(lr=1e-5, clip_grad_norm=None),

@@ -36,7 +36,7 @@ def earlier() -> Iterator[None]:
 @pytest.mark.usefixtures("earlier")
 def test_nobody_asked() -> None:
     with StopRequests(Control(0, 1)) as requests:
-        assert not requests.agreed(1)
+        assert not requests.agreed(1).stop
 
 
 @pytest.mark.usefixtures("earlier")
@@ -44,8 +44,8 @@ def test_nobody_asked() -> None:
 def test_a_signal_is_noted_and_stays_noted(number: signal.Signals) -> None:
     with StopRequests(Control(0, 1)) as requests:
         signal.raise_signal(number)
-        assert requests.agreed(1)
-        assert requests.agreed(2)
+        assert requests.agreed(1).stop
+        assert requests.agreed(2).stop
 
 
 @pytest.mark.usefixtures("earlier")
@@ -54,7 +54,7 @@ def test_two_signals_close_together_count_as_one(second: signal.Signals) -> None
     with StopRequests(Control(0, 1)) as requests:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(second)
-        assert requests.agreed(1)
+        assert requests.agreed(1).stop
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_a_later_second_signal_acts_as_before() -> None:
         time.sleep(SAME_REQUEST_S + 0.1)
         with pytest.raises(HitError):
             signal.raise_signal(signal.SIGTERM)
-        assert requests.agreed(1)
+        assert requests.agreed(1).stop
         assert [signal.getsignal(number) for number in SIGNALS] == [_hit, _hit]
 
 
@@ -87,10 +87,20 @@ def test_handlers_are_restored(fails: bool) -> None:
 def agreed_on(rank: int, asked: int | None) -> list[bool]:
     """What this rank hears after two steps, if rank `asked` got a signal during the second."""
     with StopRequests(Control(rank, 2)) as requests:
-        heard = [requests.agreed(1)]
+        heard = [requests.agreed(1).stop]
         if rank == asked:
             signal.raise_signal(signal.SIGTERM)
-        return [*heard, requests.agreed(2)]
+        return [*heard, requests.agreed(2).stop]
+
+
+def slowest_of(rank: int, times_s: list[float]) -> list[float]:
+    """The step times that this rank hears of, each rank having taken its own."""
+    with StopRequests(Control(rank, 2)) as requests:
+        return [requests.agreed(1, times_s[rank]).slowest_s, requests.agreed(2, times_s[1 - rank]).slowest_s]
+
+
+def test_all_ranks_hear_the_time_of_the_slowest(ranks: Pools) -> None:
+    assert ranks(2).run(slowest_of, [0.1, 1 / 3]) == [[1 / 3, 1 / 3]] * 2
 
 
 @pytest.mark.parametrize("asked", [None, 0, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.cost import StepCost, Workload, split_sizes
 from penstock.cost.legs import busiest_share
 from penstock.dispatch import DISPATCHES
-from penstock.graph import Group, Lane, Op, StepShape, Task, build_graph
+from penstock.graph import Group, Lane, Op, Phase, StepShape, Task, build_graph
 from penstock.graph.dependencies import TRANSFERS
 from penstock.schedule import SCHEDULES, plan_step
 from penstock.simulate import Ranks, lower_bound, simulate
@@ -50,12 +51,12 @@ def test_pieces_hold_every_row_once(step: Step) -> None:
 
 
 @given(steps(capacity=False))
-def test_a_chunk_has_the_rows_of_its_tokens(step: Step) -> None:
+def test_a_slice_has_the_rows_of_its_tokens(step: Step) -> None:
     """As a real stack cuts: tokens of a microbatch into nearly equal ranges; no token twice at an expert."""
     (shape, work, _), cost = step, cost_of(step)
     for m in range(shape.microbatches):
-        chunks = split_sizes(work.tokens(m, shape.microbatches), shape.chunks)
-        for c, tokens in enumerate(chunks):
+        slices = split_sizes(work.tokens(m, shape.microbatches), shape.slices)
+        for c, tokens in enumerate(slices):
             assert (cost.rows[:, m, c].sum(axis=-1) == tokens * work.top_k).all()
             assert (cost.rows[:, m, c] <= tokens).all()
 
@@ -90,9 +91,44 @@ def test_what_came_goes_back_and_gradients_go_the_other_way(step: Step) -> None:
             there = splits_of(cost, task, rank)
             back = there[1], there[0]
             assert splits_of(cost, replace(task, op=Op.COMBINE), rank) == back
-            backward = next(t for t in moves(shape) if not t.forward).phase
-            assert splits_of(cost, replace(task, phase=backward), rank) == back
-            assert splits_of(cost, replace(task, op=Op.COMBINE, phase=backward), rank) == there
+            if shape.backward_chunks == shape.chunks:
+                backward = replace(task, phase=Phase.BACKWARD)
+                assert splits_of(cost, backward, rank) == back
+                assert splits_of(cost, replace(backward, op=Op.COMBINE), rank) == there
+
+
+@given(steps())
+def test_every_chunk_has_what_its_slices_have(step: Step) -> None:
+    """Forward and backward chunks are other runs of the same slices."""
+    (shape, work, routing), cost = step, cost_of(step)
+    fine = VirtualCost(
+        replace(shape, chunks=shape.slices, degree_backward=0), work, CLUSTER, routing.counts(0)
+    )
+    assert (fine.rows == cost.rows).all()
+    for task in (t for t in build_graph(shape).tasks if t.op in TRANSFERS):
+        assert task.chunk is not None
+        slices = [replace(task, chunk=s) for s in shape.slices_of(task.chunk, task.phase)]
+        for rank in range(work.world_size):
+            parts = [splits_of(fine, s, rank) for s in slices]
+            for mine, theirs in zip(splits_of(cost, task, rank), zip(*parts, strict=True), strict=True):
+                assert mine == [sum(rows) for rows in zip(*theirs, strict=True)]
+
+
+@given(steps())
+def test_experts_compute_every_row_once_in_either_direction(step: Step) -> None:
+    """With almost no overheads, the experts' seconds do not depend on how many chunks there are."""
+    shape, work, routing = step
+    free = replace(CLUSTER, task_overhead_s=1e-15)
+    cut = VirtualCost(shape, work, free, routing.counts(0))
+    whole = VirtualCost(replace(shape, chunks=1, degree_backward=0), work, free, routing.counts(0))
+
+    def experts_s(cost: VirtualCost, *, forward: bool) -> Any:
+        tasks = build_graph(cost.shape).tasks
+        return sum(cost.seconds(t) for t in tasks if t.op is Op.EXPERTS and t.forward is forward)
+
+    for forward in (True, False):
+        ours, theirs = (experts_s(cost, forward=forward) for cost in (cut, whole))
+        np.testing.assert_allclose(ours, theirs, atol=1e-12)  # the overheads of some dozens of tasks
 
 
 @given(steps(capacity=False))
@@ -108,15 +144,15 @@ def test_exchanged_counts_say_the_splits(step: Step) -> None:
                 == received.shape
                 == (
                     work.ep_size,
-                    shape.chunks,
+                    shape.slices,
                     work.num_experts // work.ep_size,
                 )
             )
             for chunk in range(shape.chunks):
                 dispatch = Task(task.layer, Op.DISPATCH, task.phase, task.microbatch, chunk)
-                splits = splits_of(cost, dispatch, rank)
-                assert sent[:, chunk].sum(axis=-1).tolist() == splits[0]
-                assert received[:, chunk].sum(axis=-1).tolist() == splits[1]
+                splits, held = splits_of(cost, dispatch, rank), list(shape.slices_of(chunk, task.phase))
+                assert sent[:, held].sum(axis=(1, 2)).tolist() == splits[0]
+                assert received[:, held].sum(axis=(1, 2)).tolist() == splits[1]
 
 
 # ---- seconds -----------------------------------------------------------------------------------------------

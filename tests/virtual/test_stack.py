@@ -85,7 +85,7 @@ def expected_traffic(rank: int, stack: VirtualStack, number: int) -> Counter[int
     for task in stack.plan.graph.tasks:
         if task.op in (Op.DISPATCH, Op.COMBINE, Op.COUNTS):
             local = work.num_experts // work.ep_size
-            row = cost.shape.chunks * local * 8 if task.op is Op.COUNTS else work.hidden_size * 4
+            row = cost.shape.slices * local * 8 if task.op is Op.COUNTS else work.hidden_size * 4
             group = next(g for g in layout.members(Group.EXPERT) if rank in g)
             once = (1,) * work.ep_size
             splits = once if task.op is Op.COUNTS else cost.move(task, rank).input_splits
@@ -188,6 +188,20 @@ def test_a_virtual_step_sends_what_a_real_one_sends(
         assert same
         assert real == virtual
         assert real.total() > 0
+
+
+@pytest.mark.parametrize("degrees", [(1, 2), (2, 3), (4, 2)])
+@pytest.mark.parametrize("name", ["fsmoe", "lina"])
+def test_other_chunks_on_the_way_back(ranks: Pools, name: str, degrees: tuple[int, int]) -> None:
+    chunks, backward = degrees
+    case = case_of(name, capacity_factor=1.25)
+    case = replace(case, schedule=replace(case.schedule, chunks=chunks, backward_chunks=backward))
+    for real, virtual, same in ranks(4).run(real_and_virtual, case):
+        assert same
+        assert real == virtual
+    uneven = replace(case, moe=replace(case.moe, capacity_factor=None))
+    for result in ranks(4).run(run_virtual, uneven):
+        check_ran(result)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.bench.contender import Entry, run_step
-from penstock.bench.load import Load
 from penstock.bench.predict import ComputeTimes, PredictedCost, predict
 from penstock.bench.scheduled import Scheduled, Stacks
 from penstock.bench.tune import variants
 from penstock.cost import StepCost
 from penstock.graph import Lane, Task
 from penstock.runtime.links import fit_links
+from penstock.runtime.load import Load
 from penstock.schedule import SCHEDULES, ScheduleConfig, StepPlan
 from penstock.simulate import Ranks
 from penstock.trace import TaskRecord

@@ -16,7 +16,7 @@ class Measurements:
 
     peaks_bytes: memory of one step, [label][rank]. compute_s: the computation alone, [rank][round].
     traffic: bytes that the first entry sends in a step, [rank][round][receiving rank].
-    virtual: what virtual devices these were; None if computation was done.
+    virtual: what virtual devices these were; None if computation was done. notes: what the table ends with.
     """
 
     entries: tuple[Entry, ...]
@@ -25,6 +25,7 @@ class Measurements:
     compute_s: list[list[float]]
     traffic: list[list[Mapping[int, int]]]
     virtual: str | None
+    notes: tuple[str, ...] = ()
 
 
 def compare(field: Field, config: CompareConfig) -> Measurements:
@@ -54,4 +55,5 @@ def compare(field: Field, config: CompareConfig) -> Measurements:
         compute_s=[rank[1] for rank in everyone],
         traffic=[rank[2] for rank in everyone],
         virtual=field.label,
+        notes=field.notes,
     )

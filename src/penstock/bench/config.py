@@ -25,6 +25,7 @@ class CompareConfig:
     rounds: measured steps of each. warmup: steps before them.
     batch_per_device: samples per rank and step. seed: of weights and data.
     tune: predict every schedule with several numbers of pieces and compare it at its best.
+    profile_s: seconds to measure links and tasks for, before a plan is sought (`--plan`).
     """
 
     schedules: tuple[str, ...] = ("sequential", "moe_pipeline", "flowmoe")
@@ -34,6 +35,7 @@ class CompareConfig:
     batch_per_device: int = 4
     seed: int = 0
     tune: bool = False
+    profile_s: float = 30.0
 
     def __post_init__(self) -> None:
         for key in ("schedules", "peers"):

@@ -33,6 +33,11 @@ class Field(Protocol):
         ...
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What the table ends with."""
+        ...
+
+    @property
     def traffic(self) -> Counter[int]:
         """Bytes that the entries on Penstock's transport have sent from here, by receiving rank."""
         ...
@@ -52,6 +57,7 @@ class RealField:
 
     def __init__(self, config: BenchConfig, layout: Layout) -> None:
         self.label: str | None = None
+        self.notes: tuple[str, ...] = ()
         self._stacks = Stacks(config, layout)
         self.control = self._stacks.machinery.control
         calibration = Calibration(self._stacks)

@@ -17,13 +17,10 @@ import numpy.typing as npt
 
 from penstock.cost import StepCost
 from penstock.graph import Lane, Op, Phase, Task
+from penstock.plan.predict import Shares, settle
 from penstock.schedule import StepPlan
-from penstock.simulate import Ranks, Seconds, Timeline, simulate
+from penstock.simulate import Ranks, Seconds, simulate
 from penstock.trace import TaskRecord
-
-PASSES = 3
-Shares = Mapping[Task, float]
-"""Which part of a task's time the other side, computation or transfers, is busy on the same rank."""
 
 
 @dataclass(frozen=True)
@@ -89,34 +86,10 @@ class PredictedCost:
 
 def predict(plan: StepPlan, cost: PredictedCost, ranks: Ranks) -> float:
     """Iteration in seconds: the mean over draws, since every collective waits for the slowest rank."""
-    shares: Shares = dict.fromkeys(plan.graph.tasks, 1.0)
-    for _ in range(PASSES):
-        shares = company(simulate(plan.schedule, plan.graph, partial(_expected, cost, shares)))
+    shares = settle(plan, cost.seconds)
     draws = (partial(_drawn, cost, shares, number) for number in range(cost.rounds))
     return float(np.mean([simulate(plan.schedule, plan.graph, drawn, ranks).iteration_s for drawn in draws]))
 
 
-def _expected(cost: PredictedCost, shares: Shares, task: Task) -> float:
-    return cost.seconds(task, shares[task])
-
-
 def _drawn(cost: PredictedCost, shares: Shares, number: int, task: Task) -> float | Seconds:
     return cost.drawn(task, shares[task], number)
-
-
-def company(timeline: Timeline) -> Shares:
-    """For every task the share of its time in which the other side was busy, on rank 0."""
-    spans = {task: (float(i.start[0]), float(i.end[0])) for task, i in timeline.times.items()}
-    return {task: _covered(span, _other_side(task, spans)) for task, span in spans.items()}
-
-
-def _other_side(task: Task, spans: Mapping[Task, tuple[float, float]]) -> list[tuple[float, float]]:
-    computes = task.lane is Lane.COMPUTE
-    return [span for other, span in spans.items() if (other.lane is Lane.COMPUTE) is not computes]
-
-
-def _covered(span: tuple[float, float], others: Iterable[tuple[float, float]]) -> float:
-    """Share of `span` that `others`, which do not overlap, cover. 0 for an empty span."""
-    start, end = span
-    common = sum(max(0.0, min(end, stop) - max(start, begin)) for begin, stop in others)
-    return min(1.0, common / (end - start)) if end > start else 0.0

@@ -11,7 +11,8 @@ from penstock.bench.result import BenchResult, CaseResult, Spread
 
 def restore(plain: Mapping[str, Any]) -> BenchResult:
     """The inverse of `BenchResult.to_dict`. Raises `KeyError` if a field is missing."""
-    known = {field.name: plain[field.name] for field in fields(BenchResult)}
+    known = {field.name: plain[field.name] for field in fields(BenchResult) if field.name != "notes"}
+    known["notes"] = tuple(plain.get("notes", ()))  # older results have none
     known["virtual"] = plain["virtual_devices"]  # in JSON `virtual` may say no more than whether they were
     known["cases"] = tuple(_case(case) for case in plain["cases"])
     return BenchResult(**known)

@@ -88,7 +88,7 @@ class BenchResult:
     compute_s: the same computation on all ranks at once, nothing sent. wire_bytes: of the busiest node in its
     busier direction, one step. wire_s: wire_bytes over the uplink's rate; None if the rate is not known.
     virtual: devices slept for as long as the cost model says, instead of computing; bytes were real. The text
-    says which; None for real computation.
+    says which; None for real computation. notes: lines for people, such as why a plan was chosen.
     """
 
     virtual: str | None
@@ -99,6 +99,7 @@ class BenchResult:
     wire_bytes: int
     wire_s: float | None
     cases: tuple[CaseResult, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def limit_s(self) -> float:
@@ -109,4 +110,5 @@ class BenchResult:
         plain = {k: getattr(self, k) for k in ("ranks", "nodes", "inter_rate_bit_per_s", "compute_s")}
         rest = {"wire_bytes": self.wire_bytes, "wire_s": self.wire_s, "limit_s": self.limit_s}
         virtual = {"virtual": self.virtual is not None, "virtual_devices": self.virtual}
-        return virtual | plain | rest | {"cases": [case.to_dict() for case in self.cases]}
+        cases = {"notes": list(self.notes), "cases": [case.to_dict() for case in self.cases]}
+        return virtual | plain | rest | cases

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from penstock.bench.config import BenchConfig
 from penstock.bench.shipped import ShippedTransport
-from penstock.bench.silent import silent
 from penstock.models import GPT
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.lanes import ThreadLanes
+from penstock.runtime.silent import silent
 from penstock.runtime.transport import Transports
 from penstock.schedule import StepPlan
 from penstock.topology import Layout, lane_groups

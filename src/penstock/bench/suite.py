@@ -42,7 +42,7 @@ class Run:
     """One call of `penstock bench`.
 
     name: of its files: letters, digits, `-` and `_`. arguments: behind `penstock bench`. note: why it is
-    here. seconds: roughly what it takes.
+    here. seconds: roughly what it takes. drawn: whether figures show its cases.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Run:
     arguments: tuple[str, ...]
     note: str
     seconds: float
+    drawn: bool = True
 
     def __post_init__(self) -> None:
         assert re.fullmatch(r"[\w-]+", self.name) and self.name not in OVERVIEW, self.name
@@ -72,7 +73,7 @@ class Outcome:
     @property
     def compared(self) -> Mapping[str, Any] | None:
         """The result if it compares cases, with the run's title as label: what figures show."""
-        if self.result is None or "cases" not in self.result:
+        if self.result is None or "cases" not in self.result or not self.run.drawn:
             return None
         return {**self.result, "label": self.run.title}
 
@@ -241,6 +242,13 @@ def _dispatch(shape: str, rate: str, experts: int, note: str, seconds: float) ->
     return Run(name=f"dispatch-{shape}-{rate}", title=title, arguments=arguments, note=note, seconds=seconds)
 
 
+def _plan(rate: str, note: str) -> Run:
+    """What is chosen, beside four published plans, all predicted from one profile."""
+    arguments = ("--plan", *_cluster("2x1", rate), "compare.rounds=5")
+    title = f"The chosen plan, {rate_text(parse_rate(rate))}"
+    return Run(name=f"plan-2x1-{rate}", title=title, arguments=arguments, note=note, seconds=100, drawn=False)
+
+
 def _title(shape: str, rate: str) -> str:
     nodes, devices = shape.split("x")
     plural = "s" if devices != "1" else ""
@@ -280,6 +288,27 @@ SUITE: Final = (
         "2x2", "2gbit", 4, "Which of the three is the fastest, and whether the fitted models say so.", 60
     ),
     _dispatch("4x4", "2gbit", 16, "The same with sixteen ranks, which only send.", 150),
+    _plan("200mbit", "A profile, a search, and what was promised against what was measured."),
+    _plan("300mbit", "The same on a faster link."),
+    _plan("400mbit", "The same on a faster link."),
+    _plan("700mbit", "The same on a faster link."),
+    _plan("2gbit", "The same on a link that is hardly felt."),
+    Run(
+        name="drift",
+        title="Drift: the network or a rank gets slower in mid-training",
+        arguments=("--drift",),
+        note="Each row is two runs: one that meets the change behind step 25, and one that was planned for "
+        "the slow state from its start. Real training steps; medians of the last 15.",
+        seconds=500,
+    ),
+    Run(
+        name="published",
+        title="The layers of the FSMoE and FlowMoE studies",
+        arguments=("--published",),
+        note="By simulation, from the published constants and bandwidths; how the studies are read and why "
+        "figures differ: [docs/planning.md](docs/planning.md).",
+        seconds=300,
+    ),
     Run(
         name="layer",
         title="The MoE layer in one process",

@@ -28,6 +28,7 @@ def summarise(
         wire_bytes=wire_bytes,
         wire_s=wire_s,
         virtual=found.virtual,
+        notes=found.notes,
         cases=tuple(_case(entry, found, base, limit_s) for entry in found.entries),
     )
 

@@ -27,7 +27,8 @@ def render(result: BenchResult) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
     lines = [" | ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows]
     rule = "-|-".join("-" * width for width in widths)
-    return "\n".join([*_limits(result), "", *(f"| {line} |" for line in (lines[0], rule, *lines[1:]))])
+    table = [f"| {line} |" for line in (lines[0], rule, *lines[1:])]
+    return "\n".join([*_limits(result), "", *table, *([""] if result.notes else []), *result.notes])
 
 
 def _limits(result: BenchResult) -> list[str]:

@@ -7,7 +7,9 @@ from typing import Any
 
 from penstock.bench.collectives import CollectivesResult, render_collectives
 from penstock.bench.dispatches import DispatchesResult, render_dispatches
+from penstock.bench.drift import DriftsResult, render_drifts
 from penstock.bench.layer import LayerBenchmark, render_layer
+from penstock.bench.published import PublishedResult, render_published
 from penstock.bench.restore import restore
 from penstock.bench.table import render
 
@@ -18,6 +20,10 @@ def text_of(result: Mapping[str, Any]) -> str:
         return render_collectives(CollectivesResult.from_dict(result))
     if "dispatches" in result:
         return render_dispatches(DispatchesResult.from_dict(result))
+    if "drifts" in result:
+        return render_drifts(DriftsResult.from_dict(result))
+    if "grids" in result:
+        return render_published(PublishedResult.from_dict(result))
     if "layers" in result:
         return render_layer(LayerBenchmark.from_dict(result))
     return render(restore(result))

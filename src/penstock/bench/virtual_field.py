@@ -47,6 +47,7 @@ class VirtualField:
 
     def __init__(self, config: BenchConfig, layout: Layout) -> None:
         self.label: str | None = config.virtual.label
+        self.notes: tuple[str, ...] = ()
         self._bench, self._config, self._layout = config, run_config_of(config), layout
         machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
         self.control, self._transports = machinery.control, machinery.transports

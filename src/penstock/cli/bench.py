@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,14 +21,18 @@ from penstock.bench.collectives import (
 )
 from penstock.bench.compare import compare
 from penstock.bench.dispatches import measure_dispatches, summarise_dispatches
+from penstock.bench.drift import measure_drifts
 from penstock.bench.field import Field, RealField
 from penstock.bench.layer import measure_layer
 from penstock.bench.peers import require
+from penstock.bench.plan_field import PlanField
+from penstock.bench.published import run_published
 from penstock.bench.shipped import ShippedTransport
 from penstock.bench.summarise import summarise
 from penstock.bench.text import text_of
 from penstock.bench.virtual_field import VirtualField
 from penstock.cli.codes import BAD_USAGE, FAILED
+from penstock.cli.ranks import start_ranks
 from penstock.cli.train import end_of_rank
 from penstock.config import ConfigError, load
 from penstock.emulate import Cluster, EmulateConfig
@@ -47,12 +51,17 @@ from penstock.topology import (
 )
 from penstock.topology.join import ALONE
 from penstock.train.assemble import build_machinery, pick_device
-from penstock.train.launcher import Place, launch
 
-Subject = Literal["schedules", "collectives", "dispatch", "layer"]
+Subject = Literal["schedules", "plan", "collectives", "dispatch", "layer", "drift", "published"]
 """What is measured: whole steps, or a part alone."""
 
+JOINTLY_PLANNED = 60
+"""Layers of each published grid that the joint search plans, too; all would take most of an hour."""
+
 PARTS: dict[str, str] = {
+    "plan": "the chosen plan and published ones",
+    "drift": "training in which something changes",
+    "published": "published layers, by simulation,",
     "collectives": "the transport",
     "dispatch": "ways to dispatch",
     "layer": "the MoE layer in one process",
@@ -98,17 +107,17 @@ def bench(
     config = load(BenchConfig, path, overrides)
     _check_together(config, wanted)
     info = detect(os.environ)
-    if wanted.subject == "layer":
-        return _layer(wanted, info, emulate)
+    if wanted.subject in ALONE_SUBJECTS:
+        return _alone(wanted, info, emulate)
     if emulate is not None and info is not None and info.launcher != "penstock":
         why = f"ranks that {info.launcher} started already have a network"
         hint = "Start penstock bench itself, or leave --emulate out."
         raise ConfigError("--emulate", str(emulate.shape), why, hint)
     if info is None and emulate is not None:
         with Cluster(emulate) as cluster:
-            return _start_ranks(config, given, emulate.shape.ranks, cluster)
+            return start_ranks(given, emulate.shape.ranks, config.parallel.timeout_s, cluster)
     if info is None and config.parallel.processes > 1:
-        return _start_ranks(config, given, config.parallel.processes)
+        return start_ranks(given, config.parallel.processes, config.parallel.timeout_s)
     info = info or ALONE
     return end_of_rank(info, _be_rank(config, info, wanted, emulate))
 
@@ -117,22 +126,12 @@ def _check_together(config: BenchConfig, wanted: Wanted) -> None:
     if wanted.virtual and config.compare.peers:
         why = "other systems compute, and virtual devices sleep instead"
         raise ConfigError("--peers", ",".join(config.compare.peers), why, "Leave --virtual out.")
-    if wanted.subject == "schedules" and not wanted.virtual and config.moe.capacity_factor is None:
+    if wanted.subject in ("schedules", "plan") and not wanted.virtual and config.moe.capacity_factor is None:
         why = "computation alone, without a network, has no routing to go by"
         hint = "Give a capacity factor such as 1.25, or use --virtual."
         raise ConfigError("moe.capacity_factor", "none", why, hint)
     for peer in config.compare.peers:
         require(peer)
-
-
-def _start_ranks(
-    config: BenchConfig, given: Sequence[str], processes: int, place: Place | None = None
-) -> int:
-    command = [sys.executable, "-m", "penstock", *given]
-    outcome = launch(command, processes, grace_s=config.parallel.timeout_s + 10, place=place)
-    if outcome.first_failure is not None and outcome.exit_code != BAD_USAGE:
-        print(f"penstock: {outcome.first_failure.describe()}", file=sys.stderr)
-    return outcome.exit_code
 
 
 def _be_rank(config: BenchConfig, info: ProcessInfo, wanted: Wanted, emulate: EmulateConfig | None) -> int:
@@ -165,7 +164,11 @@ class Result(Protocol):
 
 def _comparison(config: BenchConfig, layout: Layout, wanted: Wanted, emulate: EmulateConfig | None) -> Result:
     """Without an emulated cluster all ranks count as one node with a link of unknown rate."""
-    field: Field = VirtualField(config, layout) if wanted.virtual else RealField(config, layout)
+    field: Field
+    if wanted.subject == "plan":
+        field = PlanField(config, layout)
+    else:
+        field = VirtualField(config, layout) if wanted.virtual else RealField(config, layout)
     found = compare(field, config.compare)
     field.close()
     nodes = 1 if emulate is None else emulate.nodes
@@ -191,14 +194,13 @@ def _dispatch(config: BenchConfig, layout: Layout, wanted: Wanted, emulate: Emul
     return summarise_dispatches(found, _rate(emulate))
 
 
-def _layer(wanted: Wanted, info: ProcessInfo | None, emulate: EmulateConfig | None) -> int:
-    """In this process: there is nobody to talk to."""
+def _alone(wanted: Wanted, info: ProcessInfo | None, emulate: EmulateConfig | None) -> int:
+    """In this process: there is nobody to talk to, or it starts all that it needs by itself."""
     if info is not None or emulate is not None:
         other = "--emulate" if emulate is not None else f"a start by {info.launcher if info else ''}"
-        raise ConfigError(
-            "--layer", True, f"is about one process and has no use for {other}", "Leave it out."
-        )
-    _print(measure_layer(), wanted)
+        why = f"measures {PARTS[wanted.subject]} and has no use for {other}"
+        raise ConfigError(f"--{wanted.subject}", True, why, "Leave it out.")
+    _print(ALONE_SUBJECTS[wanted.subject](), wanted)
     return 0
 
 
@@ -207,7 +209,18 @@ def _print(result: Result, wanted: Wanted) -> None:
     print(json.dumps(plain) if wanted.json else text_of(plain))
 
 
-SUBJECTS = {"schedules": _comparison, "collectives": _collectives, "dispatch": _dispatch}
+SUBJECTS = {
+    "schedules": _comparison,
+    "plan": _comparison,
+    "collectives": _collectives,
+    "dispatch": _dispatch,
+}
+ALONE_SUBJECTS: dict[str, Callable[[], Result]] = {
+    "layer": measure_layer,
+    "drift": measure_drifts,
+    "published": partial(run_published, joint_sample=JOINTLY_PLANNED, effort="low", workers=2),
+}
+"""What one process measures, or starts ranks for by itself."""
 
 
 def _rate(emulate: EmulateConfig | None) -> float | None:

@@ -11,10 +11,12 @@ from pathlib import Path
 from penstock import __version__
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.cli.emulate import add_emulate, add_emulation_options, emulation
+from penstock.cli.plan import add_plan
 from penstock.config import ConfigError
 from penstock.emulate import EmulationError, EmulationUnavailable
 from penstock.emulate.system import check_available
 from penstock.graph import ScheduleError
+from penstock.schedule import SCHEDULES
 
 MOST_PIECES = 64
 
@@ -60,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_schedule(commands)
     _add_bench(commands)
+    add_plan(commands)
+    _add_profile(commands)
     add_emulate(commands)
     return parser
 
@@ -70,7 +74,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="train a model",
         description="Trains what CONFIG describes. Starts local processes itself, or joins those that "
         "torchrun or Slurm started.",
-        epilog="Example: penstock train configs/tiny.toml schedule.name=sequential train.steps=50",
+        epilog="Example: penstock train configs/tiny.toml optimizer.lr=1e-3 train.steps=50",
     )
     train.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file such as configs/tiny.toml")
     train.add_argument(
@@ -88,10 +92,12 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         description="Prints the grid of a schedule and its simulated timeline. Needs no GPU and no network.",
         epilog="Example: penstock schedule flowmoe --layers 2 --microbatches 2",
     )
-    schedule.add_argument("name", metavar="NAME", help="sequential, moe_pipeline, flowmoe or penstock")
+    schedule.add_argument("name", metavar="NAME", help=", ".join(SCHEDULES))
     schedule.add_argument("--layers", type=_count, default=2, metavar="N", help="MoE layers (2)")
     schedule.add_argument("--microbatches", type=_count, default=2, metavar="R", help="microbatches (2)")
-    schedule.add_argument("--chunks", type=_count, default=2, metavar="C", help="chunks per MoE layer (2)")
+    schedule.add_argument(
+        "--chunks", type=_count, metavar="C", help="chunks per MoE layer (the schedule's usual)"
+    )
     schedule.add_argument(
         "--all-reduce-chunks", type=_count, default=4, metavar="K", help="chunks per layer's all-reduce (4)"
     )
@@ -125,6 +131,9 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ("collectives", "measure the transport alone: how near it comes to the wire"),
         ("dispatch", "measure ways to dispatch: flat and hierarchical, small messages and large ones"),
         ("layer", "measure the MoE layer in one process, beside other implementations"),
+        ("plan", "profile, choose a plan, and measure it beside four published ones"),
+        ("drift", "train while the network or a rank gets slower; Linux, root, minutes"),
+        ("published", "the layers of the FSMoE and FlowMoE studies, by simulation"),
     ):
         part.add_argument(f"--{name}", action="store_const", const=name, dest="subject", help=text)
     bench.set_defaults(subject="schedules")
@@ -135,6 +144,32 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench.add_argument("--json", action="store_true", help="print one JSON object")
     add_emulation_options(bench)
     bench.set_defaults(run=_bench)
+
+
+def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    profile = commands.add_parser(
+        "profile",
+        help="measure the cluster",
+        description="Measures every collective, and the computation of a model under the real contention of "
+        "all ranks; saves a cluster file, which plans are made from.",
+        epilog="Example: penstock profile --emulate 2x1 --inter-rate 400mbit --out slow.json",
+    )
+    profile.add_argument(
+        "config", nargs="?", metavar="CONFIG", help="a TOML file; default: the model of penstock bench"
+    )
+    profile.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that win over it"
+    )
+    profile.add_argument(
+        "--budget", type=float, default=60.0, metavar="SECONDS", help="how long, roughly (60)"
+    )
+    profile.add_argument(
+        "--out", type=Path, default=Path("cluster.json"), metavar="FILE", help="where to (cluster.json)"
+    )
+    profile.add_argument("--plot", type=Path, metavar="DIR", help="draw points and lines there, as PNG")
+    profile.add_argument("--json", action="store_true", help="print the cluster file, nothing else")
+    add_emulation_options(profile)
+    profile.set_defaults(run=_profile)
 
 
 def _count(text: str) -> int:
@@ -170,8 +205,17 @@ def _bench(options: argparse.Namespace, given: Sequence[str]) -> int:
     return bench(options.config, [*options.overrides, *overrides], given, wanted, emulation(options))
 
 
+def _profile(options: argparse.Namespace, given: Sequence[str]) -> int:
+    from penstock.cli.profile import Wanted, profile
+
+    words = [*([] if options.config is None else [options.config]), *options.overrides]
+    path = Path(words.pop(0)) if words and "=" not in words[0] else None  # argparse takes what comes first
+    wanted = Wanted(budget_s=options.budget, out=options.out, plot=options.plot, json=options.json)
+    return profile(path, words, given, wanted, emulation(options))
+
+
 def _check_alone(given: Sequence[str]) -> None:
-    """Refuse `--suite` with anything else: it would run for twenty minutes and ignore it."""
+    """Refuse `--suite` with anything else: it would run for forty minutes and ignore it."""
     taken = ["bench", "--suite"] if "--suite" in given else ["bench"]
     more = [word for word in given if word not in taken and not word.startswith("--suite=")]
     if len(more) > ("--suite" in given):

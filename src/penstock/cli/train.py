@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
+from penstock.cli.ranks import start_ranks
 from penstock.config import ConfigError, load
 from penstock.emulate import Cluster, EmulateConfig
 from penstock.report import RunSummary
@@ -22,7 +23,7 @@ from penstock.topology.join import ALONE
 from penstock.train.assemble import pick_device
 from penstock.train.checkpoint import CheckpointError, complete_checkpoints
 from penstock.train.config import RunConfig
-from penstock.train.launcher import Place, launch
+from penstock.train.launcher import Place
 from penstock.train.trainer import DivergedError, OnStep, Trainer
 from penstock.virtual import RecordedModel, RoutingRecorder
 
@@ -70,12 +71,7 @@ def _start_emulated(
 def _start_ranks(config: RunConfig, given: Sequence[str], processes: int, place: Place | None = None) -> int:
     resolved = config.resolved(processes)  # what can be refused is refused before any process starts
     Layout.build(resolved.parallel, processes, 0, resolved.moe.num_experts)
-    command = [sys.executable, "-m", "penstock", *given]
-    # After a failure the others need up to one timeout to notice and to say what they waited for.
-    outcome = launch(command, processes, grace_s=config.parallel.timeout_s + 10, place=place)
-    if outcome.first_failure is not None and outcome.exit_code not in (BAD_USAGE, INTERRUPTED):
-        print(f"penstock: {outcome.first_failure.describe()}; {_way_out(config)}", file=sys.stderr)
-    return outcome.exit_code
+    return start_ranks(given, processes, config.parallel.timeout_s, place, lambda: _way_out(config))
 
 
 def _be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:

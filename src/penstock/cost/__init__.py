@@ -1,17 +1,22 @@
 """`cost(task)`: seconds. The only place that knows a duration. Pure Python: no torch."""
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
+from penstock.cost.cluster_file import ClusterFile
 from penstock.cost.fitted import FittedCluster
 from penstock.cost.measured import MeasuredCost
-from penstock.cost.step import StepCost
+from penstock.cost.profiled import ProfiledCluster
+from penstock.cost.step import StepCost, UnevenRanks
 from penstock.cost.workload import Workload, split_sizes
 
 __all__ = [
     "AlphaBeta",
     "ClusterConfig",
+    "ClusterFile",
     "FittedCluster",
     "MeasuredCost",
+    "ProfiledCluster",
     "StepCost",
+    "UnevenRanks",
     "Workload",
     "split_sizes",
 ]

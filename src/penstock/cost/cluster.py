@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from penstock.config import ConfigError
 from penstock.cost.legs import busiest_share
-from penstock.graph.task import SPECS, Lane, Op
+from penstock.graph.task import SPECS, Lane, Op, Phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,24 @@ class ClusterConfig:
     def all_reduce(self, ranks: int) -> AlphaBeta:
         """Argument: bytes of the tensor. A ring sends it almost twice."""
         return self._collective(2 * (ranks - 1), 2 * (ranks - 1) / ranks)
+
+    def shards(self, ranks: int, *, scatters: bool) -> AlphaBeta:
+        """Reduce-scatter (argument: bytes of its input) or all-gather (of its output) inside a node."""
+        del scatters  # the same bytes either way
+        share = (ranks - 1) / ranks
+        return AlphaBeta(
+            alpha_s=(ranks - 1) * self.intra_latency_s, beta_s_per_byte=share / self.intra_bytes_per_s
+        )
+
+    def compute_s(self, op: Op, phase: Phase, flops: float, moved_bytes: float) -> float:
+        """A compute task whose forward has so many operations and copies. Backward is twice forward."""
+        del op
+        scale = 2 if phase is Phase.BACKWARD else 1  # a split backward is two halves of that
+        return self.task_overhead_s + scale * self.nominal_s(flops, moved_bytes)
+
+    def nominal_s(self, flops: float, moved_bytes: float) -> float:
+        """What so much work takes by the two rates alone."""
+        return flops / self.flops_per_s + moved_bytes / self.memory_bytes_per_s
 
     def _collective(self, rounds: int, share: float) -> AlphaBeta:
         return AlphaBeta(alpha_s=rounds * self.link_latency_s, beta_s_per_byte=share / self.link_bytes_per_s)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.cost.cluster import ClusterConfig
-from penstock.cost.workload import Workload, split_sizes
-from penstock.graph import Op, Phase, StepShape, Task
+from penstock.cost.workload import Workload, part_sizes, split_sizes
+from penstock.graph import Lane, Op, StepShape, Task
 from penstock.graph.dependencies import TRANSFERS
 
 COUNT_BYTES = 8
@@ -16,21 +21,51 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True)
 class StepCost:
-    """`cost(task)` in seconds. Backward matrix products cost twice the forward ones."""
+    """`cost(task)` in seconds, the same on all ranks. Tasks that are alike are worked out once."""
 
     shape: StepShape
     workload: Workload
     cluster: ClusterConfig
+    _known: dict[object, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __call__(self, task: Task) -> float:
-        return self.communication_s(task) if task.lane != "compute" else self.compute_s(task)
+        piece = None if task.microbatch is None else self._samples[task.microbatch]
+        alike = (self._kinds[task.layer], task.op, task.phase, piece, task.chunk)
+        known = self._known.get(alike)
+        if known is None:
+            computes = task.lane is Lane.COMPUTE
+            known = self._known[alike] = self.compute_s(task) if computes else self.communication_s(task)
+        return known
+
+    @cached_property
+    def _samples(self) -> tuple[int, ...]:
+        """Of every microbatch."""
+        return split_sizes(self.workload.batch, self.shape.microbatches)
+
+    @cached_property
+    def _kinds(self) -> list[int]:
+        """For every layer the first one that is like it."""
+        shape, work = self.shape, self.workload
+        columns: list[Sequence[object]] = [
+            shape.moe_layers,
+            work.all_reduce_bytes,
+            work.expert_all_reduce_bytes,
+            shape.all_reduce_chunks,
+            shape.expert_all_reduce_chunks,
+        ]
+        if shape.all_reduce_parts:
+            columns.append(shape.all_reduce_parts)
+        first: dict[object, int] = {}
+        return [first.setdefault(kind, i) for i, kind in enumerate(zip(*columns, strict=True))]
 
     def communication_s(self, task: Task) -> float:
         work, cluster = self.workload, self.cluster
         if task.op is Op.COUNTS:
-            sent = work.num_experts * self.shape.chunks * COUNT_BYTES
+            sent = work.num_experts * self.shape.slices * COUNT_BYTES
             return cluster.all_to_all(work.ep_size).seconds(sent)
         if task.op in TRANSFERS:
+            if task.lane is Lane.INTRA and work.shard_size > 1:
+                return self._between_shards_s(task)
             leg = cluster.leg(work.dispatch, task.op, work.nodes, work.ranks_per_node)
             return leg.seconds(work.wire_bytes(self._rows(task)))
         if task.op is Op.STATISTICS:
@@ -38,18 +73,44 @@ class StepCost:
             return cluster.all_reduce(work.world_size).seconds(size)
         return self._all_reduce_s(task)
 
-    def compute_s(self, task: Task) -> float:
-        flops, moved = self._forward_work(task)
-        scale = 2 if task.phase is Phase.BACKWARD else 1  # a split backward is two halves of that
-        seconds = flops / self.cluster.flops_per_s + moved / self.cluster.memory_bytes_per_s
-        return self.cluster.task_overhead_s + scale * seconds
+    def _between_shards_s(self, task: Task) -> float:
+        """Rows to all shards of their experts (all-gather), or sums back (reduce-scatter)."""
+        work = self.workload
+        scatters = (task.op is Op.COMBINE_GATHER) is task.forward
+        gathered = work.wire_bytes(self._rows(task)) * work.shard_size
+        return self.cluster.shards(work.shard_size, scatters=scatters).seconds(gathered)
 
-    def _forward_work(self, task: Task) -> tuple[float, float]:
+    def compute_s(self, task: Task) -> float:
+        if task.op is Op.EXPERTS:
+            return self._experts_s(task)
+        return self.cluster.compute_s(task.op, task.phase, *self.forward_work(task)) + self._sharded_s(task)
+
+    def _experts_s(self, task: Task) -> float:
+        """Slice by slice, each a call of its own."""
+        works = (self._expert_work(rows) for rows in self._slices(task))
+        return sum(self.cluster.compute_s(task.op, task.phase, *work) for work in works)
+
+    def _expert_work(self, rows: float) -> tuple[float, float]:
+        return self.workload.expert_flops(rows), self.workload.hidden_bytes(2 * rows)
+
+    def _sharded_s(self, task: Task) -> float:
+        """Collectives of tensor parallelism, during which its ranks compute nothing.
+
+        Attention ends with a reduce-scatter over the shards, un-order with an all-gather, and back again.
+        """
+        work = self.workload
+        if work.shard_size == 1 or task.op not in (Op.ATTENTION, Op.UNORDER):
+            return 0.0
+        assert task.microbatch is not None, task
+        whole = work.hidden_bytes(work.tokens(task.microbatch, self.shape.microbatches) * work.shard_size)
+        scatters = (task.op is Op.ATTENTION) is task.forward
+        return self.cluster.shards(work.shard_size, scatters=scatters).seconds(whole)
+
+    def forward_work(self, task: Task) -> tuple[float, float]:
         """Floating-point operations and bytes copied of the forward task."""
         work = self.workload
         if task.op is Op.EXPERTS:
-            rows = self._rows(task)
-            return work.expert_flops(rows), 2 * work.hidden_bytes(rows)
+            return self._expert_work(self._rows(task))
         assert task.microbatch is not None, task
         tokens = work.tokens(task.microbatch, self.shape.microbatches)
         copies = work.hidden_bytes(2 * tokens * work.top_k)
@@ -63,16 +124,37 @@ class StepCost:
         return 0.0, copies
 
     def _rows(self, task: Task) -> float:
+        return sum(self._slices(task))
+
+    def _slices(self, task: Task) -> list[float]:
+        """Rows of every slice of the task's chunk."""
         assert task.microbatch is not None and task.chunk is not None, task
-        shape = self.shape
-        return self.workload.rows(task.microbatch, shape.microbatches, task.chunk, shape.chunks)
+        shape, microbatch = self.shape, task.microbatch
+        slices = shape.slices_of(task.chunk, task.phase)
+        return [self.workload.rows(microbatch, shape.microbatches, s, shape.slices) for s in slices]
 
     def _all_reduce_s(self, task: Task) -> float:
         work, shape = self.workload, self.shape
         replicated = task.op is Op.ALL_REDUCE
         sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
-        chunks = shape.all_reduce_chunks if replicated else shape.expert_all_reduce_chunks
         ranks = work.world_size if replicated else work.world_size // work.ep_size
         assert task.chunk is not None, task
-        elements = split_sizes(sizes[task.layer] // FLOAT32_BYTES, chunks[task.layer])[task.chunk]
+        total = sizes[task.layer] // FLOAT32_BYTES
+        equal = (1,) * shape.expert_all_reduce_chunks[task.layer]
+        elements = part_sizes(total, shape.parts_of(task.layer) if replicated else equal)[task.chunk]
         return self.cluster.all_reduce(ranks).seconds(elements * FLOAT32_BYTES)
+
+
+@dataclass(frozen=True)
+class UnevenRanks:
+    """Any cost on ranks that compute at different speeds: an array [ranks] for compute tasks.
+
+    slowness: by rank, how many times longer its computation takes.
+    """
+
+    even: StepCost
+    slowness: tuple[float, ...]
+
+    def __call__(self, task: Task) -> float | npt.NDArray[np.float64]:
+        seconds = self.even(task)
+        return seconds * np.array(self.slowness) if task.lane is Lane.COMPUTE else seconds

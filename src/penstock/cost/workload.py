@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate, pairwise
 
 
 def split_sizes(total: int, pieces: int) -> tuple[int, ...]:
     """Sizes of `pieces` nearly equal pieces, larger ones first (as `torch.tensor_split` cuts)."""
     small, rest = divmod(total, pieces)
     return tuple(small + (i < rest) for i in range(pieces))
+
+
+def part_sizes(total: int, parts: Sequence[int]) -> tuple[int, ...]:
+    """`total` cut in the proportions of `parts`; equal parts are cut as `split_sizes` cuts."""
+    if len(set(parts)) <= 1:
+        return split_sizes(total, len(parts))
+    ends = [total * through // sum(parts) for through in accumulate(parts)]
+    return tuple(end - start for start, end in pairwise([0, *ends]))
 
 
 def capacity_slots(tokens: int, num_experts: int, top_k: int, capacity_factor: float, minimum: int) -> int:
@@ -29,6 +39,8 @@ class Workload:
     wire_row_bytes: bytes of a row under way, where it is not a hidden state as it is; none = as it is.
     dispatch, node_size: how rows travel, and how many ranks of an expert group are in one node (0 = all).
     shared_ffn_hidden_size: of the shared experts, 0 for none.
+    shard_size: ranks that share attention and every expert (FSMoE's N_MP = N_ESP); for planning only. `batch`
+    is then what a group of shards has, gradients are those of one shard, and world_size counts groups.
     all_reduce_bytes / expert_all_reduce_bytes: gradients per layer. dense_ffn_hidden_size: of dense blocks.
     """
 
@@ -53,6 +65,7 @@ class Workload:
     dispatch: str = "flat"
     node_size: int = 0
     shared_ffn_hidden_size: int = 0
+    shard_size: int = 1
 
     @property
     def ranks_per_node(self) -> int:
@@ -65,8 +78,8 @@ class Workload:
         return self.ep_size // self.ranks_per_node
 
     def tokens(self, microbatch: int, microbatches: int) -> int:
-        """Tokens of one microbatch on one rank."""
-        return split_sizes(self.batch, microbatches)[microbatch] * self.seq_len
+        """Tokens of one microbatch on one rank; shards have each their part."""
+        return split_sizes(self.batch, microbatches)[microbatch] * self.seq_len // self.shard_size
 
     def rows(self, microbatch: int, microbatches: int, chunk: int, chunks: int) -> float:
         """Token copies that one rank sends to all experts in one chunk of one microbatch."""

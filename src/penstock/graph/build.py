@@ -21,8 +21,11 @@ class Graph:
 
     @cached_property
     def needs(self) -> Mapping[Task, tuple[Task, ...]]:
-        """For every task the tasks whose results it reads."""
-        return {task: dependencies(task, self.shape) for task in self.tasks}
+        """For every task the tasks whose results it reads: the very objects in `tasks`, quick to compare."""
+        own = {task: task for task in self.tasks}
+        return {
+            task: tuple(own.get(need, need) for need in dependencies(task, self.shape)) for task in self.tasks
+        }
 
     @cached_property
     def readers(self) -> Mapping[Task, tuple[Task, ...]]:
@@ -87,7 +90,7 @@ def _block_forward(layer: int, shape: StepShape) -> Iterator[Task]:
 
 
 def _block_backward(layer: int, shape: StepShape) -> Iterator[Task]:
-    pieces, chunks = range(shape.microbatches - 1, -1, -1), range(shape.chunks)
+    pieces, chunks = range(shape.microbatches - 1, -1, -1), range(shape.backward_chunks)
     if shape.moe_layers[layer]:
         yield from (Task(layer, Op.UNORDER, B, m) for m in pieces)
         for op in reversed(shape.moe_chain):

@@ -66,7 +66,7 @@ def _whole(task: Task, op: Op, phase: Phase) -> Task:
 
 
 def _chunks(task: Task, op: Op, phase: Phase, shape: StepShape) -> list[Task]:
-    return [Task(task.layer, op, phase, task.microbatch, c) for c in range(shape.chunks)]
+    return [Task(task.layer, op, phase, task.microbatch, c) for c in range(shape.chunks_of(phase))]
 
 
 def _microbatch(task: Task) -> int:
@@ -103,7 +103,11 @@ def _chain_backward(task: Task, shape: StepShape) -> list[Task]:
 
 
 def _experts_backward(task: Task, shape: StepShape) -> list[Task]:
-    return [_at(task, Op.EXPERTS, F), _at(task, shape.combine[0], B)]
+    assert task.chunk is not None, task
+    forward = [
+        Task(task.layer, Op.EXPERTS, F, task.microbatch, chunk) for chunk in shape.overlapping(task.chunk)
+    ]
+    return [*forward, _at(task, shape.combine[0], B)]
 
 
 def _shared(task: Task, op: Op, phase: Phase, shape: StepShape) -> list[Task]:
@@ -149,7 +153,7 @@ def _expert_all_reduce(task: Task, shape: StepShape) -> list[Task]:
     return [
         Task(task.layer, Op.EXPERTS, phase, m, c)
         for m in range(shape.microbatches)
-        for c in range(shape.chunks)
+        for c in range(shape.chunks_of(phase))
     ]
 
 

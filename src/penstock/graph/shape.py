@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 
 from penstock.graph.errors import ScheduleError
-from penstock.graph.task import BACK_AGAIN, Op
+from penstock.graph.task import BACK_AGAIN, Op, Phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +16,10 @@ class StepShape:
     moe_layers: for every layer, whether its feed-forward part is an MoE layer.
     microbatches: pieces of the batch, split along samples, that go through whole blocks (FlowMoE's R).
     chunks: pieces of the tokens inside one MoE layer (the pipeline degree of Tutel, PipeMoE, FSMoE).
+    degree_backward: the same on the way back; 0 = as many as forward. Read `backward_chunks` instead.
     exchange_counts: dropless routing sends uneven pieces, so their sizes are exchanged first.
     all_reduce_chunks: for every layer, into how many pieces its replicated gradients are cut.
+    all_reduce_parts: for every layer the relative sizes of those pieces; empty = nearly equal ones.
     expert_all_reduce_chunks: the same for its expert gradients; 0 where no expert has a replica.
     dispatch: the legs of a dispatch in their order; combine takes them backwards.
     shared_experts: every MoE layer has shared experts, a task that waits for no transfer.
@@ -26,25 +29,61 @@ class StepShape:
     moe_layers: tuple[bool, ...]
     microbatches: int = 1
     chunks: int = 1
+    degree_backward: int = 0
     exchange_counts: bool = True
     all_reduce_chunks: tuple[int, ...] = ()
+    all_reduce_parts: tuple[tuple[int, ...], ...] = ()
     expert_all_reduce_chunks: tuple[int, ...] = ()
     dispatch: tuple[Op, ...] = (Op.DISPATCH,)
     shared_experts: bool = False
     split_experts: bool = False
 
     def __post_init__(self) -> None:
+        if self.all_reduce_parts:
+            object.__setattr__(self, "all_reduce_chunks", tuple(map(len, self.all_reduce_parts)))
         for name in ("all_reduce_chunks", "expert_all_reduce_chunks"):
             if not getattr(self, name):
                 default = 1 if name == "all_reduce_chunks" else 0
                 object.__setattr__(self, name, (default,) * self.num_layers)
             if len(getattr(self, name)) != self.num_layers:
                 raise ScheduleError(f"{name} needs one number per layer ({self.num_layers})")
-        if not self.moe_layers or self.microbatches < 1 or self.chunks < 1:
+        if not self.moe_layers or min(self.microbatches, self.chunks, self.backward_chunks) < 1:
             raise ScheduleError("a step needs at least one layer, one microbatch and one chunk")
-
         if not self.dispatch or not set(self.dispatch) <= set(BACK_AGAIN):
             raise ScheduleError(f"the legs of a dispatch are {', '.join(BACK_AGAIN)}; got {self.dispatch}")
+
+    @property
+    def backward_chunks(self) -> int:
+        """Chunks of an MoE layer on the way back."""
+        return self.degree_backward or self.chunks
+
+    @property
+    def slices(self) -> int:
+        """Pieces that every chunk, forward or backward, is made of: what is saved is addressed by slice."""
+        return lcm(self.chunks, self.backward_chunks)
+
+    def chunks_of(self, phase: Phase) -> int:
+        """Chunks of an MoE layer in this phase."""
+        return self.chunks if phase is Phase.FORWARD else self.backward_chunks
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """Chunks of an MoE layer, forward and backward."""
+        return self.chunks, self.backward_chunks
+
+    def parts_of(self, layer: int) -> tuple[int, ...]:
+        """Relative sizes of the chunks of a layer's all-reduce."""
+        return self.all_reduce_parts[layer] if self.all_reduce_parts else (1,) * self.all_reduce_chunks[layer]
+
+    def slices_of(self, chunk: int, phase: Phase) -> range:
+        """The slices that a chunk is made of."""
+        each = self.slices // self.chunks_of(phase)
+        return range(chunk * each, (chunk + 1) * each)
+
+    def overlapping(self, chunk: int) -> range:
+        """The forward chunks that share a slice with a backward chunk."""
+        mine, each = self.slices_of(chunk, Phase.BACKWARD), self.slices // self.chunks
+        return range(mine.start // each, (mine.stop - 1) // each + 1)
 
     @property
     def combine(self) -> tuple[Op, ...]:

@@ -17,6 +17,8 @@ class Lane(StrEnum):
     INTER = "inter"
     HOST = "host"
 
+    __hash__ = str.__hash__  # see Phase
+
 
 class Phase(StrEnum):
     """F forward, B backward; where a backward is split, I makes the input gradients, W the weights'."""
@@ -25,6 +27,8 @@ class Phase(StrEnum):
     BACKWARD = "B"
     INPUT = "I"
     WEIGHT = "W"
+
+    __hash__ = str.__hash__  # Enum's own is Python code, and a plan hashes tasks by the million
 
 
 class Group(StrEnum):
@@ -61,6 +65,8 @@ class Op(StrEnum):
     STATISTICS = "ST"
     ALL_REDUCE = "AR"
     EXPERT_ALL_REDUCE = "XR"
+
+    __hash__ = str.__hash__  # see Phase
 
 
 @dataclass(frozen=True, kw_only=True)

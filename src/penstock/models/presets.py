@@ -1,8 +1,15 @@
-"""Published models by name: the benchmark models of the FlowMoE study."""
+"""Published models by name that the trainer can build: the benchmark models of the FlowMoE study."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from penstock.plan.models import MODELS, PublishedModel
+
+HEAD_SIZE = 64
+"""Of attention; the study does not give it."""
+
+STUDY = "FlowMoE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,18 +23,18 @@ class Preset:
     moe_ffn_hidden_size: int
     experts_per_rank: int
     top_k: int
-    capacity_factor: float = 1.0
+    capacity_factor: float | None = 1.0
 
     def model_sizes(self) -> dict[str, int]:
         """Keys of [model]; heads of 64, which the study does not give."""
         return {
             "num_layers": self.num_layers,
             "hidden_size": self.hidden_size,
-            "num_heads": self.hidden_size // 64,
+            "num_heads": self.hidden_size // HEAD_SIZE,
             "seq_len": self.seq_len,
         }
 
-    def moe_sizes(self, world_size: int) -> dict[str, int | float | str]:
+    def moe_sizes(self, world_size: int) -> dict[str, int | float | str | None]:
         """Keys of [moe] on `world_size` ranks."""
         return {
             "num_experts": self.experts_per_rank * world_size,
@@ -38,23 +45,17 @@ class Preset:
         }
 
 
-def _preset(layers: int, seq_len: int, hidden: int, ffn: int, experts: int, top_k: int) -> Preset:
+def _preset(model: PublishedModel) -> Preset:
     return Preset(
-        num_layers=layers,
-        batch_per_device=4,
-        seq_len=seq_len,
-        hidden_size=hidden,
-        moe_ffn_hidden_size=ffn,
-        experts_per_rank=experts,
-        top_k=top_k,
+        num_layers=model.num_layers,
+        batch_per_device=model.batch,
+        seq_len=model.seq_len,
+        hidden_size=model.hidden_size,
+        moe_ffn_hidden_size=model.ffn_hidden_size,
+        experts_per_rank=model.experts_per_device,
+        top_k=model.top_k,
+        capacity_factor=model.capacity_factor,
     )
 
 
-PRESETS: dict[str, Preset] = {
-    "GPT2-Tiny-MoE": _preset(12, 256, 256, 512, 1, 2),
-    "BERT-Large-MoE": _preset(24, 512, 512, 1024, 2, 1),
-    "LLaMA2-MoE": _preset(32, 512, 1024, 4096, 1, 1),
-    "LLaMA2-MoE-L": _preset(64, 512, 1024, 4096, 1, 1),
-    "DeepSeek-V2-S": _preset(4, 256, 5120, 1536, 2, 8),
-    "DeepSeek-V2-M": _preset(7, 256, 5120, 1536, 2, 1),
-}
+PRESETS: dict[str, Preset] = {name: _preset(model) for name, model in MODELS.items() if model.study == STUDY}

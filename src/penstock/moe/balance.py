@@ -8,6 +8,7 @@ Shapes: B samples of a microbatch, E experts, Y MoE layers.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from torch import Tensor
@@ -50,12 +51,12 @@ class GlobalBalance:
         return (_share(all_chosen_E) * all_chosen_E.shape[-1] / tokens).expand(chosen_BE.shape)
 
 
-class _PiecewiseBalance:
+class _PiecewiseBalance(ABC):
     """Judged on parts of the batch, averaged by their tokens. A subclass says what a part is."""
 
+    @abstractmethod
     def _shares(self, chosen_BE: Tensor) -> Tensor:
         """The shares that each sample's tokens are judged by."""
-        raise NotImplementedError
 
     def piece(self, chosen_BE: Tensor, probability_BE: Tensor) -> Tensor:
         return (self._shares(chosen_BE) * probability_BE).sum() * chosen_BE.shape[-1]

@@ -17,9 +17,8 @@ def check_parts(gate: Gate, order: Order, expert: Experts, hooks: tuple[Hook, ..
     """Raise ValueError that says which parts do not fit, why, and what would."""
     if gate.kind not in order.kinds:
         takes = f"it takes choices of kind {' or '.join(order.kinds)}, not {gate.kind}"
-        why = {f"{kind} {name}": text for (kind, name), text in REFUSED.items()}.get(
-            f"{gate.kind} {order.name}", takes
-        )
+        reasons = {(str(kind), str(name)): why for (kind, name), why in REFUSED.items()}
+        why = reasons.get((gate.kind, order.name), takes)
         raise ValueError(f"{type(gate).__name__} with {type(order).__name__}: {why}")
     held = expert.num_local_experts * ep_size
     if gate.num_experts != held:
@@ -34,3 +33,15 @@ def check_parts(gate: Gate, order: Order, expert: Experts, hooks: tuple[Hook, ..
             f"{type(encoding).__name__} with one copy per rank: numbers that travel with the rows would be "
             "rounded; use only one of the two"
         )
+    _check_order(order, gate, ep_size)
+
+
+def _check_order(order: Order, gate: Gate, ep_size: int) -> None:
+    """An order may have been built for other experts or ranks."""
+    for name, number in (("num_experts", gate.num_experts), ("ranks", ep_size)):
+        held = getattr(order, name, number)
+        if held != number:
+            raise ValueError(
+                f"{type(order).__name__} was built for {name} = {held}, but the layer has {name} = {number}: "
+                f"num_experts of {type(gate).__name__}, ranks that share the experts"
+            )

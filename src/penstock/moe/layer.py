@@ -88,7 +88,6 @@ class MoELayer(nn.Module):
         if exchange is not None:
             ep_size, ep_rank = exchange.ep_size, exchange.ep_rank
         check_parts(gate, order, expert, tuple(hooks), ep_size)
-        _check_order(order, gate, ep_size)
         self.gate, self.order, self.experts, self.shared = gate, order, expert, shared
         self.dispatch, self.hooks = find_dispatch(dispatch), Hooks(tuple(hooks))
         self.ep_size, self.num_local_experts = ep_size, expert.num_local_experts
@@ -251,18 +250,6 @@ def _tokens_of(x: Tensor, valid: Tensor | None) -> Tokens:
         )
     samples = max(1, x.shape[0]) if x.dim() == 3 else 1  # a rank may have none, and still takes part
     return Tokens(samples=samples, valid_T=None if valid is None else valid.flatten())
-
-
-def _check_order(order: Order, gate: Gate, ep_size: int) -> None:
-    """Raise ValueError for an order that was built for other experts or ranks."""
-    wanted = {"num_experts": gate.num_experts, "ranks": ep_size}
-    for name, number in wanted.items():
-        held = getattr(order, name, number)
-        if held != number:
-            raise ValueError(
-                f"{type(order).__name__} was built for {name} = {held}, but the layer has {name} = {number}: "
-                f"num_experts of {type(gate).__name__}, ranks that share the experts"
-            )
 
 
 def update_expert_biases(model: nn.Module) -> None:

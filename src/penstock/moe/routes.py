@@ -1,7 +1,8 @@
 """How many rows go where: the sizes that dispatch, experts and combine share, plain integers on the host.
 
-Shapes: P ranks of the expert group, C chunks, N counts per rank and chunk: one per local expert, and where an
-order sends fewer rows than expert inputs, the number of rows behind them.
+Counts are known by slice, rows travel by chunk: a chunk, forward or backward, is a run of whole slices.
+Shapes: P ranks of the expert group, C slices (the chunks of a plan of an order), N counts per rank and slice:
+one per local expert, and where an order sends fewer rows than expert inputs, the number of rows behind them.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ from typing import Any
 import numpy as np
 
 from penstock.dispatch import Dispatch, Leg, Place
+from penstock.graph import Phase
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
+Degrees = tuple[int, int]
+"""Chunks of an MoE layer, forward and backward; both divide the number of slices."""
 
 
 @dataclass(frozen=True)
 class ChunkRoute:
-    """One chunk on one rank.
+    """One slice, or one chunk of several, on one rank.
 
     sent: [P][local experts] inputs for each expert of each rank. received: the same from each rank for each
-    of this rank's experts. rows_sent, rows_received: rows by rank. legs: the transfers; none if alone.
+    of this rank's experts. rows_sent, rows_received: rows by rank. legs: the transfers; none if alone,
+    or for a slice that never travels by itself.
     """
 
     sent: Sequence[Sequence[int]]
@@ -45,48 +50,83 @@ class RouteMaker:
     place: Place
     row_counts: bool = False
 
-    def from_pair(self, sent_PCN: Counts, received_PCN: Counts) -> Routes:
-        """From what this rank sends and receives; enough for a flat dispatch."""
+    def from_pair(self, sent_PCN: Counts, received_PCN: Counts, degrees: Degrees | None = None) -> Routes:
+        """From what this rank sends and receives; enough for a flat dispatch. degrees: none = every slice is
+        a chunk."""
         sizes = len(sent_PCN)
         tables = np.zeros((sent_PCN.shape[1], sizes, sizes), dtype=np.int64)
         tables[:, self.place.rank] = self._rows(sent_PCN).T
         tables[:, :, self.place.rank] = self._rows(received_PCN).T
-        return self._routes(sent_PCN, received_PCN, tables)
+        return self._routes(_Tables(sent_PCN, received_PCN, tables), degrees)
 
-    def from_table(self, table_PPCN: Counts) -> Routes:
+    def from_table(self, table_PPCN: Counts, degrees: Degrees | None = None) -> Routes:
         """From what every rank sends to every rank."""
         rank = self.place.rank
         tables = self._rows(table_PPCN).transpose(2, 0, 1)
-        return self._routes(table_PPCN[rank], table_PPCN[:, rank], tables)
+        return self._routes(_Tables(table_PPCN[rank], table_PPCN[:, rank], tables), degrees)
 
-    def even(self, slots: Sequence[int], local_experts: int) -> Routes:
-        """Fixed sizes: every rank sends `slots[c]` rows to every expert in chunk c."""
+    def even(self, slots: Sequence[int], local_experts: int, degrees: Degrees | None = None) -> Routes:
+        """Fixed sizes: every rank sends `slots[c]` rows to every expert in slice c."""
         ranks = self.place.ep_size
         counts_C1 = np.asarray(slots, dtype=np.int64)[:, None]
-        return self.from_table(np.broadcast_to(counts_C1, (ranks, ranks, len(slots), local_experts)))
+        table_PPCN = np.broadcast_to(counts_C1, (ranks, ranks, len(slots), local_experts))
+        return self.from_table(table_PPCN, degrees)
 
     def _rows(self, counts: Counts) -> Counts:
         rows: Counts = counts[..., -1] if self.row_counts else counts.sum(axis=-1)
         return rows
 
-    def _routes(self, sent_PCN: Counts, received_PCN: Counts, tables: Counts) -> Routes:
-        rank = self.place.rank
+    def _routes(self, tables: _Tables, degrees: Degrees | None) -> Routes:
+        slices = len(tables.rows_CPP)
+        degrees = degrees or (slices, slices)
+        found = {slices: self._cut(tables, travels=slices in degrees)}
+        for chunks in degrees:
+            if chunks not in found:
+                found[chunks] = self._cut(tables.summed(chunks))
+        return Routes(found[slices], found[degrees[0]], found[degrees[1]])
+
+    def _cut(self, tables: _Tables, *, travels: bool = True) -> tuple[ChunkRoute, ...]:
+        rank, legs = self.place.rank, travels and self.place.ep_size > 1
         experts = slice(None, -1) if self.row_counts else slice(None)
-        chunks = [
+        return tuple(
             ChunkRoute(
-                sent=sent_PCN[:, c, experts].tolist(),
-                received=received_PCN[:, c, experts].tolist(),
+                sent=tables.sent_PCN[:, c, experts].tolist(),
+                received=tables.received_PCN[:, c, experts].tolist(),
                 rows_sent=tuple(table[rank].tolist()),
                 rows_received=tuple(table[:, rank].tolist()),
-                legs=self.dispatch.legs(table, self.place) if self.place.ep_size > 1 else (),
+                legs=self.dispatch.legs(table, self.place) if legs else (),
             )
-            for c, table in enumerate(tables)
-        ]
-        return Routes(tuple(chunks))
+            for c, table in enumerate(tables.rows_CPP)
+        )
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """What a rank sends and receives in every piece, and the rows from each rank to each rank."""
+
+    sent_PCN: Counts
+    received_PCN: Counts
+    rows_CPP: Counts
+
+    def summed(self, chunks: int) -> _Tables:
+        """The same in so many pieces, each of several of these."""
+        return _Tables(
+            self.sent_PCN.reshape(len(self.sent_PCN), chunks, -1, self.sent_PCN.shape[2]).sum(axis=2),
+            self.received_PCN.reshape(len(self.received_PCN), chunks, -1, self.received_PCN.shape[2]).sum(
+                axis=2
+            ),
+            self.rows_CPP.reshape(chunks, -1, *self.rows_CPP.shape[1:]).sum(axis=1),
+        )
 
 
 @dataclass(frozen=True)
 class Routes:
-    """The routes of all chunks of one microbatch in one layer."""
+    """One microbatch in one layer: the sizes of all slices, and of the chunks in which they travel."""
 
+    slices: tuple[ChunkRoute, ...]
     chunks: tuple[ChunkRoute, ...]
+    backward_chunks: tuple[ChunkRoute, ...]
+
+    def of(self, phase: Phase) -> tuple[ChunkRoute, ...]:
+        """The chunks of this phase."""
+        return self.chunks if phase is Phase.FORWARD else self.backward_chunks

@@ -153,7 +153,7 @@ def describe_schedule(
     *,
     layers: int,
     microbatches: int,
-    chunks: int,
+    chunks: int | None,
     all_reduce_chunks: int,
     cluster: ClusterConfig | None = None,
     width: int = 110,
@@ -162,7 +162,7 @@ def describe_schedule(
     system = _system(name)
     counts = {"layers": layers, "microbatches": microbatches, "chunks": chunks}
     for key, value in {**counts, "all_reduce_chunks": all_reduce_chunks}.items():
-        if value < 1:
+        if value is not None and value < 1:
             raise ConfigError(key, value, "must be at least 1", "Use 1 or more.")
     cluster = cluster or ClusterConfig(link_bytes_per_s=SLOW_LINK_BYTES_PER_S)
     workload = _workload(layers, microbatches)
@@ -231,7 +231,7 @@ def _workload(layers: int, microbatches: int) -> Workload:
     )
 
 
-def _pieces(workload: Workload, microbatches: int, chunks: int, all_reduce_chunks: int) -> Pieces:
+def _pieces(workload: Workload, microbatches: int, chunks: int | None, all_reduce_chunks: int) -> Pieces:
     return Pieces(
         microbatches=microbatches,
         chunks=chunks,
@@ -275,7 +275,7 @@ def _notes(name: str, shape: StepShape, pieces: Pieces, all_reduce_chunks: int) 
         "all_reduce_chunks": (max(shape.all_reduce_chunks), all_reduce_chunks),
     }
     for key, (ran, asked) in used.items():
-        if ran != asked:
+        if asked not in (None, ran):
             yield f"{name} ignores {key} = {asked} and runs with {ran}"
 
 

@@ -50,6 +50,8 @@ class RunSummary:
     dispatch: str = "flat"
     simulated_iteration_s: float | None = None
     interrupted: bool = False
+    plan: str | None = None
+    cluster: str | None = None
 
     @property
     def hidden_communication(self) -> float:
@@ -86,6 +88,8 @@ class RunSummary:
                 "metrics": self.metrics,
                 "trace": self.trace,
                 "tensorboard": self.tensorboard,
+                "plan": self.plan,
+                "cluster": self.cluster,
             },
         }
 
@@ -145,6 +149,10 @@ class RunSummary:
         if self.checkpoint:
             yield "checkpoint", self.checkpoint
         yield "metrics", f"{self.metrics} (one line of JSON per step)"
+        if self.plan:
+            yield "plan", f"{self.plan} (run it again with plan.source={self.plan})"
+        if self.cluster:
+            yield "cluster", f"{self.cluster} (as it was measured; reuse it with plan.cluster={self.cluster})"
         if self.tensorboard:
             yield "curves", f"tensorboard --logdir {self.tensorboard}"
         if self.trace:

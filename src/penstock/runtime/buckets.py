@@ -1,4 +1,4 @@
-"""Gradients of one layer in one flat buffer, so that an all-reduce chunk is a slice and copies nothing."""
+"""Gradients of one layer in one flat buffer, so that an all-reduce chunk is a view and copies nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.cost.workload import split_sizes
+from penstock.cost.workload import part_sizes
 
 
 class GradientBucket:
@@ -46,9 +46,9 @@ class GradientBucket:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
 
-    def chunk(self, index: int, chunks: int) -> Tensor:
-        """Slice `index` of `chunks` nearly equal slices."""
-        sizes = split_sizes(self.flat.numel(), chunks)
+    def chunk(self, index: int, parts: Sequence[int]) -> Tensor:
+        """Piece `index` of as many as `parts` has, of these relative sizes."""
+        sizes = part_sizes(self.flat.numel(), parts)
         return self.flat.narrow(0, sum(sizes[:index]), sizes[index])
 
     def finish(self) -> None:

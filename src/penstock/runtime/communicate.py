@@ -17,8 +17,12 @@ from penstock.runtime.compute import Attended, ExpertGradient, UnorderGradients,
 from penstock.runtime.executor import Inputs
 from penstock.runtime.legs import exchange_counts, send_home, send_out
 from penstock.runtime.results import Outcome
+from penstock.runtime.slices import to_ranks, to_slices
 from penstock.runtime.statistics import HeadSums, StatisticsCodec, StepStatistics
 from penstock.runtime.transport import Transports
+
+Rows = Tensor | tuple[Tensor, ...]
+"""Under way one tensor, rank by rank; before and behind that one tensor per slice."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class CommunicationHandlers:
         attended: Attended = inputs[Task(task.layer, Op.ATTENTION, F, task.microbatch)]
         counts_CN, maker = attended.plan.counts_CN, self.makers[task.layer]
         assert counts_CN is not None and maker is not None, task
-        routes = exchange_counts(counts_CN, maker, self.transports.inter)
+        routes = exchange_counts(counts_CN, maker, self.transports.inter, self.shape.degrees)
         return Outcome(routes, routes)
 
     def move(self, task: Task, inputs: Inputs) -> Outcome:
@@ -74,7 +78,7 @@ class CommunicationHandlers:
         place = self.shape.moe_chain.index(task.op)
         if place == 0:
             attended: Attended = inputs[Task(task.layer, Op.ATTENTION, F, task.microbatch)]
-            rows = attended.rows_RM.split(list(attended.plan.chunk_rows))[_chunk(task)]
+            rows = self._slices(attended.rows_RM, attended.plan.chunk_rows, task)
         else:
             rows = inputs[_at(task, self.shape.moe_chain[place - 1], F)]
         return Outcome(self._leg(task, inputs, rows, outward=task.op in self.shape.dispatch))
@@ -85,24 +89,44 @@ class CommunicationHandlers:
         place = chain.index(task.op)
         if place + 1 == len(chain):
             grads: UnorderGradients = inputs[Task(task.layer, Op.UNORDER, B, task.microbatch)]
-            sizes = [sum(route.rows_sent) for route in find_routes(task, inputs, self.shape).chunks]
-            rows = grads.rows_RM.split(sizes)[_chunk(task)]
+            sizes = [sum(route.rows_sent) for route in find_routes(task, inputs, self.shape).slices]
+            rows = self._slices(grads.rows_RM, sizes, task)
         elif chain[place + 1] is Op.EXPERTS:
             made: ExpertGradient = inputs[experts_input(task, self.shape)]
-            rows = made.rows_RM
+            rows = made.rows
         else:
             rows = inputs[_at(task, chain[place + 1], B)]
         return Outcome(self._leg(task, inputs, rows, outward=task.op not in self.shape.dispatch))
 
-    def _leg(self, task: Task, inputs: Inputs, rows: Tensor, *, outward: bool) -> Tensor:
-        """Along the leg towards the experts, or along the same leg home."""
-        route = find_routes(task, inputs, self.shape).chunks[_chunk(task)]
-        op = task.op if task.op in self.shape.dispatch else AWAY[task.op]
-        if not route.legs:  # every expert is on this rank
+    def _slices(self, rows_RM: Tensor, sizes: Sequence[int], task: Task) -> tuple[Tensor, ...]:
+        """The slices of the task's chunk, of all slices one after the other."""
+        slices: tuple[Tensor, ...] = rows_RM.split(list(sizes))
+        return slices[self._run(task)]
+
+    def _run(self, task: Task) -> slice:
+        held = self.shape.slices_of(_chunk(task), task.phase)
+        return slice(held.start, held.stop)
+
+    def _leg(self, task: Task, inputs: Inputs, rows: Rows, *, outward: bool) -> Rows:
+        """Along the leg towards the experts, or along the same leg home.
+
+        rows: before the first leg a tuple with one tensor per slice, as behind the last one.
+        """
+        routes = find_routes(task, inputs, self.shape)
+        legs = routes.of(task.phase)[_chunk(task)].legs
+        if not legs:  # every expert is on this rank
             return rows
-        leg = route.legs[self.shape.dispatch.index(op)]
-        transport = self.transports.of(task.lane)
-        return send_out(rows, leg, transport) if outward else send_home(rows, leg, transport)
+        slices = routes.slices[self._run(task)]
+        op = task.op if task.op in self.shape.dispatch else AWAY[task.op]
+        number, transport = self.shape.dispatch.index(op), self.transports.of(task.lane)
+        sent, received = [s.rows_sent for s in slices], [s.rows_received for s in slices]
+        first, last = (0, len(legs) - 1) if outward else (len(legs) - 1, 0)
+        if number == first:
+            assert isinstance(rows, tuple), task
+            rows = to_ranks(rows, sent if outward else received)
+        assert isinstance(rows, Tensor), task
+        rows = (send_out if outward else send_home)(rows, legs[number], transport)
+        return to_slices(rows, received if outward else sent) if number == last else rows
 
     def statistics(self, task: Task, inputs: Inputs) -> Outcome:
         pieces = range(self.shape.microbatches)
@@ -119,17 +143,17 @@ class CommunicationHandlers:
 
     def all_reduce(self, task: Task, inputs: Inputs) -> Outcome:
         del inputs  # the gradients are in the bucket; the dependency says that they are complete
-        chunks = self.shape.all_reduce_chunks[task.layer]
+        parts = self.shape.parts_of(task.layer)
         self.transports.inter.all_reduce(
-            self.buckets.replicated[task.layer].chunk(_chunk(task), chunks), Group.WORLD
+            self.buckets.replicated[task.layer].chunk(_chunk(task), parts), Group.WORLD
         )
         return Outcome(None)
 
     def expert_all_reduce(self, task: Task, inputs: Inputs) -> Outcome:
         del inputs
-        chunks = self.shape.expert_all_reduce_chunks[task.layer]
+        parts = (1,) * self.shape.expert_all_reduce_chunks[task.layer]
         bucket = self.buckets.experts[task.layer]
-        self.transports.inter.all_reduce(bucket.chunk(_chunk(task), chunks), Group.EXPERT_REPLICAS)
+        self.transports.inter.all_reduce(bucket.chunk(_chunk(task), parts), Group.EXPERT_REPLICAS)
         return Outcome(None)
 
 

@@ -1,5 +1,6 @@
 """Handlers of the compute lane: each runs one segment of the model, forward or backward.
 
+Rows that leave for another rank or come from one are a tuple with one tensor per slice of their chunk.
 Shapes: B samples, L tokens per sample, M hidden size, T = B * L tokens, R rows in expert order, k choices.
 """
 
@@ -25,16 +26,18 @@ from penstock.graph.dependencies import (
     statistics_task,
 )
 from penstock.graph.task import Op
-from penstock.moe import MoELayer, RouteMaker, Routes, SampleKeys, Tokens
+from penstock.moe import ChunkRoute, MoELayer, RouteMaker, Routes, SampleKeys, Tokens
 from penstock.moe.balance import Balance
 from penstock.moe.choices import GateSums
 from penstock.moe.config import MoEConfig
 from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
 from penstock.moe.orders.base import OrderPlan
 from penstock.runtime.executor import Inputs
+from penstock.runtime.legs import HostRoutes
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.results import Outcome
 from penstock.runtime.segment import AnySegment
+from penstock.runtime.slices import joined
 from penstock.runtime.statistics import HeadSums, StepStatistics
 
 
@@ -59,7 +62,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Attended:
-    """Value of AT.F in an MoE block. rows_RM: all chunks one after the other. x_TM: for shared experts.
+    """Value of AT.F in an MoE block. rows_RM: all slices one after the other. x_TM: for shared experts.
 
     weights: for un-order, its shape is the order's affair. routes: only where sizes are fixed.
     """
@@ -83,8 +86,8 @@ class SavedAttention:
 
 
 @dataclass(frozen=True)
-class SavedExperts:
-    """What the backward of X needs of X.F."""
+class SavedSlice:
+    """What the backward of X needs of one slice of X.F."""
 
     segment: AnySegment
     weights: WeightGradients | AutogradWeights
@@ -92,10 +95,11 @@ class SavedExperts:
 
 @dataclass(frozen=True)
 class ExpertGradient:
-    """Value of X.B or X.I: the gradient of the received rows, and weight gradients still to be made."""
+    """Value of X.B or X.I: the gradient of every slice's received rows, and weight gradients still to be
+    made."""
 
-    rows_RM: Tensor
-    weights: WeightGradients | AutogradWeights
+    rows: tuple[Tensor, ...]
+    weights: tuple[WeightGradients | AutogradWeights, ...]
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,7 @@ class ComputeHandlers:
     ) -> Outcome:
         if self.wire_dtype is not None:
             x_TM = x_TM.to(self.wire_dtype)
-        routed = moe.route(x_TM, self.batch.info(_microbatch(task)), self.shape.chunks)
+        routed = moe.route(x_TM, self.batch.info(_microbatch(task)), self.shape.slices)
         sums = routed.sums
         residual_BLM, rows_RM, weights, probability_BE, z, x_TM = segment.leave(
             residual_BLM, routed.rows_RM, routed.weights, sums.probability_BE, sums.z, routed.x_TM
@@ -193,7 +197,7 @@ class ComputeHandlers:
         maker = self.makers[task.layer]
         assert maker is not None, task
         slots = routed.plan.slots
-        routes = None if slots is None else maker.even(slots, moe.num_local_experts)
+        routes = None if slots is None else maker.even(slots, moe.num_local_experts, self.shape.degrees)
         left = GateSums(sums.chosen_BE, probability_BE, z)
         value = Attended(residual_BLM, rows_RM, weights, x_TM, routed.plan, left, routes)
         return Outcome(value, SavedAttention(segment, sums.chosen_BE, routes))
@@ -214,24 +218,31 @@ class ComputeHandlers:
         return Outcome(_present(segment.backward([unordered.shared_TM]))[0])
 
     def experts(self, task: Task, inputs: Inputs) -> Outcome:
+        """Every slice is a segment of its own, so that a backward chunk may be another run of slices."""
         moe = self.model.parts[task.layer].moe
         assert moe is not None and task.chunk is not None, task
-        route = find_routes(task, inputs, self.shape).chunks[task.chunk]
+        slices = self.shape.slices_of(task.chunk, F)
+        routes = find_routes(task, inputs, self.shape).slices[slices.start : slices.stop]
+        arrived = inputs[Task(task.layer, self.shape.dispatch[-1], F, task.microbatch, task.chunk)]
+        made = [self._experts_slice(moe, rows, route) for rows, route in zip(arrived, routes, strict=True)]
+        saved = dict(zip(slices, (left for _, left in made), strict=True))
+        return Outcome(tuple(out for out, _ in made), saved)
+
+    def _experts_slice(self, moe: MoELayer, rows_RM: Tensor, route: ChunkRoute) -> tuple[Tensor, SavedSlice]:
         segment = self.segment()
         weights = WeightGradients() if self.shape.split_experts else AutogradWeights()
-        arrived = Task(task.layer, self.shape.dispatch[-1], F, task.microbatch, task.chunk)
-        (rows_RM,) = segment.enter(inputs[arrived])
+        (rows_RM,) = segment.enter(rows_RM)
         with self.autocast():
             (out_RM,) = segment.leave(moe.expert_rows(rows_RM, route, weights.product))
-        return Outcome(out_RM, SavedExperts(segment, weights))
+        return out_RM, SavedSlice(segment, weights)
 
     def unorder(self, task: Task, inputs: Inputs) -> Outcome:
         m = _microbatch(task)
         block = self.model.parts[task.layer]
         attended: Attended = inputs[Task(task.layer, Op.ATTENTION, F, m)]
         home = self.shape.combine[-1]
-        combined = [inputs[Task(task.layer, home, F, m, c)] for c in range(self.shape.chunks)]
-        rows_RM = combined[0] if len(combined) == 1 else torch.cat(combined)
+        chunks = range(self.shape.chunks)
+        rows_RM = joined([rows for c in chunks for rows in inputs[Task(task.layer, home, F, m, c)]])
         shared = [inputs[Task(task.layer, Op.SHARED, F, m)]] if self.shape.shared_experts else []
         segment = self.segment()
         residual_BLM, weights, rows_RM, *shared = segment.enter(
@@ -272,14 +283,29 @@ class ComputeHandlers:
         return Outcome(UnorderGradients(residual_BLM, weights, rows_RM, *(shared or [None])))
 
     def experts_backward(self, task: Task, inputs: Inputs) -> Outcome:
-        saved: SavedExperts = inputs[Task(task.layer, Op.EXPERTS, F, task.microbatch, task.chunk)]
-        grad_RM = inputs[Task(task.layer, self.shape.combine[0], B, task.microbatch, task.chunk)]
-        return Outcome(ExpertGradient(_present(saved.segment.backward([grad_RM]))[0], saved.weights))
+        saved = self._take_slices(task, inputs)
+        grads = inputs[Task(task.layer, self.shape.combine[0], B, task.microbatch, task.chunk)]
+        rows = [
+            _present(left.segment.backward([grad_RM]))[0] for left, grad_RM in zip(saved, grads, strict=True)
+        ]
+        return Outcome(ExpertGradient(tuple(rows), tuple(left.weights for left in saved)))
+
+    def _take_slices(self, task: Task, inputs: Inputs) -> list[SavedSlice]:
+        """What X.F left of the slices of a backward chunk; taken out, or a forward chunk that several of
+        them share would hold all until the last has run."""
+        assert task.chunk is not None, task
+        found: list[SavedSlice] = []
+        for s in self.shape.slices_of(task.chunk, task.phase):
+            holder = s * self.shape.chunks // self.shape.slices
+            left: dict[int, SavedSlice] = inputs[Task(task.layer, Op.EXPERTS, F, task.microbatch, holder)]
+            found.append(left.pop(s))
+        return found
 
     def experts_weights(self, task: Task, inputs: Inputs) -> Outcome:
         """What I put off: needs nothing but what I left, and nothing but the update needs it."""
         made: ExpertGradient = inputs[Task(task.layer, Op.EXPERTS, INPUT, task.microbatch, task.chunk)]
-        made.weights.compute()
+        for weights in made.weights:
+            weights.compute()
         return Outcome(None)
 
     def attention_backward(self, task: Task, inputs: Inputs) -> Outcome:
@@ -296,14 +322,15 @@ class ComputeHandlers:
         m, statistics = _microbatch(task), inputs[statistics_task(self.shape)]
         unordered: UnorderGradients = inputs[Task(task.layer, Op.UNORDER, B, m)]
         first = self.shape.dispatch[0]
-        chunks = [inputs[Task(task.layer, first, B, m, c)] for c in range(self.shape.chunks)]
+        chunks = range(self.shape.backward_chunks)
+        rows_RM = joined([rows for c in chunks for rows in inputs[Task(task.layer, first, B, m, c)]])
         y = sum(self.shape.moe_layers[: task.layer])
         slope_BE = self.balance.slope(saved.chosen_BE, statistics.chosen_YE[y], statistics.tokens)
         slope_z = self.moe.z_loss_coeff / statistics.tokens
         shared = inputs[Task(task.layer, Op.SHARED, B, m)] if self.shape.shared_experts else None
         return [
             unordered.residual_BLM,
-            chunks[0] if len(chunks) == 1 else torch.cat(chunks),
+            rows_RM,
             unordered.weights,
             self.loss_gradient * self.moe.aux_loss_coeff * slope_BE,
             self.loss_gradient * slope_z,
@@ -318,9 +345,9 @@ class ComputeHandlers:
 
 def find_routes(task: Task, inputs: Inputs, shape: StepShape) -> Routes:
     """The routes of a task's microbatch: from the count exchange, or from AT where sizes are fixed."""
-    found = inputs[routing(task.layer, _microbatch(task), shape)]
-    routes: Routes = found if shape.exchange_counts else found.routes
-    return routes
+    found: HostRoutes | Attended | SavedAttention = inputs[routing(task.layer, _microbatch(task), shape)]
+    assert found.routes is not None, task
+    return found.routes
 
 
 def _microbatch(task: Task) -> int:

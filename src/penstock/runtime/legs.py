@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from penstock.dispatch import Leg
 from penstock.graph import Group
-from penstock.moe.routes import ChunkRoute, Counts, RouteMaker, Routes
+from penstock.moe.routes import Counts, Degrees, RouteMaker, Routes
 from penstock.runtime.transport import Transport
 
 
@@ -31,25 +31,31 @@ class HostRoutes:
         self._routes: Routes | None = None
 
     @property
-    def chunks(self) -> Sequence[ChunkRoute]:
+    def routes(self) -> Routes:
         if self._routes is None:
             if self._event is not None:
                 self._event.synchronize()
             self._routes = self._build(self._counts.numpy())
-        return self._routes.chunks
+        return self._routes
 
 
-def exchange_counts(counts_CN: Tensor, maker: RouteMaker, transport: Transport) -> HostRoutes:
-    """Tell the others what they will get. counts_CN: N = counts per rank * ranks, rank by rank."""
+def exchange_counts(
+    counts_CN: Tensor, maker: RouteMaker, transport: Transport, degrees: Degrees | None = None
+) -> HostRoutes:
+    """Tell the others what they will get. counts_CN: by slice, N = counts per rank * ranks, rank by rank.
+
+    degrees: in how many chunks rows will travel, forward and backward; none = every slice is one.
+    """
     ranks = transport.size(Group.EXPERT)
-    # [chunk, rank, count] -> [rank, chunk, count]: one equal piece per rank.
+    # [slice, rank, count] -> [rank, slice, count]: one equal piece per rank.
     sent_PCN = counts_CN.view(len(counts_CN), ranks, -1).transpose(0, 1).contiguous()
     once = [1] * ranks
     if maker.dispatch.needs_table:  # everybody gets to know everything
         table = transport.all_to_all(sent_PCN.unsqueeze(0).expand(ranks, *sent_PCN.shape), once, once)
-        return HostRoutes(table, maker.from_table)
+        return HostRoutes(table, lambda counts: maker.from_table(counts, degrees))
     received_PCN = transport.all_to_all(sent_PCN, once, once)
-    return HostRoutes(torch.stack([sent_PCN, received_PCN]), lambda both: maker.from_pair(both[0], both[1]))
+    both = torch.stack([sent_PCN, received_PCN])
+    return HostRoutes(both, lambda counts: maker.from_pair(counts[0], counts[1], degrees))
 
 
 def send_out(rows: Tensor, leg: Leg, transport: Transport) -> Tensor:

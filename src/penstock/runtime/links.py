@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from penstock.cost import AlphaBeta, ClusterConfig, FittedCluster
+from penstock.cost.fit import fit_line
 from penstock.dispatch import DISPATCHES, Dispatch, Place
 from penstock.graph import Group, Op
 from penstock.graph.task import SPECS
@@ -79,19 +80,14 @@ def fit_legs(
 
 
 def _fit(move: Callable[[int], None], control: Control) -> AlphaBeta:
-    """Least squares over relative errors, so that small and large messages count alike."""
+    """The line through typical timings of a few sizes."""
     times: list[float] = []
     for size in SIZES_BYTES:
         times.append(_typical(move, size // FLOAT_BYTES, control))
         if len(times) > 1 and times[-1] > SLOW_S:  # a slow link has told enough, and larger ones take long
             break
-    sizes = np.array(SIZES_BYTES[: len(times)], dtype=float)
-    weights = 1 / np.array(times)
-    matrix = np.stack([np.ones_like(sizes), sizes], axis=1) * weights[:, None]
-    (alpha_s, beta_s), *_ = np.linalg.lstsq(matrix, np.ones_like(sizes), rcond=None)
-    if beta_s <= 0:  # noise beats the slope on a link that is fast: all there is to say is its rate
-        return AlphaBeta(alpha_s=0.0, beta_s_per_byte=float(np.sum(times) / sizes.sum()))
-    return AlphaBeta(alpha_s=max(float(alpha_s), 0.0), beta_s_per_byte=float(beta_s))
+    line = fit_line(list(zip(SIZES_BYTES, times, strict=False)))
+    return AlphaBeta(alpha_s=line.alpha_s, beta_s_per_byte=line.beta)
 
 
 def _typical(move: Callable[[int], None], elements: int, control: Control) -> float:

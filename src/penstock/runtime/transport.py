@@ -116,7 +116,7 @@ class _Groups:
 
     def all_reduce(self, tensor: Tensor, group: Group) -> None:
         size = self._groups[group].size()
-        if size == 1:
+        if size == 1 or not tensor.numel():  # a part too small for one element is empty on all ranks
             return
         members = self._members[group]
         neighbour = members[(self._groups[group].rank() + 1) % size]

@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import lcm
 
 from penstock.config import ConfigError
 from penstock.graph import Graph, StepShape, build_graph
+from penstock.schedule.dense_overlap import DenseOverlap
 from penstock.schedule.flowmoe import FlowMoE
 from penstock.schedule.freeze import Cost
+from penstock.schedule.fsmoe import FSMoE
+from penstock.schedule.lina import Lina
 from penstock.schedule.moe_pipeline import MoEPipeline
-from penstock.schedule.penstock import Penstock
+from penstock.schedule.penstock import Penstock, PriorityName
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.sequential import Sequential
 from penstock.schedule.system import Pieces, System
 
 MOST_PIECES = 256
+MOST_SLICES = 64
 SCHEDULES: dict[str, System] = {
-    system.name: system for system in (Sequential(), MoEPipeline(), FlowMoE(), Penstock())
+    system.name: system
+    for system in (Sequential(), MoEPipeline(), DenseOverlap(), Lina(), FlowMoE(), FSMoE(), Penstock())
 }
 
 
@@ -27,16 +33,22 @@ class ScheduleConfig:
     """Section `[schedule]`.
 
     name: one of SCHEDULES.
-    microbatches: pieces of the batch through whole blocks; read by flowmoe.
-    chunks: pieces of the tokens inside an MoE layer; read by moe_pipeline.
-    all_reduce_chunk_bytes: FlowMoE's S_p.
+    microbatches: pieces of the batch through whole blocks; read by flowmoe and penstock.
+    chunks: pieces of the tokens inside an MoE layer; none = as the schedule usually has it (moe_pipeline,
+        dense_overlap and lina 2, fsmoe and penstock 1). sequential and flowmoe do not cut there.
+    backward_chunks: the same on the way back; none = as many. What is saved between the two is cut into the
+        least common multiple of both, each of which experts compute for itself; MOST_SLICES at most.
+    all_reduce_chunk_bytes: FlowMoE's S_p, read by flowmoe, penstock and lina.
+    priority: by which rule penstock orders; `search` starts from the others and is the best and the slowest.
     refine_after: after this many steps the order is frozen again from measured durations; 0 = never.
     """
 
     name: str = "flowmoe"
     microbatches: int = 2
-    chunks: int = 2
+    chunks: int | None = None
+    backward_chunks: int | None = None
     all_reduce_chunk_bytes: int = 1 << 20
+    priority: PriorityName = "search"
     refine_after: int = 4
 
     def __post_init__(self) -> None:
@@ -44,11 +56,12 @@ class ScheduleConfig:
             nearest = get_close_matches(self.name, SCHEDULES, n=1, cutoff=0.0)[0]
             hint = f"Nearest: {nearest}. All: {', '.join(SCHEDULES)}."
             raise ConfigError("name", self.name, "no such schedule", hint)
-        for key in ("microbatches", "chunks"):
+        for key in ("microbatches", "chunks", "backward_chunks"):
             pieces = getattr(self, key)
-            if not 1 <= pieces <= MOST_PIECES:
+            if pieces is not None and not 1 <= pieces <= MOST_PIECES:
                 why = f"a batch is cut into 1 to {MOST_PIECES} pieces: each costs a start-up"
                 raise ConfigError(key, pieces, why, f"Nearest valid: {min(max(pieces, 1), MOST_PIECES)}.")
+        self._check_slices()
         if self.all_reduce_chunk_bytes < 512:
             raise ConfigError(
                 "all_reduce_chunk_bytes",
@@ -59,15 +72,34 @@ class ScheduleConfig:
         if self.refine_after < 0:
             raise ConfigError("refine_after", self.refine_after, "is a number of steps", "Use 0 for never.")
 
+    def _check_slices(self) -> None:
+        """Two numbers of chunks with few common factors cut what both share into crumbs."""
+        forward, backward = self._cut_alone.degrees
+        if not _crumbles(forward, backward):
+            return
+        fitting = [b for b in range(1, MOST_PIECES + 1) if not _crumbles(forward, b)]
+        why = (
+            f"with chunks = {forward} what is saved would be cut into {lcm(forward, backward)} slices (their "
+            f"least common multiple), and experts compute every slice for itself; at most {MOST_SLICES}"
+        )
+        nearest = min(fitting, key=lambda b: (abs(b - backward), b))
+        raise ConfigError(
+            "backward_chunks", backward, why, f"Nearest valid: {nearest}. {forward} times or part fits best."
+        )
+
     @property
     def system(self) -> System:
-        return SCHEDULES[self.name]
+        return Penstock(self.priority) if self.name == Penstock.name else SCHEDULES[self.name]
 
     @property
     def cuts_batch(self) -> bool:
         """Whether the schedule reads `microbatches`."""
-        whole = StepShape(moe_layers=(True,))
-        return self.system.shape(whole, self.pieces((1,), (0,))).microbatches == self.microbatches > 1
+        return self._cut_alone.microbatches == self.microbatches > 1
+
+    @property
+    def _cut_alone(self) -> StepShape:
+        """How a step of one MoE layer is cut."""
+        return self.system.shape(StepShape(moe_layers=(True,)), self.pieces((1,), (0,)))
 
     def pieces(self, all_reduce_bytes: tuple[int, ...], expert_all_reduce_bytes: tuple[int, ...]) -> Pieces:
         """The cut that this section asks for, given the bytes of every layer's gradients."""
@@ -77,7 +109,13 @@ class ScheduleConfig:
             all_reduce_chunk_bytes=self.all_reduce_chunk_bytes,
             all_reduce_bytes=all_reduce_bytes,
             expert_all_reduce_bytes=expert_all_reduce_bytes,
+            backward_chunks=self.backward_chunks,
         )
+
+
+def _crumbles(forward: int, backward: int) -> bool:
+    """Whether two numbers of chunks need over MOST_SLICES slices, and more than either says itself."""
+    return lcm(forward, backward) > max(MOST_SLICES, forward, backward)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from penstock.schedule.freeze import Cost
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import Pieces, all_reduce_at_the_end, whole
 
+USUAL_CHUNKS = 2
+
 
 class MoEPipeline:
     """The tokens of an MoE layer are cut into chunks; while one chunk is under way another is computed.
@@ -32,7 +34,8 @@ class MoEPipeline:
         return replace(
             shape,
             microbatches=1,
-            chunks=pieces.chunks,
+            chunks=pieces.chunks or USUAL_CHUNKS,
+            degree_backward=pieces.backward_chunks or 0,
             all_reduce_chunks=whole(pieces.all_reduce_bytes),
             expert_all_reduce_chunks=whole(pieces.expert_all_reduce_bytes),
         )

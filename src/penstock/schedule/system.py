@@ -14,20 +14,23 @@ from penstock.schedule.schedule import Schedule
 class Pieces:
     """How finely a user wants an iteration cut. Each system reads what it knows.
 
+    chunks: None leaves them to the system. backward_chunks: None = as many as forward.
     all_reduce_bytes: for every layer, the bytes of its replicated gradients.
     """
 
     microbatches: int
-    chunks: int
+    chunks: int | None
     all_reduce_chunk_bytes: int
     all_reduce_bytes: tuple[int, ...]
     expert_all_reduce_bytes: tuple[int, ...]
+    backward_chunks: int | None = None
 
 
 class System(Protocol):
     """One file, one class: how it cuts the iteration and how it orders the pieces."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
         """The graph transformation: microbatches, chunks, pieces of each all-reduce."""

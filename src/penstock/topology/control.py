@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -26,12 +26,17 @@ class Control:
 
     def any(self, flag: bool, purpose: str) -> bool:
         """Whether any rank says yes."""
+        return bool(self.largest((float(flag),), purpose)[0])
+
+    def largest(self, mine: Sequence[float], purpose: str) -> list[float]:
+        """Of every entry the largest value of any rank; all ranks hear the very same numbers."""
         if self._group is None:
-            return flag
-        votes = torch.tensor([int(flag)])
+            return list(mine)
+        votes = torch.tensor(mine, dtype=torch.float64)
         with self.naming(purpose):
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(votes.item())
+        found: list[float] = votes.tolist()
+        return found
 
     def gather(self, mine: T, purpose: str) -> list[T]:
         """One picklable object of every rank, by rank."""

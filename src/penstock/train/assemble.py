@@ -44,16 +44,18 @@ def build_stack(
     machinery: Machinery,
     dtype: torch.dtype = torch.float32,
     make_moe: MakeLayer | None = None,
+    plan: StepPlan | None = None,
 ) -> PipelinedStack:
     """The model of `config` on this rank, initialised from its seed, with its first plan.
 
-    make_moe: makes MoE layers that `config.moe` has no words for.
+    make_moe: makes MoE layers that `config.moe` has no words for. plan: the first plan; None = what section
+    [schedule] says.
     """
     layout = machinery.layout
     model = GPT(config.model, config.moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank, make_moe=make_moe)
     model.to(device=machinery.device, dtype=dtype)
     model.initialise(config.train.seed)
-    make_plan = partial(first_plan, config, layout)
+    make_plan = partial(first_plan, config, layout) if plan is None else lambda *_: plan
     return PipelinedStack(model, model, config.moe, machinery, make_plan, seed=config.train.seed)
 
 

@@ -16,6 +16,7 @@ from penstock.schedule import ScheduleConfig
 from penstock.topology import ParallelConfig
 from penstock.train.corpus import VOCABULARY_SIZE, DataConfig
 from penstock.train.optimizer import OptimizerConfig
+from penstock.train.plan_config import GIVEN, PlanConfig
 
 Section = TypeVar("Section", ModelConfig, MoEConfig, DataConfig)
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -76,6 +77,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -90,7 +92,8 @@ class RunConfig:
             hint = f"Nearest: {near[0]}. All: {', '.join(PRESETS)}."
             raise ConfigError("model.preset", preset, "no such published model", hint)
         samples = self.data.batch_per_device
-        if self.schedule.cuts_batch and self.schedule.microbatches > samples:
+        given = self.plan.source == GIVEN  # else what section [schedule] says is not used
+        if given and self.schedule.cuts_batch and self.schedule.microbatches > samples:
             why = f"data.batch_per_device = {samples} samples cannot be cut into more pieces than samples"
             key = "schedule.microbatches"
             raise ConfigError(key, self.schedule.microbatches, why, f"Nearest valid: {samples}.")

@@ -45,7 +45,8 @@ def candidates(moe: MoEConfig, layout: Layout) -> list[DispatchName]:
         if DISPATCHES[moe.dispatch].needs_table:
             layout.require_nodes("moe.dispatch", moe.dispatch)
         return [moe.dispatch]
-    return list(NAMES) if layout.ep_nodes > 1 else ["flat"]
+    # In nodes of one rank every leg inside them would be a copy for nothing.
+    return list(NAMES) if layout.ep_nodes > 1 and layout.ep_node_size > 1 else ["flat"]
 
 
 def hierarchical_among(moe: MoEConfig, layout: Layout) -> list[DispatchName]:

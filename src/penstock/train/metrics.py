@@ -44,6 +44,8 @@ class StepMetrics:
     `aux_loss_global`, `..._sequence`, `..._microbatch`
                                       the balance loss of all layers, without its coefficient, under the name
                                       of the group over which it is judged; the other two are None
+    `plan`                            which plan ran the step: the first digits of its schedule's hash
+    `all_reduce_chunk_bytes`          size of a piece of an all-reduce; None if the schedule cuts none
     """
 
     step: int
@@ -61,6 +63,8 @@ class StepMetrics:
     aux_loss_global: float | None = None
     aux_loss_sequence: float | None = None
     aux_loss_microbatch: float | None = None
+    plan: str | None = None
+    all_reduce_chunk_bytes: int | None = None
 
     @property
     def hidden_communication(self) -> float:
@@ -150,18 +154,18 @@ def _parse(path: Path, number: int, line: bytes) -> StepMetrics:
 
 
 def _from_json(key: str, value: Any) -> Any:
-    if key == "step":
-        return operator.index(value)  # refuses what is not an integer
     if value is None:
         return None if key in OPTIONAL else math.nan
-    return float(value)
+    if key in ("step", "all_reduce_chunk_bytes"):
+        return operator.index(value)  # refuses what is not an integer
+    return str(value) if key == "plan" else float(value)
 
 
 def _to_line(metrics: StepMetrics) -> str:
     record = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in asdict(metrics).items()
-        if value is not None or key not in OPTIONAL - {"eval_loss"}  # losses that the run does not have
+        if value is not None or key not in OPTIONAL - {"eval_loss"}  # what the run does not have
     }
     return json.dumps(record, allow_nan=False) + "\n"
 

@@ -13,12 +13,13 @@ from penstock.trace import TaskRecord
 
 def refine(
     stack: PipelinedStack, system: System, records: Sequence[TaskRecord], fallback: Callable[[Task], float]
-) -> None:
+) -> MeasuredCost:
     """Order the same graph by the same rule with better costs. Results do not change, only waiting.
 
-    records: of this rank; all ranks exchange theirs, so that all freeze the same order.
+    records: of this rank; all ranks exchange theirs, so that all freeze the same order. Returns those costs.
     """
     everyone = stack.machinery.control.gather(list(records), "exchanging measured durations")
     cost = MeasuredCost.from_records([r for records in everyone for r in records], fallback)
     graph = stack.plan.graph
     stack.adopt(StepPlan(graph, system.order(graph, cost)))
+    return cost

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
 from penstock.topology import Control
 
 SAME_REQUEST_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vote:
+    """What all ranks hear behind a step. slowest_s: the step on the slowest rank."""
+
+    stop: bool
+    slowest_s: float
 
 
 class StopRequests:
@@ -33,9 +42,14 @@ class StopRequests:
     ) -> None:
         self._restore()
 
-    def agreed(self, step: int) -> bool:
-        """Whether any rank was asked to stop. One all-reduce of 8 bytes: every rank hears the same."""
-        return self._control.any(self._asked, f"agreeing whether to stop after step {step}")
+    def agreed(self, step: int, iteration_s: float = 0.0) -> Vote:
+        """Whether any rank was asked to stop, and how long the step took on the slowest one.
+
+        One all-reduce of 16 bytes: every rank hears the same.
+        """
+        purpose = f"agreeing whether to stop after step {step}"
+        stop, slowest_s = self._control.largest((float(self._asked), iteration_s), purpose)
+        return Vote(stop=bool(stop), slowest_s=slowest_s)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 
 from penstock.report import RunSummary
@@ -10,6 +11,7 @@ from penstock.runtime import PipelinedStack
 from penstock.train.config import RunConfig
 from penstock.train.corpus import Corpus
 from penstock.train.metrics import StepMetrics
+from penstock.train.planning import CLUSTER_FILE, PLAN_FILE
 from penstock.train.tracing import StepAnalysis
 
 WARM_UP_STEPS = 2
@@ -52,7 +54,13 @@ def summarise(
         tensorboard=str(output.dir / "tensorboard") if output.tensorboard else None,
         simulated_iteration_s=analysis.simulated_s,
         interrupted=last.step < config.train.steps,
+        plan=_if_there(output.dir / PLAN_FILE) if config.plan.is_saved else None,
+        cluster=_if_there(output.dir / CLUSTER_FILE) if config.plan.is_saved else None,
     )
+
+
+def _if_there(path: Path) -> str | None:
+    return str(path) if path.exists() else None
 
 
 def total_parameters(stack: PipelinedStack) -> int:

@@ -14,29 +14,30 @@ import torch
 from torch import Tensor
 
 from penstock.config import ConfigError, to_toml
-from penstock.cost import StepCost
 from penstock.graph import Group
 from penstock.moe import update_expert_biases
 from penstock.report import RunSummary
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.trace import TaskRecord, occupation
-from penstock.train.assemble import build_machinery, build_stack, workload
+from penstock.train.assemble import build_machinery, build_stack
 from penstock.train.checkpoint import Checkpoints, complete_checkpoints
 from penstock.train.clip import clip_grad_norm
 from penstock.train.config import RunConfig
-from penstock.train.dispatch import choose_dispatch, with_dispatch
 from penstock.train.evaluate import batch_loss, evaluate
 from penstock.train.metrics import MetricsWriter, Progress, StepMetrics
 from penstock.train.optimizer import build_adamw, initialise_state, learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder
-from penstock.train.refine import refine
+from penstock.train.planning import start, with_choice
+from penstock.train.retune import reads_chunk_bytes
 from penstock.train.source import open_source
+from penstock.train.steering import Steering
 from penstock.train.stopping import StopRequests
-from penstock.train.summarise import WARM_UP_STEPS, summarise
+from penstock.train.summarise import summarise
 from penstock.train.tracing import StepAnalysis, analyse
 
 ANALYSED_STEPS = 2
+PLAN_DIGITS = 8
 
 OnStep = Callable[[int, StepStatistics], None]
 """Told of every step that has ended, counted from 1, and of what its batch was like."""
@@ -61,19 +62,21 @@ class Trainer:
         quiet: bool,
         on_step: OnStep | None = None,
     ) -> None:
-        asked_dispatch, config = config.moe.dispatch, config.resolved(info.world_size)
+        self._saved_config = config = config.resolved(info.world_size)
+        self.leader = info.rank == 0
+        every = max(1, config.train.log_every)
+        self.progress = Progress(config.train.steps, every=every, quiet=quiet or not self.leader)
         node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
         self.layout = Layout.build(
             config.parallel, info.world_size, info.rank, config.moe.num_experts, node_size
         )
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
-        self.dispatch = choose_dispatch(config, machinery)
-        self._saved_config = with_dispatch(config, asked_dispatch)  # another cluster may choose otherwise
-        self.config = config = with_dispatch(config, self.dispatch.name)
-        self.control, self.leader = machinery.control, info.rank == 0
-        self.on_step = on_step
+        planned = start(config, machinery, self.progress.say)
+        config = with_choice(config, planned.choice)
+        self.control, self.on_step = machinery.control, on_step
         self.source = open_source(config, self.layout, self.control)
-        self.stack = build_stack(config, machinery)
+        self.stack = build_stack(config, machinery, plan=planned.plan)
+        self.steering = Steering(config, self.stack, planned, self.progress.say)
         self.optimizer = build_adamw(self.stack.model.named_parameters(), config.optimizer)
         initialise_state(self.optimizer)
         self.checkpoints = Checkpoints(
@@ -83,11 +86,8 @@ class Trainer:
             keep=config.train.keep_checkpoints,
             identity=self.source.identity,
         )
-        every = max(1, config.train.log_every)
-        self.progress = Progress(config.train.steps, every=every, quiet=quiet or not self.leader)
         self.history: list[StepMetrics] = []
         self.recent: deque[list[TaskRecord]] = deque(maxlen=max(ANALYSED_STEPS, config.output.trace_steps))
-        self.calibration: list[TaskRecord] = []
         self.saved: Path | None = None
 
     def run(self) -> RunSummary:
@@ -97,22 +97,21 @@ class Trainer:
             self._open_output(closing)
             done = first = self._resume()
             closing.enter_context(self.progress)
-            for line in (self.dispatch.line, self.config.moe.warning):
-                if line is not None:
-                    self.progress.say(line)
+            if self.config.moe.warning is not None:
+                self.progress.say(self.config.moe.warning)
             writer = self._open_metrics(closing, first)
             last = False
             while not last:
                 metrics = self._step(done)
                 done += 1
                 # Ranks leave this vote together: the next step starts behind it, on one clock.
-                stopped = requests.agreed(done)
-                last = stopped or done == self.config.train.steps
-                if stopped:
+                vote = requests.agreed(done, metrics.iteration_s)
+                last = vote.stop or done == self.config.train.steps
+                if vote.stop:
                     self.progress.say(f"stopping behind step {done}, as asked")
                 self._after_step(metrics, writer, last=last)
-                if done - first == self.config.schedule.refine_after and not last:
-                    self._refine()
+                if not last:
+                    self._steer(vote.slowest_s)
             analysis = self._analyse()
         self.stack.close()
         checkpoint = str(self.saved) if self.saved else None
@@ -144,7 +143,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         iteration_s = time.perf_counter() - start_s
         records = self.stack.records(step + 1)
-        self._keep(records)
+        self.recent.append(records)
         if self.on_step is not None:
             assert self.stack.statistics is not None, "a step has ended"
             self.on_step(step + 1, self.stack.statistics)
@@ -163,23 +162,20 @@ class Trainer:
         if last or _due(metrics.step, train.checkpoint_every):
             self.saved = self.checkpoints.save(metrics.step)
 
-    def _keep(self, records: list[TaskRecord]) -> None:
-        """The newest steps for the trace, the first ones behind the warm-up for a better order."""
-        self.recent.append(records)
-        step = len(self.history)
-        if WARM_UP_STEPS <= step < min(self.config.schedule.refine_after, WARM_UP_STEPS + 8):
-            self.calibration += records
+    @property
+    def config(self) -> RunConfig:
+        """What runs now: sections [schedule] and [moe] say what the plan has chosen."""
+        return self.steering.config
 
-    def _refine(self) -> None:
-        """Durations are known now: freeze the order from them."""
-        shape = self.stack.plan.graph.shape
-        sizes = workload(self.config, self.layout, *self.stack.buckets.sizes_bytes)
-        records = self.calibration or [record for step in self.recent for record in step]
-        schedule = self.config.schedule
-        refine(self.stack, schedule.system, records, StepCost(shape, sizes, self.config.cluster))
-        self.progress.say(f"order of {schedule.name} frozen again from measured durations")
-        self.calibration.clear()
-        self.recent.clear()  # they ran under another plan
+    def _steer(self, slowest_s: float) -> None:
+        """Between two steps: perhaps another plan."""
+        if self.steering.after_step(slowest_s, self.recent[-1]):
+            self.recent.clear()  # they ran under another plan
+            self._save_plan()
+
+    def _save_plan(self) -> None:
+        if self.leader and self._saved_config.plan.is_saved:
+            self.steering.planned.save(self.config.output.dir, self.config.model.preset or "the run's own")
 
     def _analyse(self) -> StepAnalysis:
         wanted = self.config.output.trace_steps
@@ -206,7 +202,9 @@ class Trainer:
         if not self.leader:
             return None
         output = self.config.output
+        # As it was asked for: on another cluster what is chosen may be something else.
         (output.dir / "config.toml").write_text(to_toml(self._saved_config))
+        self._save_plan()
         return closing.enter_context(MetricsWriter(output.dir, output.tensorboard, first))
 
     def _resume(self) -> int:
@@ -231,6 +229,12 @@ class Trainer:
             f"rank {self.layout.rank}: training diverged in step {step}: loss {loss}, gradient norm {norm}; "
             f"{good}. A lower optimizer.lr or more optimizer.warmup_steps may help."
         )
+
+    @property
+    def _chunk_bytes(self) -> int | None:
+        """The size of all-reduce chunks, if the schedule has any."""
+        choice = self.steering.planned.choice
+        return choice.all_reduce_chunk_bytes if reads_chunk_bytes(choice.system) else None
 
     def _metrics(
         self,
@@ -258,6 +262,8 @@ class Trainer:
             compute_s=used.compute_s,
             tokens_per_expert_max_over_mean=_imbalance(statistics.chosen_YE),
             z_loss=float(statistics.z),
+            plan=self.stack.plan.schedule.digest[:PLAN_DIGITS],
+            all_reduce_chunk_bytes=self._chunk_bytes,
             **{f"aux_loss_{self.stack.balance.group}": float(statistics.aux)},
         )
 

@@ -56,7 +56,8 @@ class VirtualCost:
         if task.op is not Op.EXPERTS:
             return self._everywhere(even_s)
         # What experts compute and copy is in proportion to their rows; the overhead is not.
-        overhead_s = self.cluster.task_overhead_s
+        assert task.chunk is not None, task
+        overhead_s = self.cluster.task_overhead_s * len(self.shape.slices_of(task.chunk, task.phase))
         share = self._received(task).astype(np.float64) / max(self._even_rows(task), 1)
         return overhead_s + (even_s - overhead_s) * share
 
@@ -87,16 +88,16 @@ class VirtualCost:
         return there if self._to_experts(task) else Move(leg.group, leg.output_splits, leg.input_splits)
 
     def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
-        """What a COUNTS task sends and receives on one rank, both [peers, chunks, local experts]."""
+        """What a COUNTS task sends and receives on one rank, both [peers, slices, local experts]."""
         assert task.op is Op.COUNTS and task.microbatch is not None, task
         group, place = divmod(rank, self.workload.ep_size)
         layer, rows = self._moe_layer(task), self.rows[:, task.microbatch]
-        tables = np.stack([self._table(rows[:, c, layer]) for c in range(self.shape.chunks)], axis=3)
+        tables = np.stack([self._table(rows[:, c, layer]) for c in range(self.shape.slices)], axis=3)
         return tables[group, place], tables[group, :, place]
 
     @cached_property
     def rows(self) -> Counts:
-        """Rows that every rank sends to every expert, [ranks, microbatches, chunks, MoE layers, experts]."""
+        """Rows that every rank sends to every expert, [ranks, microbatches, slices, MoE layers, experts]."""
         return cut_rows(self.counts_PBYE, self.shape, self.workload)
 
     @property
@@ -106,8 +107,9 @@ class VirtualCost:
     def _even_rows(self, task: Task) -> float:
         """Rows that every rank's experts would get if routing were even."""
         assert task.microbatch is not None and task.chunk is not None, task
-        pieces, chunks = self.shape.microbatches, self.shape.chunks
-        return self.workload.rows(task.microbatch, pieces, task.chunk, chunks)
+        pieces, slices = self.shape.microbatches, self.shape.slices
+        held = self.shape.slices_of(task.chunk, task.phase)
+        return sum(self.workload.rows(task.microbatch, pieces, s, slices) for s in held)
 
     def _received(self, task: Task) -> Counts:
         """Rows that every rank's experts get, [P]."""
@@ -144,7 +146,10 @@ class VirtualCost:
     def _piece(self, task: Task) -> Counts:
         """Rows of the task's microbatch and chunk, [P, E]."""
         assert task.microbatch is not None and task.chunk is not None, task
-        return self.rows[:, task.microbatch, task.chunk, self._moe_layer(task)]
+        held = self.shape.slices_of(task.chunk, task.phase)
+        slices_PCE = self.rows[:, task.microbatch, held.start : held.stop, self._moe_layer(task)]
+        rows_PE: Counts = slices_PCE.sum(axis=1)
+        return rows_PE
 
     def _table(self, rows_PE: Counts) -> Counts:
         return by_source_and_target(rows_PE, self.workload.ep_size)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.cost import Workload, split_sizes
+from penstock.cost import Workload
+from penstock.cost.workload import part_sizes
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Graph, Group, Lane, Op, Phase, Task
 from penstock.graph.dependencies import TRANSFERS
@@ -25,7 +26,7 @@ COMMUNICATION_LANES = (Lane.INTER, Lane.INTRA)
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank does in one step, worked out before it begins. Counts: int64 [peers, chunks, experts].
+    """What one rank does in one step, worked out before it begins. Counts: int64 [peers, slices, experts].
 
     place: of the rank in its expert group.
     """
@@ -133,10 +134,11 @@ class VirtualHandlers:
         work, shape = self.cost.workload, self.cost.shape
         replicated = task.op is Op.ALL_REDUCE
         sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
-        chunks = shape.all_reduce_chunks if replicated else shape.expert_all_reduce_chunks
+        equal = (1,) * shape.expert_all_reduce_chunks[task.layer]
         assert task.chunk is not None, task
         elements = sizes[task.layer] // self.buffers.gradients.element_size()
-        chunk = self.buffers.gradients[: split_sizes(elements, chunks[task.layer])[task.chunk]]
+        parts = shape.parts_of(task.layer) if replicated else equal
+        chunk = self.buffers.gradients[: part_sizes(elements, parts)[task.chunk]]
         self.transports.inter.all_reduce(chunk, task.spec.group)
         return Outcome(None)
 

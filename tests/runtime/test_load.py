@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from penstock.bench.load import SIZE_BYTES, TIMED, UNTIMED, Load
 from penstock.graph import Group
+from penstock.runtime.load import SIZE_BYTES, TIMED, UNTIMED, Load
 from penstock.runtime.transport import GlooTransport
 from penstock.topology import Control, Layout, lane_groups
 from tests.support.ranks import Pools

@@ -9,8 +9,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from penstock.graph import Group
-from penstock.runtime import Machinery
-from penstock.runtime.lanes import ThreadLanes
+from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
+from penstock.runtime.stack import Machinery
 from penstock.runtime.transport import Transports
 
 
@@ -59,4 +59,7 @@ def silent(machinery: Machinery) -> Machinery:
         Group.RAIL: layout.ep_nodes,
     }
     transport = SilentTransport(sizes)
-    return replace(machinery, transports=Transports(transport, transport), lanes=ThreadLanes(transport.abort))
+    lanes: Lanes = ThreadLanes(transport.abort)
+    if machinery.device.type == "cuda":
+        lanes = StreamLanes(machinery.device, transport.abort)
+    return replace(machinery, transports=Transports(transport, transport), lanes=lanes)

@@ -1,0 +1,57 @@
+"""The published planners' grids as Markdown, so that a terminal and a document show the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from penstock.bench.published.study import Gain, GridResult, PublishedResult
+
+NOTES: Final = (
+    "simulated from published constants; a number is how many times as fast, the mean over all layers",
+    "one lane: traffic inside nodes and between nodes takes turns, as in what FSMoE compares with",
+)
+MISFIT: Final = (
+    "testbed B: all three figures are within 3 % of the published ones",
+    "testbed A: all-gather and all-reduce are printed ten times slower than the rest of the paper suggests; "
+    "with both corrected every system gains less than published; with all-gather alone corrected two of the "
+    "three figures are close to it, so the all-reduce may be right as printed",
+    "on one lane AG and RS take most of testbed A's layers and leave few gaps between all-to-alls, so FSMoE "
+    "gains no more there than all-reduces under dense parts; the paper has 3 % more",
+    "the paper does not say on what else the figures depend: the layers in a stack (assumed: four; of fewer, "
+    "a larger part of the gradients has no layer below), what attention takes, and whose gradients are "
+    "reduced (assumed: those of one shard)",
+)
+
+
+def render_published(result: PublishedResult) -> str:
+    """What was compared, one table per grid, and why it differs from what was published."""
+    parts = ["\n".join(NOTES), *(_grid(grid) for grid in result.grids), "\n".join(MISFIT)]
+    return "\n\n".join(parts)
+
+
+def _grid(grid: GridResult) -> str:
+    head = f"{grid.title} on {grid.cluster}: {grid.layers} layers, {grid.distinct} of them different"
+    parts = [head, "\n".join(_table(f"over {grid.baseline}", grid.gains))]
+    if grid.joint:
+        parts += [
+            f"the joint plan on {grid.sampled} of them",
+            "\n".join(_table("joint plan over", grid.joint)),
+        ]
+    return "\n\n".join(parts)
+
+
+def _table(title: str, gains: Sequence[Gain]) -> Iterator[str]:
+    published = any(gain.published is not None for gain in gains)
+    head = (title, "mean", "least", "most", *(("published",) if published else ()))
+    rows = [head, *(_row(gain, published) for gain in gains)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [" | ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows]
+    rule = "-|-".join("-" * width for width in widths)
+    return (f"| {line} |" for line in (lines[0], rule, *lines[1:]))
+
+
+def _row(gain: Gain, published: bool) -> tuple[str, ...]:
+    cells = (gain.contender, f"{gain.mean:.3f}", f"{gain.least:.3f}", f"{gain.most:.3f}")
+    said = "-" if gain.published is None else f"{gain.published:.2f}"
+    return (*cells, said) if published else cells

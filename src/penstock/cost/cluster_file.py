@@ -1,0 +1,186 @@
+"""The cluster file: what was measured of a cluster, or what is known of one that nobody here has.
+
+JSON that people can read and write. `links` and `tasks` may be empty: the rates answer for what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from penstock.config import UNSET, ConfigError, from_dict, to_dict
+from penstock.cost.cluster import AlphaBeta, ClusterConfig
+
+VERSION = 1
+
+Collective = Literal[
+    "all_to_all",
+    "uneven_all_to_all",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "broadcast",
+    "point_to_point",
+    "hierarchical_1d",
+    "hierarchical_2d",
+]
+"""A hierarchical dispatch is named by leg, too: its `op` says which."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """How well a line explains what was measured. points: [size, seconds], outliers included.
+
+    r2: 1 is a perfect line. residual: typical distance of a point from the line, relative to the line.
+    """
+
+    r2: float
+    residual: float
+    points: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkModel:
+    """`t = alpha + beta * n` of one collective in one kind of group on one lane.
+
+    n: bytes by the convention of ClusterConfig: what each rank sends to all (all-to-all), the gathered output
+    (all-gather), the whole input (reduce-scatter), the tensor (all-reduce, broadcast, point-to-point).
+    group: ep, node, rail, edp or world, as Group names them. op: the leg of a hierarchical dispatch, else "".
+    """
+
+    collective: Collective
+    group: str
+    lane: str
+    ranks: int
+    alpha_s: float
+    beta_s_per_byte: float
+    op: str = ""
+    fit: Fit | None = None
+
+    @property
+    def model(self) -> AlphaBeta:
+        return AlphaBeta(alpha_s=self.alpha_s, beta_s_per_byte=self.beta_s_per_byte)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskModel:
+    """What a compute task takes: `alpha + scale * nominal`, nominal being its work by the two rates.
+
+    op, phase: as in task names (AT, F). beside: how many times longer beside traffic.
+    """
+
+    op: str
+    phase: str
+    alpha_s: float
+    scale: float
+    beside: float = 1.0
+    fit: Fit | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelModel:
+    """`t = alpha + beta * work` of one kind of computation by itself, on all ranks at once: for the reader.
+
+    unit: flop or byte.
+    """
+
+    name: str
+    unit: Literal["flop", "byte"]
+    alpha_s: float
+    beta_s_per_unit: float
+    fit: Fit | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where and when it was measured."""
+
+    host: str
+    date: str
+    processor: str
+    device: str
+    python: str
+    torch: str
+    penstock: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterFile:
+    """A cluster. rates: what answers where nothing was measured.
+
+    transfers_beside_compute: how many times longer a transfer takes beside computation. jitter: how much a
+    compute task's duration scatters, relative (standard deviation). memory_bytes: of one device; None = not
+    known. measured: None for a file written by hand; source: where its numbers come from.
+    """
+
+    version: int = VERSION
+    name: str
+    nodes: int
+    ranks_per_node: int
+    rates: ClusterConfig = field(default_factory=ClusterConfig)
+    links: tuple[LinkModel, ...] = ()
+    tasks: tuple[TaskModel, ...] = ()
+    kernels: tuple[KernelModel, ...] = ()
+    transfers_beside_compute: float = 1.0
+    jitter: float = 0.0
+    memory_bytes: int | None = None
+    measured: Machine | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            hint = f"Measure it again with `penstock profile`; this version writes {VERSION}."
+            raise ConfigError("version", self.version, "is a version that cannot be read here", hint)
+        for key in ("nodes", "ranks_per_node"):
+            if getattr(self, key) < 1:
+                raise ConfigError(key, getattr(self, key), "a cluster has ranks", "Use 1 or more.")
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def link(self, collective: str, group: str, op: str = "") -> LinkModel | None:
+        """The measured model, if there is one."""
+        found = (x for x in self.links if (x.collective, x.group, x.op) == (collective, group, op))
+        return next(found, None)
+
+    def save(self, path: Path) -> None:
+        """Write it where the path says; a half-written file never replaces a whole one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(to_dict(self), indent=1) + "\n")
+        partial.replace(path)
+
+    @staticmethod
+    def read(path: Path) -> ClusterFile:
+        """Raises ConfigError naming the file and the key that is wrong."""
+        try:
+            table = json.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(str(path), UNSET, f"cannot be read ({error.strerror})", "Check it.") from error
+        except json.JSONDecodeError as error:
+            why = f"is not valid JSON: {error}"
+            raise ConfigError(str(path), UNSET, why, "Measure again with `penstock profile`.") from error
+        return from_dict(ClusterFile, table, str(path))
+
+    def with_inter(self, factor: float) -> ClusterFile:
+        """The same cluster with links between nodes (lane `inter`) of `factor` times the bandwidth."""
+        links = tuple(
+            replace(link, beta_s_per_byte=link.beta_s_per_byte / factor) if link.lane == "inter" else link
+            for link in self.links
+        )
+        rates = replace(self.rates, link_bytes_per_s=self.rates.link_bytes_per_s * factor)
+        return replace(self, links=links, rates=rates)
+
+    def with_compute(self, factor: float) -> ClusterFile:
+        """The same cluster with devices that compute `factor` times as fast."""
+        tasks = tuple(replace(task, alpha_s=task.alpha_s / factor) for task in self.tasks)
+        rates = replace(
+            self.rates,
+            flops_per_s=self.rates.flops_per_s * factor,
+            memory_bytes_per_s=self.rates.memory_bytes_per_s * factor,
+            task_overhead_s=self.rates.task_overhead_s / factor,
+        )
+        return replace(self, tasks=tasks, rates=rates)

@@ -1,0 +1,32 @@
+"""Cluster files that come with Penstock: the clusters of five papers, for planning without having them."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from penstock.config import UNSET, ConfigError
+from penstock.cost.cluster_file import ClusterFile
+
+FOLDER = Path(__file__).parent
+
+
+def names() -> tuple[str, ...]:
+    """Names of the shipped clusters, in alphabetical order."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
+
+
+def find_cluster(name_or_path: str) -> ClusterFile:
+    """A shipped cluster by its name, or the file at a path.
+
+    Raises ConfigError for a name that nothing has, naming the nearest; and for a file that cannot be used.
+    """
+    if name_or_path in names():
+        return ClusterFile.read(FOLDER / f"{name_or_path}.json")
+    path = Path(name_or_path)
+    if path.exists() or path.suffix == ".json" or len(path.parts) > 1:
+        return ClusterFile.read(path)
+    near = get_close_matches(name_or_path, names(), n=1, cutoff=0.0)[0]
+    why = "is neither the path of a cluster file nor the name of a cluster that comes with Penstock"
+    hint = f"Nearest: {near}. All: {', '.join(names())}. Or measure one with `penstock profile`."
+    raise ConfigError(name_or_path or "cluster", UNSET, why, hint)

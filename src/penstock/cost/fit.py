@@ -1,0 +1,150 @@
+"""A straight line through measured durations, when some of them are wrong.
+
+An error counts by its share of the square root of the duration: between seconds, where the largest size alone
+would count, and shares, where a start-up that other programs disturb would bend the line at the sizes that
+take most of a step. A program that ran beside it makes a duration longer by any amount, so up to a quarter of
+the points are left out if they do not fit the others (least trimmed deviations, then least squares over the
+points near that line).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import nnls
+
+Numbers = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+LEAST_POINTS = 5
+"""With fewer there is no telling which one is wrong."""
+
+MOST_PAIRS = 2000
+KEPT = 0.75
+"""At least that share of the points is used."""
+
+CUT = 3.5
+NORMAL = 1.4826
+"""Standard deviation over median absolute deviation of a normal distribution."""
+
+NEAR = 0.05
+"""A point within that share of the line is never left out."""
+
+PASSES = 10
+FLAT = 0.01
+"""Where durations do not grow with the work, this share of the longest is said to come from it."""
+
+
+@dataclass(frozen=True)
+class LineFit:
+    """`t = alpha_s + beta * n`. alpha_s >= 0, beta > 0.
+
+    r2: share of the variance that the line explains, of the points used. residual: median distance of all
+    points from the line, relative to it. used: for every point, whether the line rests on it.
+    """
+
+    alpha_s: float
+    beta: float
+    r2: float
+    residual: float
+    used: tuple[bool, ...]
+
+    def seconds(self, size: float) -> float:
+        return self.alpha_s + self.beta * size
+
+
+def fit_line(points: Sequence[tuple[float, float]], *, trusted: int = 0) -> LineFit:
+    """The line through points (size, seconds), sizes and seconds above 0. Needs one point.
+
+    trusted: how many of the largest sizes are never left out, where they alone tell the slope.
+    """
+    assert points, "a line needs a point"
+    sizes, times = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    assert min(sizes.min(), times.min()) > 0, points
+    used, sure = np.ones(len(sizes), dtype=bool), np.argsort(np.argsort(-sizes, kind="stable")) < trusted
+    line = _least_squares(sizes, times)
+    if len(set(sizes)) > 2 and len(sizes) >= LEAST_POINTS:
+        line = _most_agreed(sizes, times, sure, line)
+        for _ in range(PASSES):
+            nearer = _near(line, sizes, times) | sure
+            line = _least_squares(sizes[nearer], times[nearer])
+            if np.array_equal(nearer, used):
+                break
+            used = nearer
+    residual = float(np.median(_shares(line, sizes, times)))
+    return LineFit(*line, _r2(line, sizes[used], times[used]), residual, tuple(map(bool, used)))
+
+
+def _most_agreed(
+    sizes: Numbers, times: Numbers, sure: Flags, usual: tuple[float, float]
+) -> tuple[float, float]:
+    """The line through two points, or the usual one, that three quarters of the points are nearest to.
+
+    sure: points that are among those in any case.
+    """
+    pairs = [pair for pair in combinations(range(len(sizes)), 2) if sizes[pair[0]] != sizes[pair[1]]]
+    first, second = np.array(pairs[:: -(-len(pairs) // MOST_PAIRS)]).T
+    betas = (times[second] - times[first]) / (sizes[second] - sizes[first])
+    alphas = times[first] - betas * sizes[first]
+    allowed = (betas > 0) & (alphas > -1e-9 * times[first])
+    lines = [(max(float(a), 0.0), float(b)) for a, b in zip(alphas[allowed], betas[allowed], strict=True)]
+    others = max(0, _kept(len(sizes)) - int(sure.sum()))
+
+    def missed(line: tuple[float, float]) -> float:
+        distances = _distances(line, sizes, times)
+        return float(distances[sure].sum() + np.sort(distances[~sure])[:others].sum())
+
+    return min([usual, *lines], key=missed)
+
+
+def _near(line: tuple[float, float], sizes: Numbers, times: Numbers) -> Flags:
+    """The points that a line is fitted through next."""
+    distances = _distances(line, sizes, times)
+    least = float(np.sort(distances)[_kept(len(distances)) - 1])
+    scattered = distances <= max(CUT * NORMAL * float(np.median(distances)), least)
+    near: Flags = scattered | (_shares(line, sizes, times) <= NEAR)
+    return near
+
+
+def _kept(count: int) -> int:
+    return math.ceil(KEPT * count)
+
+
+def _shares(line: tuple[float, float], sizes: Numbers, times: Numbers) -> Numbers:
+    """Of every point the distance from the line, over the line."""
+    expected_s = line[0] + line[1] * sizes
+    shares: Numbers = np.abs(times - expected_s) / expected_s
+    return shares
+
+
+def _distances(line: tuple[float, float], sizes: Numbers, times: Numbers) -> Numbers:
+    """Of every point the error that counts."""
+    distances: Numbers = np.abs(times - line[0] - line[1] * sizes) / np.sqrt(times)
+    return distances
+
+
+def _least_squares(sizes: Numbers, times: Numbers) -> tuple[float, float]:
+    """Neither number negative."""
+    largest, weights = sizes.max(), 1 / np.sqrt(times)
+    if sizes.min() == largest:
+        return 0.0, float(np.median(times) / largest)
+    matrix = np.stack([weights, sizes / largest * weights], axis=1)
+    (alpha_s, slope_s), _ = nnls(matrix, times * weights)
+    flat_s = FLAT * float(np.median(times))
+    if slope_s < flat_s:  # noise beats the slope
+        return float(np.median(times)) - flat_s, flat_s / float(largest)
+    return float(alpha_s), float(slope_s / largest)
+
+
+def _r2(line: tuple[float, float], sizes: Numbers, times: Numbers) -> float:
+    """1 for a perfect line; 0 where the line says no more than the mean does."""
+    left = float(np.sum((times - line[0] - line[1] * sizes) ** 2))
+    spread = float(np.sum((times - times.mean()) ** 2))
+    if spread <= 1e-12 * float(np.sum(times**2)):  # equal durations: nothing to explain
+        return 1.0 if left <= 1e-3 * float(np.sum(times**2)) else 0.0
+    return max(0.0, 1.0 - left / spread)

@@ -1,0 +1,30 @@
+"""Whether a cluster file was measured on the machines that are here now."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from penstock.cost.cluster_file import ClusterFile, Machine
+
+NO_MATTER = ("date",)
+
+
+def mismatch(file: ClusterFile, machine: Machine, ranks: int, nodes: int) -> str | None:
+    """Why a measured file may not hold here: one line for a warning. None if it fits.
+
+    machine, ranks, nodes: of here and now. A file written by hand describes machines that nobody has, so it
+    is never compared.
+    """
+    if file.measured is None:
+        return None
+    pairs = [("ranks", file.ranks, ranks), ("nodes", file.nodes, nodes)]
+    pairs += [
+        (each.name, getattr(file.measured, each.name), getattr(machine, each.name))
+        for each in fields(Machine)
+        if each.name not in NO_MATTER
+    ]
+    differences = [f"{what} {then} (here {now})" for what, then, now in pairs if then != now]
+    if not differences:
+        return None
+    measured = f"cluster file {file.name!r} was measured with {', '.join(differences)}"
+    return f"{measured}: its times may not hold; measure again with `penstock profile`"

@@ -1,0 +1,66 @@
+"""A cluster as its file describes it, for the cost of tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from penstock.cost.cluster import AlphaBeta, ClusterConfig
+from penstock.cost.cluster_file import ClusterFile, TaskModel
+from penstock.graph import Group, Op, Phase
+from penstock.graph.task import AWAY
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledCluster(ClusterConfig):
+    """Measured models where the file has them, its rates elsewhere.
+
+    company: which part of a task's time the other side (computation or transfers) is assumed to be busy,
+    too; 1 is right where everything overlaps, which is what orders are made for.
+    """
+
+    file: ClusterFile
+    company: float = 1.0
+
+    def __post_init__(self) -> None:
+        """The file's rates have been checked where they were read."""
+
+    @staticmethod
+    def build(file: ClusterFile, company: float = 1.0) -> ProfiledCluster:
+        rates = {each.name: getattr(file.rates, each.name) for each in fields(ClusterConfig)}
+        return ProfiledCluster(**rates, file=file, company=company)
+
+    def all_to_all(self, ranks: int) -> AlphaBeta:
+        found = self.file.link("all_to_all", Group.EXPERT)
+        return self._beside(super().all_to_all(ranks) if found is None else found.model)
+
+    def all_reduce(self, ranks: int) -> AlphaBeta:
+        for link in self.file.links:
+            if link.collective == "all_reduce" and link.ranks == ranks:
+                return self._beside(link.model)
+        return self._beside(super().all_reduce(ranks))
+
+    def leg(self, dispatch: str, op: Op, nodes: int, node_size: int) -> AlphaBeta:
+        if dispatch == "flat":
+            return self.all_to_all(nodes * node_size)
+        for link in self.file.links:
+            if link.collective == dispatch and link.op == AWAY.get(op, op):
+                return self._beside(link.model)
+        return super().leg(dispatch, op, nodes, node_size)
+
+    def shards(self, ranks: int, *, scatters: bool) -> AlphaBeta:
+        found = self.file.link("reduce_scatter" if scatters else "all_gather", Group.NODE)
+        return self._beside(super().shards(ranks, scatters=scatters) if found is None else found.model)
+
+    def compute_s(self, op: Op, phase: Phase, flops: float, moved_bytes: float) -> float:
+        model = self._task(op, phase)
+        if model is None:
+            return super().compute_s(op, phase, flops, moved_bytes)
+        alone_s = model.alpha_s + model.scale * self.nominal_s(flops, moved_bytes)
+        return alone_s * (1 + self.company * (model.beside - 1))
+
+    def _task(self, op: Op, phase: Phase) -> TaskModel | None:
+        return next((x for x in self.file.tasks if (x.op, x.phase) == (op, phase)), None)
+
+    def _beside(self, alone: AlphaBeta) -> AlphaBeta:
+        factor = 1 + self.company * (self.file.transfers_beside_compute - 1)
+        return AlphaBeta(alpha_s=alone.alpha_s * factor, beta_s_per_byte=alone.beta_s_per_byte * factor)

@@ -1,0 +1,37 @@
+"""What to run: the published planners by name, and a joint search over every choice. No torch."""
+
+from penstock.plan.choice import Choice
+from penstock.plan.dimensions import DIMENSIONS, Dimension, register, unregister
+from penstock.plan.explain import Explanation, explain
+from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
+from penstock.plan.models import MODELS, PublishedModel
+from penstock.plan.plan_file import PlanFile
+from penstock.plan.predict import predict_s
+from penstock.plan.problem import Problem
+from penstock.plan.search import Candidate, FoundPlan, Progress, evaluate, find_plan
+from penstock.plan.subject import Subject, published_problem
+
+__all__ = [
+    "DIMENSIONS",
+    "MODELS",
+    "Candidate",
+    "Choice",
+    "Dimension",
+    "Explanation",
+    "FoundPlan",
+    "MemoryBudget",
+    "MemoryEstimate",
+    "PlanFile",
+    "Problem",
+    "Progress",
+    "PublishedModel",
+    "Subject",
+    "estimate_memory",
+    "evaluate",
+    "explain",
+    "find_plan",
+    "predict_s",
+    "published_problem",
+    "register",
+    "unregister",
+]

@@ -1,0 +1,176 @@
+"""Why a plan was chosen, and what would make it faster: five lines for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.cost import AlphaBeta, ClusterConfig, FittedCluster, ProfiledCluster
+from penstock.graph import Lane
+from penstock.plan.choice import Choice
+from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
+from penstock.plan.predict import alone
+from penstock.plan.problem import Problem
+from penstock.plan.search import Candidate, FoundPlan, evaluate
+from penstock.plan.words import change, choice_words, gib, milliseconds
+from penstock.schedule import Penstock
+from penstock.simulate import lane_work
+
+FASTER = 2
+RIVALS = 2
+"""So many of the next best plans are tried on a faster cluster, too: another may be the best there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What was chosen and why. busy: by lane, its work over the iteration. faster: by what is twice as
+    fast, the iteration over the present one, both ordered by the same rules."""
+
+    best: Candidate
+    next_best: Candidate | None
+    busy: dict[str, float]
+    binds: str
+    faster: dict[str, float]
+    memory: MemoryEstimate
+    budget: MemoryBudget | None
+    lower_bound_s: float
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Exactly five."""
+        return (
+            f"Plan     {choice_words(self.best.choice)}",
+            f"Time     {self._time()}",
+            f"Binding  {self._binding()}",
+            f"Next     {self._next()}",
+            f"Change   {self._faster()}; memory {self._memory()}",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        following = self.next_best
+        return {
+            "lines": list(self.lines),
+            "predicted_s": self.best.predicted_s,
+            "bound_of_this_cut_s": self.best.bound_s,
+            "bound_of_all_cuts_s": self.lower_bound_s,
+            "binds": self.binds,
+            "busy": self.busy,
+            "next_best": None if following is None else choice_words(following.choice),
+            "next_best_s": None if following is None else following.predicted_s,
+            "faster": self.faster,
+            "memory_bytes": self.memory.total_bytes,
+            "memory_parts_bytes": self.memory.parts,
+        }
+
+    def _time(self) -> str:
+        best = self.best
+        reached = 100 * best.bound_s / best.predicted_s
+        return (
+            f"{milliseconds(best.predicted_s)} per step predicted; no order of these tasks takes less than "
+            f"{milliseconds(best.bound_s)} ({reached:.0f} % reached), no cut less than "
+            f"{milliseconds(self.lower_bound_s)}"
+        )
+
+    def _binding(self) -> str:
+        shares = ", ".join(f"{lane} {100 * share:.0f} %" for lane, share in self.busy.items())
+        return f"{self.binds}; busy: {shares} of the step"
+
+    def _next(self) -> str:
+        if self.next_best is None:
+            return "there is no other plan"
+        return (
+            f"{choice_words(self.next_best.choice)}; {milliseconds(self.next_best.predicted_s)}, "
+            f"{change(self.next_best.predicted_s, self.best.predicted_s)}"
+        )
+
+    def _faster(self) -> str:
+        changes = (f"with {FASTER}x {what}: {change(ratio, 1.0)}" for what, ratio in self.faster.items())
+        return ", ".join(changes)
+
+    def _memory(self) -> str:
+        of = "" if self.budget is None else f" of {gib(self.budget.bytes)}"
+        part, size = next(iter(self.memory.parts.items()))
+        return f"{gib(self.memory.total_bytes)}{of} per rank, {gib(size)} of it {part} (estimated)"
+
+
+def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = None) -> Explanation:
+    """Simulates the best few plans again on clusters of which one part is twice as fast."""
+    best = found.best
+    apart = alone(problem)
+    cost = apart.cost(best.choice, best.plan.graph.shape)
+    work = lane_work({task: cost(task) for task in best.plan.graph.tasks})
+    busy = {str(lane): work[lane] / best.predicted_s for lane in Lane if lane in work}
+    return Explanation(
+        best=best,
+        next_best=found.others[0] if found.others else None,
+        busy=busy,
+        binds=_binds(best),
+        faster=_faster(problem, found, intra=Lane.INTRA in work),
+        memory=estimate_memory(problem, best.choice),
+        budget=memory,
+        lower_bound_s=found.lower_bound_s,
+    )
+
+
+def _binds(best: Candidate) -> str:
+    if best.bound.critical_path_s > best.bound.busiest_lane_s:
+        return f"the longest chain of dependencies binds, lane {best.bound.busiest_lane} is busiest"
+    return f"lane {best.bound.busiest_lane} binds"
+
+
+def _faster(problem: Problem, found: FoundPlan, *, intra: bool) -> dict[str, float]:
+    """By what is twice as fast: the best time of a few plans over their best time now."""
+    choices = [_by_rule(candidate.choice) for candidate in (found.best, *found.others[:RIVALS])]
+    parts: dict[str, dict[str, float]] = {"inter-node bandwidth": {"inter": FASTER}}
+    if intra:
+        parts["intra-node bandwidth"] = {"intra": FASTER}
+    parts["faster devices"] = {"compute": FASTER}
+    now_s = _best_s(problem, choices)
+    # A rule may order worse where tasks are shorter; the order of now would still do, and take no longer.
+    return {
+        what: min(1.0, _best_s(replace(problem, cluster=faster(problem.cluster, **how)), choices) / now_s)
+        for what, how in parts.items()
+    }
+
+
+def _by_rule(choice: Choice) -> Choice:
+    """With a quick rule where the order was searched for: like is compared with like."""
+    searched = choice.schedule == Penstock.name and choice.priority == "search"
+    return replace(choice, priority="critical_path") if searched else choice
+
+
+def _best_s(problem: Problem, choices: list[Choice]) -> float:
+    return min(evaluate(problem, choice).predicted_s for choice in choices)
+
+
+def faster(
+    cluster: ClusterConfig, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0
+) -> ClusterConfig:
+    """The cluster with so many times the bandwidth between nodes, inside nodes, and speed of its devices."""
+    if isinstance(cluster, ProfiledCluster):
+        links = tuple(
+            replace(link, beta_s_per_byte=link.beta_s_per_byte / intra) if link.lane == "intra" else link
+            for link in cluster.file.links
+        )
+        rates = replace(cluster.file.rates, intra_bytes_per_s=cluster.file.rates.intra_bytes_per_s * intra)
+        file = replace(cluster.file, links=links, rates=rates).with_inter(inter).with_compute(compute)
+        return ProfiledCluster.build(file, cluster.company)
+    quick = replace(
+        cluster,
+        flops_per_s=cluster.flops_per_s * compute,
+        memory_bytes_per_s=cluster.memory_bytes_per_s * compute,
+        task_overhead_s=cluster.task_overhead_s / compute,
+        link_bytes_per_s=cluster.link_bytes_per_s * inter,
+        intra_bytes_per_s=cluster.intra_bytes_per_s * intra,
+    )
+    if not isinstance(quick, FittedCluster):
+        return quick
+    legs = {key: _quicker(leg, intra if key[1].value != "D" else inter) for key, leg in quick.legs.items()}
+    return replace(
+        quick, dispatch=_quicker(quick.dispatch, inter), reduce=_quicker(quick.reduce, inter), legs=legs
+    )
+
+
+def _quicker(link: AlphaBeta, factor: float) -> AlphaBeta:
+    return replace(link, beta_s_per_byte=link.beta_s_per_byte / factor)

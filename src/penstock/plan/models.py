@@ -1,0 +1,118 @@
+"""Models of published studies, with the sizes that the studies give. Pure data: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedModel:
+    """Sizes as published.
+
+    batch: samples per device, and per node where `sharded`. experts_per_device, experts_per_node: the number
+    of experts grows with the cluster. capacity_factor: None = dropless. num_heads: None = not given.
+    sharded: the devices of a node share attention and every expert (FSMoE's MP = ESP). on: other sizes on a
+    cluster, by its name. note: what is to be known about the numbers.
+    """
+
+    study: str
+    num_layers: int
+    batch: int
+    seq_len: int
+    hidden_size: int
+    ffn_hidden_size: int
+    experts_per_device: int = 0
+    experts_per_node: int = 0
+    top_k: int
+    capacity_factor: float | None = 1.0
+    num_heads: int | None = None
+    expert: Literal["gelu", "swiglu"] = "gelu"
+    sharded: bool = False
+    on: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    note: str = ""
+
+
+def _flowmoe(layers: int, seq_len: int, hidden: int, ffn: int, experts: int, top_k: int) -> PublishedModel:
+    return PublishedModel(
+        study="FlowMoE",
+        num_layers=layers,
+        batch=4,
+        seq_len=seq_len,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        experts_per_device=experts,
+        top_k=top_k,
+    )
+
+
+def _fsmoe(
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    expert: Literal["gelu", "swiglu"],
+    note: str = "",
+    on: Mapping[str, Mapping[str, Any]] | None = None,
+) -> PublishedModel:
+    return PublishedModel(
+        study="FSMoE",
+        num_layers=layers,
+        batch=1,
+        seq_len=1024,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        experts_per_node=1,
+        top_k=2,
+        capacity_factor=1.2,
+        num_heads=heads,
+        expert=expert,
+        sharded=True,
+        on=on or {},
+        note=note,
+    )
+
+
+def _pro_prophet(layers: int, hidden: int) -> PublishedModel:
+    return PublishedModel(
+        study="Pro-Prophet",
+        num_layers=layers,
+        batch=4,
+        seq_len=256,
+        hidden_size=hidden,
+        ffn_hidden_size=2 * hidden,
+        experts_per_device=1,
+        top_k=1,
+        capacity_factor=None,
+        note="1024 tokens per device are published, and top-1 and top-2; taken as 4 samples of 256, top-1",
+    )
+
+
+TESTBED_B = "fsmoe-testbed-b"
+
+MODELS: dict[str, PublishedModel] = {
+    "GPT2-Tiny-MoE": _flowmoe(12, 256, 256, 512, 1, 2),
+    "BERT-Large-MoE": _flowmoe(24, 512, 512, 1024, 2, 1),
+    "LLaMA2-MoE": _flowmoe(32, 512, 1024, 4096, 1, 1),
+    "LLaMA2-MoE-L": _flowmoe(64, 512, 1024, 4096, 1, 1),
+    "DeepSeek-V2-S": _flowmoe(4, 256, 5120, 1536, 2, 8),
+    "DeepSeek-V2-M": _flowmoe(7, 256, 5120, 1536, 2, 1),
+    "GPT2-XL-MoE": _fsmoe(
+        24,
+        1600,
+        6400,
+        25,
+        "gelu",
+        note="24 layers taken, the study does not say whether 24 or 48",
+        on={TESTBED_B: {"seq_len": 256}},
+    ),
+    "Mixtral-7B": _fsmoe(32, 4096, 14336, 32, "swiglu", on={TESTBED_B: {"num_layers": 7, "seq_len": 256}}),
+    "Mixtral-22B": _fsmoe(33, 6144, 16384, 48, "swiglu", note="the study trains it on fsmoe-testbed-a only"),
+    "MoE-GPT-S": _pro_prophet(12, 512),
+    "MoE-GPT-M": _pro_prophet(12, 1024),
+    "MoE-GPT-L": _pro_prophet(12, 2048),
+    "MoE-GPT-DS": _pro_prophet(24, 512),
+    "MoE-GPT-DM": _pro_prophet(24, 1024),
+}
+"""By the names of the studies; MoE-GPT-* are Pro-Prophet's."""

@@ -1,0 +1,216 @@
+"""The plan file: what to run, in JSON that people can read and edit, and how it is replayed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from penstock.config import UNSET, ConfigError, from_dict, to_dict
+from penstock.graph import ScheduleError, build_graph
+from penstock.plan.choice import Choice
+from penstock.plan.problem import Problem
+from penstock.plan.search import Candidate
+from penstock.schedule import SCHEDULES, Partition, Schedule, StepPlan
+from penstock.schedule.penstock import PriorityName
+
+VERSION = 1
+MOST_PIECES = 256
+LEAST_CHUNK_BYTES = 512
+ORDER_ANEW = 'Delete "schedule" from the file to have the tasks ordered anew.'
+
+
+@dataclass(frozen=True, kw_only=True)
+class More:
+    """A decision of a dimension that was registered. value: as JSON."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanChoice:
+    """What Choice holds, as a section of the file. partition: null = all of a layer's into the next gap."""
+
+    schedule: str
+    microbatches: int = 1
+    chunks: int = 1
+    backward_chunks: int = 1
+    all_reduce_chunk_bytes: int = 1 << 20
+    priority: PriorityName = "search"
+    dispatch: str = "flat"
+    partition: Partition | None = None
+    more: tuple[More, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            near = get_close_matches(self.schedule, SCHEDULES, n=1, cutoff=0.0)[0]
+            hint = f"Nearest: {near}. All: {', '.join(SCHEDULES)}."
+            raise ConfigError("schedule", self.schedule, "no such schedule", hint)
+        for key in ("microbatches", "chunks", "backward_chunks"):
+            if not 1 <= (pieces := getattr(self, key)) <= MOST_PIECES:
+                why = f"a step is cut into 1 to {MOST_PIECES} pieces"
+                raise ConfigError(key, pieces, why, f"Nearest valid: {min(max(pieces, 1), MOST_PIECES)}.")
+        if self.all_reduce_chunk_bytes < LEAST_CHUNK_BYTES:
+            why = f"chunks under {LEAST_CHUNK_BYTES} bytes never pay"
+            hint = f"Use {LEAST_CHUNK_BYTES} or more; 1048576 is a good start."
+            raise ConfigError("all_reduce_chunk_bytes", self.all_reduce_chunk_bytes, why, hint)
+
+    @staticmethod
+    def of(choice: Choice) -> PlanChoice:
+        fields = {name: getattr(choice, name) for name in PLAIN}
+        return PlanChoice(
+            **fields, more=tuple(More(name=name, value=json.dumps(value)) for name, value in choice.more)
+        )
+
+    @property
+    def choice(self) -> Choice:
+        fields: dict[str, Any] = {name: getattr(self, name) for name in PLAIN}
+        return Choice(**fields, more=tuple((each.name, json.loads(each.value)) for each in self.more))
+
+
+PLAIN = (
+    "schedule",
+    "microbatches",
+    "chunks",
+    "backward_chunks",
+    "all_reduce_chunk_bytes",
+    "priority",
+    "dispatch",
+    "partition",
+)
+"""Fields that are the same in the file and in Choice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSizes:
+    """For what step a plan was made: where it is replayed, these must be the same."""
+
+    layers: int
+    moe_layers: int
+    batch_per_rank: int
+    seq_len: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_experts: int
+    top_k: int
+    ranks: int
+    ep_size: int
+    shard_size: int
+
+    @staticmethod
+    def of(problem: Problem) -> PlanSizes:
+        work = problem.workload
+        return PlanSizes(
+            layers=problem.shape.num_layers,
+            moe_layers=sum(problem.shape.moe_layers),
+            batch_per_rank=work.batch,
+            seq_len=work.seq_len,
+            hidden_size=work.hidden_size,
+            ffn_hidden_size=work.ffn_hidden_size,
+            num_experts=work.num_experts,
+            top_k=work.top_k,
+            ranks=work.world_size,
+            ep_size=work.ep_size,
+            shard_size=work.shard_size,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFile:
+    """A plan on paper. why: its explanation; schedule: the text of the order, a line per lane; null = the
+    order is made anew from the choice. path: where it was read, for messages."""
+
+    version: int = VERSION
+    model: str
+    cluster: str
+    predicted_s: float
+    lower_bound_s: float
+    memory_bytes: int
+    why: tuple[str, ...]
+    sizes: PlanSizes
+    choice: PlanChoice
+    schedule: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            hint = f"Make it again with `penstock plan --out`; this version writes {VERSION}."
+            raise ConfigError("version", self.version, "is a version that cannot be read here", hint)
+
+    @staticmethod
+    def of(
+        problem: Problem, candidate: Candidate, *, model: str, cluster: str, why: tuple[str, ...] = ()
+    ) -> PlanFile:
+        """What is to be saved of a plan."""
+        return PlanFile(
+            model=model,
+            cluster=cluster,
+            predicted_s=candidate.predicted_s,
+            lower_bound_s=candidate.bound_s,
+            memory_bytes=candidate.memory_bytes,
+            why=why,
+            sizes=PlanSizes.of(problem),
+            choice=PlanChoice.of(candidate.choice),
+            schedule=tuple(candidate.plan.schedule.text().splitlines()),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return to_dict(self)
+
+    def save(self, path: Path) -> None:
+        """Write it where the path says; a half-written file never replaces a whole one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        partial.replace(path)
+
+    @staticmethod
+    def read(path: Path) -> PlanFile:
+        """Raises ConfigError that names the file, the key and its value, and says what to do."""
+        try:
+            table = json.loads(path.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(str(path), UNSET, f"cannot be read ({error})", "Check the path.") from error
+        except json.JSONDecodeError as error:
+            hint = "Correct that line, or make the file again with `penstock plan --out`."
+            raise ConfigError(str(path), UNSET, f"is not valid JSON: {error}", hint) from error
+        try:
+            return from_dict(PlanFile, table, str(path))
+        except ScheduleError as error:
+            hint = "Correct the portion, or set partition to null."
+            raise ConfigError(f"{path}.choice.partition", UNSET, str(error), hint) from error
+
+    def step_plan(self, problem: Problem, name: str = "plan") -> StepPlan:
+        """What to run. Raises ConfigError if the file does not fit the problem, or its order not its choice.
+
+        name: what messages call the file, such as its path.
+        """
+        choice = self.choice.choice
+        self._check(problem, choice, name)
+        try:
+            if self.schedule is None:
+                return problem.plan(choice)
+            graph = build_graph(problem.cut(choice))
+            schedule = Schedule.parse("\n".join(self.schedule) + "\n")
+            schedule.check(graph)
+        except ScheduleError as error:
+            key = "choice" if self.schedule is None else "schedule"
+            raise ConfigError(f"{name}.{key}", UNSET, f"{error}", ORDER_ANEW) from error
+        return StepPlan(graph, schedule)
+
+    def _check(self, problem: Problem, choice: Choice, name: str) -> None:
+        for key, value in to_dict(PlanSizes.of(problem)).items():
+            if (planned := getattr(self.sizes, key)) != value:
+                why = f"this step has {value}, so the plan is one for another step"
+                raise ConfigError(f"{name}.sizes.{key}", planned, why, "Make a plan for this one.")
+        if choice.dispatch not in problem.dispatches:
+            hint = f"Use one of {', '.join(problem.dispatches)}."
+            key = f"{name}.choice.dispatch"
+            raise ConfigError(key, choice.dispatch, "these ranks cannot dispatch so", hint)
+        samples = problem.workload.batch
+        if choice.microbatches > samples:
+            key, why = f"{name}.choice.microbatches", f"a batch of {samples} samples has no more pieces"
+            raise ConfigError(key, choice.microbatches, why, f"Nearest valid: {samples}.")

@@ -1,0 +1,126 @@
+"""How long a step will take: the simulated iteration, with what tasks do to each other.
+
+Computation beside traffic is slower than alone: the kernel moves the bytes on the same cores. Traffic beside
+computation is a little slower, too. A task therefore costs what its share of company says, which in turn
+depends on the simulated timeline: a fixed point, found by simulating again. And ranks scatter: a collective
+waits for the slowest, so a step with scattered tasks is longer than one with their means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from penstock.cost import ProfiledCluster
+from penstock.graph import Lane, Task
+from penstock.plan.choice import Choice
+from penstock.plan.problem import Problem
+from penstock.schedule import StepPlan
+from penstock.simulate import RankCost, Ranks, Seconds, Timeline, simulate
+
+PASSES = 3
+DRAWS = 4
+LEAST_FACTOR = 0.1
+"""No task takes less than this part of its mean, however much tasks scatter."""
+
+Shares = Mapping[Task, float]
+"""Which part of a task's time the other side, computation or transfers, is busy on the same rank."""
+
+CompanyCost = Callable[[Task, float], Any]
+"""Seconds of a task that has company for such a share of its time."""
+
+
+def predict_s(problem: Problem, choice: Choice, plan: StepPlan) -> float:
+    """Seconds of an iteration. Deterministic: what is drawn at random has a fixed seed."""
+    cluster = problem.cluster
+    if not isinstance(cluster, ProfiledCluster):
+        return problem.simulate(choice, plan).iteration_s
+    cost = _between(problem, choice, plan)
+    jitter, ranks = cluster.file.jitter, problem.ranks
+    costs = [_drawn(cost, jitter, ranks.world_size, seed) for seed in range(DRAWS)] if jitter else [cost]
+    return float(np.mean([simulate(plan.schedule, plan.graph, each, ranks).iteration_s for each in costs]))
+
+
+def alone(problem: Problem) -> Problem:
+    """The same problem with no task slowed by company: costs that no prediction is below."""
+    if not isinstance(problem.cluster, ProfiledCluster):
+        return problem
+    return replace(problem, cluster=replace(problem.cluster, company=0.0))
+
+
+def settle(plan: StepPlan, cost: CompanyCost, ranks: Ranks | None = None) -> Shares:
+    """Every task's share of company in the timeline that its duration with that share leads to."""
+    shares: Shares = dict.fromkeys(plan.graph.tasks, 1.0)
+    for _ in range(PASSES):
+        now = partial(_at_share, cost, shares)
+        shares = company(simulate(plan.schedule, plan.graph, now, ranks))
+    return shares
+
+
+def _at_share(cost: CompanyCost, shares: Shares, task: Task) -> Any:
+    return cost(task, shares[task])
+
+
+def company(timeline: Timeline) -> Shares:
+    """For every task the share of its time in which the other side was busy, on rank 0."""
+    spans = {task: (float(i.start[0]), float(i.end[0])) for task, i in timeline.times.items()}
+    computes = {task: task.lane is Lane.COMPUTE for task in spans}
+    busy = {
+        side: _union(span for task, span in spans.items() if computes[task] is side) for side in (True, False)
+    }
+    return {task: _covered(span, *busy[not computes[task]]) for task, span in spans.items()}
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> tuple[Seconds, Seconds]:
+    """Moments, and how long the side had been busy until each of them; lanes of a side may overlap."""
+    moments, busy_s = [0.0], [0.0]
+    for begin, end in sorted(spans):
+        start = max(begin, moments[-1])
+        if end > start:
+            moments += [start, end]
+            busy_s += [busy_s[-1], busy_s[-1] + end - start]
+    return np.array(moments), np.array(busy_s)
+
+
+def _covered(span: tuple[float, float], moments: Seconds, busy_s: Seconds) -> float:
+    """Share of `span` in which the side was busy. 0 for an empty span."""
+    start, end = span
+    if end <= start:
+        return 0.0
+    common = np.interp(end, moments, busy_s) - np.interp(start, moments, busy_s)
+    return float(min(1.0, common / (end - start)))
+
+
+def _between(problem: Problem, choice: Choice, plan: StepPlan) -> RankCost:
+    """The cost of every task at its own share of company."""
+    shape = plan.graph.shape
+    apart = alone(problem).cost(choice, shape)
+    beside = _crowded(problem).cost(choice, shape)
+
+    def cost(task: Task, share: float) -> Any:
+        alone_s = apart(task)
+        return alone_s + share * (beside(task) - alone_s)
+
+    shares = settle(plan, cost, problem.ranks)
+    return lambda task: cost(task, shares[task])
+
+
+def _crowded(problem: Problem) -> Problem:
+    assert isinstance(problem.cluster, ProfiledCluster)
+    return replace(problem, cluster=replace(problem.cluster, company=1.0))
+
+
+def _drawn(cost: RankCost, jitter: float, ranks: int, seed: int) -> RankCost:
+    """The same with every compute task on every rank shorter or longer by chance."""
+    rng = np.random.default_rng(seed)
+
+    def drawn(task: Task) -> Any:
+        if task.lane is not Lane.COMPUTE:
+            return cost(task)
+        return cost(task) * np.maximum(LEAST_FACTOR, rng.normal(1.0, jitter, ranks))
+
+    return drawn

@@ -1,0 +1,86 @@
+"""`Problem`: what a plan is sought for, and what any choice would cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from penstock.cost import ClusterConfig, StepCost, UnevenRanks, Workload
+from penstock.dispatch import DISPATCHES
+from penstock.graph import StepShape
+from penstock.plan.choice import Choice
+from penstock.schedule import Cost, Pieces, StepPlan, plan_step
+from penstock.simulate import LowerBound, Ranks, Timeline, lower_bound, simulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One step of a model on a cluster.
+
+    shape: uncut, of any dispatch. dispatches: those that the ranks can run.
+    slowness: by rank, how many times longer its computation takes than the cluster says; empty = none.
+    """
+
+    shape: StepShape
+    workload: Workload
+    cluster: ClusterConfig
+    dispatches: tuple[str, ...] = ("flat",)
+    slowness: tuple[float, ...] = ()
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        work = self.workload
+        return Ranks(work.world_size, work.ep_size, work.ranks_per_node)
+
+    def workload_of(self, choice: Choice) -> Workload:
+        return replace(self.workload, dispatch=choice.dispatch)
+
+    def cost(self, choice: Choice, cut: StepShape) -> Cost:
+        """Seconds of every task of a step cut so, per rank where ranks differ."""
+        even = StepCost(cut, self.workload_of(choice), self.cluster)
+        return UnevenRanks(even, self.slowness) if self.slowness else even
+
+    def plan(self, choice: Choice) -> StepPlan:
+        """The graph and the frozen order that a choice means."""
+        return plan_step(
+            choice.system, self.uncut(choice), self.pieces(choice), lambda cut: self.cost(choice, cut)
+        )
+
+    def cut(self, choice: Choice) -> StepShape:
+        """The shape that a choice means, without its graph."""
+        return choice.system.shape(self.uncut(choice), self.pieces(choice))
+
+    def pieces(self, choice: Choice) -> Pieces:
+        return choice.pieces(self.workload.all_reduce_bytes, self.workload.expert_all_reduce_bytes)
+
+    def simulate(self, choice: Choice, plan: StepPlan) -> Timeline:
+        return simulate(plan.schedule, plan.graph, self.cost(choice, plan.graph.shape), self.ranks)
+
+    def bound(self, choice: Choice, plan: StepPlan) -> LowerBound:
+        """What no order of the same tasks beats."""
+        return lower_bound(plan.graph, self.cost(choice, plan.graph.shape), self.ranks)
+
+    def uncut(self, choice: Choice) -> StepShape:
+        """The shape with the legs of the choice's dispatch."""
+        if choice.dispatch == self.workload.dispatch:
+            return self.shape
+        return replace(self.shape, dispatch=DISPATCHES[choice.dispatch].ops)
+
+    def only(self, layers: tuple[int, ...]) -> Problem:
+        """The same step of a model that has only these layers."""
+        work, shape = self.workload, self.shape
+        return replace(
+            self,
+            shape=replace(
+                shape,
+                moe_layers=tuple(shape.moe_layers[layer] for layer in layers),
+                all_reduce_chunks=(),
+                all_reduce_parts=(),
+                expert_all_reduce_chunks=(),
+            ),
+            workload=replace(
+                work,
+                all_reduce_bytes=tuple(work.all_reduce_bytes[layer] for layer in layers),
+                expert_all_reduce_bytes=tuple(work.expert_all_reduce_bytes[layer] for layer in layers),
+            ),
+        )

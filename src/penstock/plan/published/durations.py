@@ -1,0 +1,109 @@
+"""What the formulas of published planners need, read off the costs of a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from penstock.graph import Lane, Op, Phase, StepShape, Task
+from penstock.plan.choice import Choice
+from penstock.plan.problem import Problem
+from penstock.plan.published.degree import DEGREES, Linear, MoEPart
+from penstock.plan.published.partition import Backward, GapLayer, Made
+from penstock.schedule.freeze import slowest
+
+Seconds = Callable[[Op, Phase, int], float]
+"""Seconds of one op of one layer's MoE part in all chunks together, by their number."""
+
+
+@dataclass(frozen=True)
+class Durations:
+    """The costs of a problem whose batch is not cut."""
+
+    problem: Problem
+
+    @property
+    def choice(self) -> Choice:
+        """Published planners choose no dispatch."""
+        return Choice(dispatch=self.problem.workload.dispatch)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """From the highest to the lowest, as the way back takes them."""
+        layers = enumerate(self.problem.shape.moe_layers)
+        return tuple(layer for layer, is_moe in layers if is_moe)[::-1]
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """No more chunks than a rank has tokens."""
+        tokens = self.problem.workload.tokens(0, 1)
+        return tuple(degree for degree in DEGREES if degree <= max(1, tokens))
+
+    def part(self, layer: int, phase: Phase) -> MoEPart:
+        """The MoE part of a layer in one direction.
+
+        The first all-to-all stands for both. Where rows gather inside a node before they leave it, too, that
+        time counts with the leg on arrival, and the formulas are an estimate.
+        """
+        once, twice = self._shape(1), self._shape(2)
+        chain = once.moe_chain if phase is Phase.FORWARD else tuple(reversed(once.moe_chain))
+        middle = chain.index(Op.EXPERTS)
+        before, behind = chain[:middle], chain[middle + 1 :]
+
+        def linear(ops: tuple[Op, ...], lane: Lane) -> Linear:
+            mine = [op for op in ops if Task(layer, op, phase, 0, 0).lane is lane]
+            whole_s = sum(self._seconds(layer, op, phase, once) for op in mine)
+            halves_s = sum(self._seconds(layer, op, phase, twice) for op in mine)
+            start_s = max(0.0, halves_s - whole_s)  # two start-ups less one
+            return Linear(alpha_s=start_s, linear_s=whole_s - start_s)
+
+        return MoEPart(
+            a2a=linear(before, Lane.INTER),
+            ag=linear(before, Lane.INTRA),
+            rs=linear(behind, Lane.INTRA),
+            experts=linear((Op.EXPERTS,), Lane.COMPUTE),
+        )
+
+    def backward(self) -> Backward:
+        """The backward pass for a partition."""
+        problem, layers = self.problem, self.moe_layers
+        sizes = problem.workload.all_reduce_bytes
+        ends = (*layers[1:], -1)
+
+        def made(first: int, last: int) -> tuple[Made, ...]:
+            downwards = range(first, last, -1)
+            return tuple(Made(layer=layer, size_bytes=sizes[layer]) for layer in downwards if sizes[layer])
+
+        return Backward(
+            num_layers=problem.shape.num_layers,
+            gaps=tuple(
+                GapLayer(
+                    layer=layer,
+                    part=self.part(layer, Phase.BACKWARD),
+                    dense_s=self._dense_s(layer, end),
+                    made=made(layer, end),
+                )
+                for layer, end in zip(layers, ends, strict=True)
+            ),
+            all_reduce=problem.cluster.all_reduce(problem.workload.world_size),
+            above=made(problem.shape.last, layers[0]),
+            degrees=self.degrees,
+        )
+
+    def _dense_s(self, layer: int, end: int) -> float:
+        """Computation between the MoE parts of `layer` and of `end`, the next below (-1: the start)."""
+        shape = self._shape(1)
+        cost = self.problem.cost(self.choice, shape)
+        tasks = [Task(between, Op.ATTENTION, Phase.BACKWARD, 0) for between in range(layer, end, -1)]
+        tasks.append(
+            Task(end, Op.UNORDER, Phase.BACKWARD, 0) if end >= 0 else Task(0, Op.EMBED, Phase.BACKWARD, 0)
+        )
+        return sum(slowest(cost(task)) for task in tasks)
+
+    def _seconds(self, layer: int, op: Op, phase: Phase, shape: StepShape) -> float:
+        cost = self.problem.cost(self.choice, shape)
+        chunks = range(shape.chunks)
+        return sum(slowest(cost(Task(layer, op, phase, 0, chunk))) for chunk in chunks)
+
+    def _shape(self, chunks: int) -> StepShape:
+        return replace(self.problem.shape, microbatches=1, chunks=chunks, degree_backward=0)

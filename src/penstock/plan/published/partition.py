@@ -1,0 +1,262 @@
+"""Which gradients are reduced in which gap of the backward pass: FSMoE's adaptive partition, and others.
+
+Everything here is in backward order: the highest layer comes first. A gap takes gradients of layers that come
+before its own. `T(R, G)` is `makespan_s`; Section 4 of FSMoE (ASPLOS 2025), recurrences as they must be.
+
+A reduction of several layers' gradients is one task for each of them, with a start-up each, since an executor
+reduces the buffer of one layer at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.cost import AlphaBeta
+from penstock.plan.published.degree import DEGREES, Degree, MoEPart, common_degree, exact, idle_s
+from penstock.plan.published.spread import Rest, evolved, greedy
+from penstock.schedule import TAIL, Partition, Portion, Slot
+from penstock.schedule.partition import Part
+
+ELEMENT_BYTES = 4
+"""Gradients are cut between elements."""
+
+LINA_BYTES = 30 << 20
+"""A fixed chunk: so much at once, whatever the gaps are like."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """Gradients that a layer's backward pass leaves behind."""
+
+    layer: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GapLayer:
+    """An MoE layer with all that follows it on the way back, up to the next one ("generalised layer").
+
+    layer: of its MoE part. part: backward. dense_s: computation behind the MoE part, during which the network
+    between nodes rests. made: gradients that are there when the next such layer begins.
+    """
+
+    layer: int
+    part: MoEPart
+    dense_s: float
+    made: tuple[Made, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """The backward pass, as a partition sees it. above: gradients of blocks above the first MoE layer."""
+
+    num_layers: int
+    gaps: tuple[GapLayer, ...]
+    all_reduce: AlphaBeta
+    above: tuple[Made, ...] = ()
+    degrees: tuple[int, ...] = DEGREES
+
+    def degree(self, gap: GapLayer, reduce_s: float = 0.0) -> Degree:
+        return exact(gap.part, reduce_s, self.degrees)
+
+    def tail_s(self, left_bytes: float) -> float:
+        """What is left is exposed behind everything."""
+        return self.all_reduce.seconds(left_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedPartition:
+    """A partition and its degrees. apart: the best of each gap's layer, in backward order.
+
+    common: the best that all layers share, which is what a schedule runs; its seconds are those of all MoE
+    parts. apart_s: the same with degrees apart, so `common.seconds / apart_s` is what sharing costs.
+    tail_s: exposed behind everything.
+    """
+
+    partition: Partition
+    apart: tuple[int, ...]
+    apart_s: float
+    common: Degree
+    tail_s: float
+
+
+class Filling:
+    """Gradients on their way into gaps, first made, first reduced."""
+
+    def __init__(self, backward: Backward) -> None:
+        self._all_reduce = backward.all_reduce
+        self._queue = [[made.layer, made.size_bytes] for made in backward.above]
+        self._portions: list[list[Portion]] = [[] for _ in range(backward.num_layers)]
+
+    @property
+    def pending_bytes(self) -> int:
+        return sum(size for _, size in self._queue)
+
+    def make(self, gradients: Sequence[Made]) -> None:
+        self._queue += [[made.layer, made.size_bytes] for made in gradients]
+
+    def fill(self, slot: Slot, spare_s: float, unit_bytes: int = ELEMENT_BYTES) -> float:
+        """Put in as much as `spare_s` is enough for; returns the seconds that are left of it.
+
+        unit_bytes: only whole units of a layer's gradients, or the rest of them.
+        """
+        while self._queue:
+            size = self._fitting(spare_s, unit_bytes)
+            if not size:
+                break
+            spare_s -= self._all_reduce.seconds(size)
+            self.take(slot, size)
+        return spare_s
+
+    def take(self, slot: Slot, size_bytes: int) -> None:
+        """The next `size_bytes` go into `slot`, if so many are left."""
+        while size_bytes > 0 and self._queue:
+            layer, rest = self._queue[0]
+            size = min(rest, size_bytes)
+            self._put(layer, Portion(size_bytes=size, slot=slot))
+            self._queue[0][1] -= size
+            size_bytes -= size
+            if not self._queue[0][1]:
+                self._queue.pop(0)
+
+    def partition(self) -> Partition:
+        """What is still pending is reduced at the tail."""
+        self.take(TAIL, self.pending_bytes)
+        return Partition(tuple(map(tuple, self._portions)))
+
+    def _fitting(self, spare_s: float, unit_bytes: int) -> int:
+        """Bytes of the next layer's gradients that `spare_s` is enough for; a start-up may be too long."""
+        model, rest = self._all_reduce, self._queue[0][1]
+        if model.seconds(rest) <= spare_s:
+            return rest
+        if spare_s <= model.alpha_s:
+            return 0
+        size = min(rest, int((spare_s - model.alpha_s) / model.beta_s_per_byte))
+        size -= size % unit_bytes
+        return size if model.seconds(size) <= spare_s else size - unit_bytes
+
+    def _put(self, layer: int, portion: Portion) -> None:
+        """Two pieces of one layer in one gap are one."""
+        portions = self._portions[layer]
+        if portions and portions[-1].slot == portion.slot:
+            portion = Portion(size_bytes=portions.pop().size_bytes + portion.size_bytes, slot=portion.slot)
+        portions.append(portion)
+
+
+# ---- partitions --------------------------------------------------------------------------------------------
+
+PARTS: tuple[Part, ...] = ("moe", "dense")
+
+
+def fill_idle(
+    backward: Backward, parts: Sequence[Part] = PARTS, unit_bytes: int = ELEMENT_BYTES
+) -> tuple[Filling, list[float], list[int]]:
+    """Step 1: into every gap as much as it hides; no layer gets longer (Eq. 3 and 4, g_inv never negative).
+
+    Also returns by gap the seconds of reductions in its MoE part, and the bytes that would have been there
+    to put in, on top of what fitted: what is left when the gap is over.
+    """
+    filling, reduce_s, left = Filling(backward), [], []
+    for gap in backward.gaps:
+        spare_s = idle_s(gap.part, backward.degree(gap).chunks)
+        inside = spare_s - filling.fill(_slot(gap, "moe"), spare_s, unit_bytes) if "moe" in parts else 0.0
+        reduce_s.append(inside)
+        filling.fill(_slot(gap, "dense"), gap.dense_s, unit_bytes)
+        left.append(filling.pending_bytes)
+        filling.make(gap.made)
+    return filling, reduce_s, left
+
+
+def idle_only(backward: Backward) -> Partition:
+    """Step 1 alone: what does not fit is reduced at the tail."""
+    return fill_idle(backward)[0].partition()
+
+
+def dense_only(backward: Backward) -> Partition:
+    """Reductions under attention and dense blocks alone, as much as fits ("all-reduce under dense parts")."""
+    return fill_idle(backward, parts=("dense",))[0].partition()
+
+
+def fixed_chunks(backward: Backward) -> Partition:
+    """Lina's cut: chunks of a fixed size, whole ones into gaps that hide them."""
+    return fill_idle(backward, unit_bytes=LINA_BYTES)[0].partition()
+
+
+def everything_at_the_tail(backward: Backward) -> Partition:
+    """Nothing is hidden."""
+    filling = Filling(backward)
+    for gap in backward.gaps:
+        filling.make(gap.made)
+    return filling.partition()
+
+
+def adaptive(backward: Backward) -> Partition:
+    """FSMoE: step 1, then the rest spread over MoE parts by differential evolution (step 2)."""
+    return _spread(backward, evolved)
+
+
+def adaptive_greedy(backward: Backward) -> Partition:
+    """The same with the rest put where the degree shrinks most cheaply, one layer after another."""
+    return _spread(backward, greedy)
+
+
+def _spread(backward: Backward, solve: Callable[[Rest], Sequence[float]]) -> Partition:
+    """Step 2. x_q more bytes in the MoE part of layer q, never more than are there and left by then."""
+    _, reduce_s, left = fill_idle(backward)
+    extra = [0.0] * len(left)
+    if any(left):
+        extra = list(solve(Rest.of(backward, reduce_s, left)))
+    return _placed(backward, reduce_s, extra)
+
+
+def _placed(backward: Backward, reduce_s: Sequence[float], extra: Sequence[float]) -> Partition:
+    """Fill every gap as step 1 did, and `extra` bytes more into MoE parts."""
+    filling = Filling(backward)
+    for gap, spare_s, more in zip(backward.gaps, reduce_s, extra, strict=True):
+        filling.fill(_slot(gap, "moe"), spare_s)
+        filling.take(_slot(gap, "moe"), int(more) // ELEMENT_BYTES * ELEMENT_BYTES)
+        filling.fill(_slot(gap, "dense"), gap.dense_s)
+        filling.make(gap.made)
+    return filling.partition()
+
+
+def _slot(gap: GapLayer, part: Part) -> Slot:
+    return Slot(layer=gap.layer, part=part)
+
+
+PartitionPlanner = Callable[[Backward], Partition]
+
+PARTITION_PLANNERS: dict[str, PartitionPlanner] = {
+    "fsmoe": adaptive,
+    "fsmoe_greedy": adaptive_greedy,
+    "fsmoe_idle": idle_only,
+    "lina": fixed_chunks,
+    "dense": dense_only,
+    "tail": everything_at_the_tail,
+}
+
+
+def plan_partition(backward: Backward, planner: str = "fsmoe") -> PlannedPartition:
+    """The partition of one of PARTITION_PLANNERS, and the backward degrees that suit it best."""
+    partition = PARTITION_PLANNERS[planner](backward)
+    parts = loaded_parts(backward, partition)
+    apart = [exact(part, seconds, backward.degrees) for part, seconds in parts]
+    return PlannedPartition(
+        partition=partition,
+        apart=tuple(each.chunks for each in apart),
+        apart_s=sum(each.seconds for each in apart),
+        common=common_degree(parts, backward.degrees),
+        tail_s=reductions_s(backward, partition, TAIL),
+    )
+
+
+def loaded_parts(backward: Backward, partition: Partition) -> list[tuple[MoEPart, float]]:
+    """Every MoE part with the seconds of reductions in it, in backward order."""
+    return [(gap.part, reductions_s(backward, partition, _slot(gap, "moe"))) for gap in backward.gaps]
+
+
+def reductions_s(backward: Backward, partition: Partition, slot: Slot) -> float:
+    """Seconds of all reductions in one gap."""
+    portions = [portion for portions in partition.portions for portion in portions]
+    return sum(backward.all_reduce.seconds(p.size_bytes) for p in portions if p.slot == slot)

@@ -1,0 +1,138 @@
+"""FSMoE's step 2: gradients that fit into no gap are spread over MoE parts, which get longer.
+
+For a fixed degree, reductions beyond the idle time lengthen an MoE part second for second, exactly as they
+would the tail. So there is something to gain only where a smaller degree, with fewer start-ups, becomes the
+better one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.cost import AlphaBeta
+from penstock.plan.published.degree import idle_s, makespan_s
+
+if TYPE_CHECKING:
+    from penstock.plan.published.partition import Backward
+
+Array = npt.NDArray[np.float64]
+
+SEED = 20250330
+GENERATIONS, MEMBERS, MOST_MEMBERS = 60, 8, 160
+"""Of the differential evolution: so many members for every layer, but no more than that in all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rest:
+    """Step 2 as numbers. L gaps in backward order, R degrees.
+
+    busy_s: [L, R] the network's own time in the MoE part; floor_s: [L, R] the part's time without reductions.
+    filled_s: [L] reductions of step 1 in the MoE part. left_bytes: [L] what is there when the gap is over and
+    fits into no gap behind it either. made_last_bytes: made behind the last gap.
+    """
+
+    busy_s: Array
+    floor_s: Array
+    filled_s: Array
+    left_bytes: Array
+    made_last_bytes: float
+    all_reduce: AlphaBeta
+
+    @staticmethod
+    def of(backward: Backward, reduce_s: Sequence[float], left: Sequence[int]) -> Rest:
+        parts = [gap.part for gap in backward.gaps]
+        floor_s = np.array([[makespan_s(part, r) for r in backward.degrees] for part in parts])
+        spare_s = np.array([[idle_s(part, r) for r in backward.degrees] for part in parts])
+        return Rest(
+            busy_s=floor_s - spare_s,
+            floor_s=floor_s,
+            filled_s=np.array(reduce_s),
+            left_bytes=np.minimum.accumulate(np.array(left, dtype=float)[::-1])[::-1],
+            made_last_bytes=float(sum(made.size_bytes for made in backward.gaps[-1].made)),
+            all_reduce=backward.all_reduce,
+        )
+
+    def seconds(self, extra: Array) -> Array:
+        """All MoE parts, each with its best degree, and the tail. extra: [..., L] bytes in MoE parts."""
+        reduce_s = self.filled_s + self._reduction_s(extra)
+        parts_s = np.maximum(self.busy_s + reduce_s[..., None], self.floor_s).min(axis=-1)
+        tail = self.left_bytes[-1] - extra.sum(axis=-1) + self.made_last_bytes
+        total_s: Array = parts_s.sum(axis=-1) + self._reduction_s(tail)
+        return total_s
+
+    def causal(self, shares: Array) -> Array:
+        """Bytes for each gap, of shares of what is there and left: [..., L] -> [..., L].
+
+        All vectors that put nothing in before it is made are reached: sums of x up to a gap are at most what
+        was left there (in prefix sums, as the published code has it).
+        """
+        extra = np.zeros_like(shares)
+        for gap in range(shares.shape[-1]):
+            # what a gap takes is missing in those behind it, too
+            taken = extra[..., :gap].sum(axis=-1)
+            extra[..., gap] = shares[..., gap] * np.maximum(self.left_bytes[gap] - taken, 0.0)
+        return extra
+
+    def _reduction_s(self, size_bytes: Array) -> Array:
+        model = self.all_reduce
+        return np.where(size_bytes >= 1, model.alpha_s + model.beta_s_per_byte * size_bytes, 0.0)
+
+
+def evolved(rest: Rest) -> list[float]:
+    """Differential evolution with a fixed seed: the same problem gives the same answer.
+
+    Nothing at all in MoE parts is tried, too, so the answer is never worse than the tail.
+    """
+    from scipy.optimize import differential_evolution
+
+    gaps = len(rest.left_bytes)
+    result = differential_evolution(
+        lambda shares: rest.seconds(rest.causal(shares.T)),
+        [(0.0, 1.0)] * gaps,
+        maxiter=GENERATIONS,
+        popsize=max(1, min(MEMBERS, MOST_MEMBERS // gaps)),
+        rng=np.random.default_rng(SEED),
+        x0=np.zeros(gaps),
+        polish=False,
+        vectorized=True,
+        updating="deferred",
+    )
+    return _better(rest, rest.causal(result.x), np.zeros(gaps))
+
+
+def greedy(rest: Rest) -> list[float]:
+    """Again and again into the gap where most is gained, as much as its best smaller degree still hides."""
+    gaps = len(rest.left_bytes)
+    extra = np.zeros(gaps)
+    for _ in range(gaps):
+        options = [option for gap in range(gaps) if not extra[gap] for option in _options(rest, extra, gap)]
+        best = min(options, key=lambda option: float(rest.seconds(option)), default=extra)
+        if rest.seconds(best) >= rest.seconds(extra):
+            break
+        extra = best
+    return [float(size) for size in extra]
+
+
+def _options(rest: Rest, extra: Array, gap: int) -> list[Array]:
+    """What a gap could take in: all that is there, or as much as some degree hides."""
+    model = rest.all_reduce
+    free = (rest.left_bytes - np.cumsum(extra))[gap:].min()  # gaps behind must still find what they take
+    spare_s = rest.floor_s[gap] - rest.busy_s[gap] - rest.filled_s[gap]
+    hidden = (spare_s - model.alpha_s) / model.beta_s_per_byte
+    sizes = {float(size) for size in hidden if 0 < size < free} | ({float(free)} if free > 0 else set())
+    found = []
+    for size in sorted(sizes):
+        option = extra.copy()
+        option[gap] = size
+        found.append(option)
+    return found
+
+
+def _better(rest: Rest, first: Array, second: Array) -> list[float]:
+    better = first if rest.seconds(first) <= rest.seconds(second) else second
+    return [float(size) for size in better]

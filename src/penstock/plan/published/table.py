@@ -1,0 +1,164 @@
+"""What each published system would run: from a problem to a choice. None of them chooses a dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from math import lcm
+
+from penstock.graph import Phase
+from penstock.plan.choice import Choice
+from penstock.plan.problem import Problem
+from penstock.plan.published.degree import DEGREE_PLANNERS, ROUNDING, Loaded, common_degree, total_s
+from penstock.plan.published.durations import Durations
+from penstock.plan.published.partition import LINA_BYTES, loaded_parts, plan_partition
+from penstock.schedule.catalogue import MOST_SLICES
+from penstock.schedule.freeze import slowest
+from penstock.simulate import simulate
+
+FLOWMOE_MICROBATCHES = 2
+"""In all of its published runs."""
+
+FLOWMOE_CUTS = (1, 2, 4, 8, 16)
+"""A block's gradients in so many all-reduce chunks: the grid over S_p."""
+
+
+FEW_LAYERS = 4
+"""So many tell enough of a long model."""
+
+
+def sequential_choice(problem: Problem) -> Choice:
+    """Plain expert parallelism, as DeepSpeed-MoE runs it."""
+    return Choice(dispatch=problem.workload.dispatch)
+
+
+def pipemoe_choice(problem: Problem) -> Choice:
+    """MoE-only pipelining with the best degree that forward and backward share (PipeMoE)."""
+    return _cut("moe_pipeline", problem)
+
+
+def lina_choice(problem: Problem) -> Choice:
+    """The same with all-reduces in chunks of a fixed size, whenever no all-to-all is ready (Lina)."""
+    return replace(_cut("lina", problem), all_reduce_chunk_bytes=LINA_BYTES)
+
+
+def dense_overlap_choice(problem: Problem) -> Choice:
+    """The same with all-reduces under attention and dense blocks (FSMoE calls it Tutel-Improved)."""
+    return _cut("dense_overlap", problem)
+
+
+def fsmoe_choice(problem: Problem, planner: str = "exact", partition: str = "fsmoe") -> Choice:
+    """Degrees for forward and backward apart, gradients partitioned into gaps.
+
+    planner: of DEGREE_PLANNERS. partition: of PARTITION_PLANNERS. A step has one degree in each direction, so
+    layers that would like others share the best (`plan_partition` says what that costs).
+    """
+    durations = Durations(problem)
+    if not durations.moe_layers:
+        return sequential_choice(problem)
+    backward = durations.backward()
+    planned = plan_partition(backward, partition)
+    forward = [(durations.part(layer, Phase.FORWARD), 0.0) for layer in durations.moe_layers]
+    loaded = loaded_parts(backward, planned.partition)
+    chunks, backward_chunks = apart(forward, loaded, planner, durations.degrees)
+    return Choice(
+        schedule="fsmoe",
+        chunks=chunks,
+        backward_chunks=backward_chunks,
+        dispatch=problem.workload.dispatch,
+        partition=planned.partition,
+    )
+
+
+def flowmoe_choice(problem: Problem, microbatches: int | None = None) -> Choice:
+    """The best by simulation of a grid over S_p and, unless it is given, over R in {2, 4, ...}.
+
+    R is a divisor of the batch; a batch of one sample is not cut at all. A model of many layers is tuned on
+    the lowest of them.
+    """
+    long = problem.shape.num_layers > FEW_LAYERS
+    short = problem.only(tuple(range(FEW_LAYERS))) if long else problem
+    choices = list(_flowmoe_grid(problem, microbatches))
+    return min(choices, key=lambda choice: _simulated_s(short, choice))
+
+
+def flowmoe_published_choice(problem: Problem) -> Choice:
+    """R = 2 as in all published runs, and the best S_p."""
+    return flowmoe_choice(problem, FLOWMOE_MICROBATCHES if problem.workload.batch % 2 == 0 else 1)
+
+
+def _flowmoe_grid(problem: Problem, microbatches: int | None) -> Iterator[Choice]:
+    batch = problem.workload.batch
+    powers = [r for r in (2, 4, 8, 16) if batch % r == 0] or [1]
+    largest = max(problem.workload.all_reduce_bytes) or 512
+    sizes = dict.fromkeys(max(512, -(-largest // cut)) for cut in FLOWMOE_CUTS)
+    for pieces in powers if microbatches is None else [microbatches]:
+        for size in sizes:
+            yield Choice(
+                schedule="flowmoe",
+                microbatches=pieces,
+                all_reduce_chunk_bytes=size,
+                dispatch=problem.workload.dispatch,
+            )
+
+
+def _cut(schedule: str, problem: Problem) -> Choice:
+    """A schedule of chunks in MoE layers with one degree for both directions, by the exact formula."""
+    durations = Durations(problem)
+    parts = [
+        (durations.part(layer, phase), 0.0)
+        for layer in durations.moe_layers
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    ]
+    chunks = common_degree(parts, durations.degrees).chunks if parts else 1
+    return Choice(
+        schedule=schedule, chunks=chunks, backward_chunks=chunks, dispatch=problem.workload.dispatch
+    )
+
+
+def apart(forward: Loaded, backward: Loaded, planner: str, degrees: tuple[int, ...]) -> tuple[int, int]:
+    """A degree for each direction: the best pair of those that `planner` gives any layer.
+
+    Two degrees with few common factors cut what both share into crumbs, which ScheduleConfig refuses; where
+    the planner's own do, the best pair of all degrees that do not is taken.
+    """
+    ours = list(product(_wanted(forward, planner, degrees), _wanted(backward, planner, degrees)))
+    pairs = [pair for pair in ours if _whole(pair)] or [
+        pair for pair in product(degrees, degrees) if _whole(pair)
+    ]
+    forward_s = {degree: total_s(forward, degree) for degree in degrees}
+    backward_s = {degree: total_s(backward, degree) for degree in degrees}
+    at_most_s = min(forward_s[f] + backward_s[b] for f, b in pairs) * (1 + ROUNDING)
+    return next((f, b) for f, b in pairs if forward_s[f] + backward_s[b] <= at_most_s)
+
+
+def _wanted(parts: Loaded, planner: str, degrees: tuple[int, ...]) -> tuple[int, ...]:
+    """What may be shared by all layers: by the exact formula all degrees, else those given to one of them."""
+    if planner == "exact":
+        return degrees
+    plan = DEGREE_PLANNERS[planner]
+    return tuple(sorted({plan(part, reduce_s, degrees).chunks for part, reduce_s in dict.fromkeys(parts)}))
+
+
+def _whole(pair: tuple[int, int]) -> bool:
+    return lcm(*pair) <= max(MOST_SLICES, *pair)
+
+
+def _simulated_s(problem: Problem, choice: Choice) -> float:
+    """Seconds of a step in which every rank is as slow as the slowest, which costs as little as one rank."""
+    plan = problem.plan(choice)
+    cost = problem.cost(choice, plan.graph.shape)
+    return simulate(plan.schedule, plan.graph, lambda task: slowest(cost(task))).iteration_s
+
+
+Planner = Callable[[Problem], Choice]
+
+PUBLISHED: dict[str, Planner] = {
+    "sequential": sequential_choice,
+    "pipemoe": pipemoe_choice,
+    "lina": lina_choice,
+    "dense_overlap": dense_overlap_choice,
+    "fsmoe": fsmoe_choice,
+    "flowmoe": flowmoe_choice,
+}

@@ -1,0 +1,190 @@
+"""From a published model and a cluster to the problem that a plan is sought for. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+
+from penstock.config import ConfigError
+from penstock.cost import ClusterFile, ProfiledCluster, Workload
+from penstock.dispatch import DISPATCHES
+from penstock.graph import Op, StepShape
+from penstock.plan.models import MODELS, PublishedModel
+from penstock.plan.problem import Problem
+
+ELEMENT_BYTES = FLOAT32_BYTES = 4
+MATRICES = {"gelu": 2, "swiglu": 3}
+UNITS = {"num_layers": "layers", "seq_len": "tokens per sample"}
+FLAT = "flat"
+SHARDED_OPS = (Op.DISPATCH, Op.DISPATCH_SCATTER)
+"""Rows cross nodes, then all shards of their expert get them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overrides:
+    """What a user says instead of the study; None = as published.
+
+    nodes, ranks_per_node: of the cluster. ep_size: ranks (sharded: nodes) that share the experts of a layer.
+    """
+
+    layers: int | None = None
+    batch: int | None = None
+    seq_len: int | None = None
+    top_k: int | None = None
+    num_experts: int | None = None
+    nodes: int | None = None
+    ranks_per_node: int | None = None
+    ep_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None and value < 1:
+                key = "--" + each.name.replace("_", "-")
+                raise ConfigError(key, value, "must be at least 1", "Use 1 or more, or leave it out.")
+
+    def applied(self, model: PublishedModel) -> PublishedModel:
+        """The model with what it has of these sizes."""
+        return replace(
+            model,
+            num_layers=self.layers or model.num_layers,
+            batch=self.batch or model.batch,
+            seq_len=self.seq_len or model.seq_len,
+            top_k=self.top_k or model.top_k,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A problem with words for people. notes: what they have to know about the numbers."""
+
+    title: str
+    cluster_name: str
+    problem: Problem
+    memory_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> str:
+        """The sizes of a step in a line."""
+        work, shape = self.problem.workload, self.problem.shape
+        capacity = "dropless" if work.capacity_factor is None else f"capacity {work.capacity_factor:g}"
+        return (
+            f"{shape.num_layers} layers ({sum(shape.moe_layers)} MoE), hidden {work.hidden_size}, "
+            f"{work.num_experts} experts of {work.ffn_hidden_size}, top-{work.top_k}, {capacity}; "
+            f"{work.batch} x {work.seq_len} tokens per {'node' if work.shard_size > 1 else 'rank'}"
+        )
+
+    @property
+    def ranks(self) -> str:
+        """How the ranks are used, in a line."""
+        work = self.problem.workload
+        if work.shard_size > 1:
+            return (
+                f"{work.world_size * work.shard_size} ranks: {work.world_size} nodes, whose "
+                f"{work.shard_size} ranks share attention and every expert; experts over {work.ep_size} nodes"
+            )
+        return f"{work.world_size} ranks, experts over {work.ep_size}, {work.ranks_per_node} of them per node"
+
+
+def published_problem(name: str, file: ClusterFile, overrides: Overrides | None = None) -> Subject:
+    """The step of model `name` on the cluster. Raises ConfigError for what does not fit together.
+
+    The head is left out, as in the studies, which count blocks only. Replicated gradients of a layer are
+    4 M^2 + M E numbers (SYSTEMS.md 2.1), of one shard where ranks share them.
+    """
+    changes = overrides or Overrides()
+    published, notes = _published(name, file.name)
+    model = changes.applied(published)
+    nodes, per_node = changes.nodes or file.nodes, changes.ranks_per_node or file.ranks_per_node
+    if (nodes, per_node) != (file.nodes, file.ranks_per_node):
+        notes.append(f"links as on the {file.nodes} x {file.ranks_per_node} devices that the file describes")
+    if model.sharded and per_node > 1:
+        notes.append("for planning only: the trainer does not shard experts yet")
+    return Subject(
+        title=f"{name} ({model.study})",
+        cluster_name=file.name,
+        problem=_problem(model, changes, nodes, per_node, ProfiledCluster.build(file)),
+        memory_bytes=file.memory_bytes,
+        notes=tuple(notes),
+    )
+
+
+def _published(name: str, cluster: str) -> tuple[PublishedModel, list[str]]:
+    """The model as the study has it on this cluster, and what is to be known about it."""
+    if name not in MODELS:
+        near = get_close_matches(name, MODELS, n=1, cutoff=0.0)[0]
+        hint = f"Nearest: {near}. All: {', '.join(MODELS)}."
+        raise ConfigError("--model", name, "no such published model", hint)
+    model = MODELS[name]
+    notes = [model.note] if model.note else []
+    there = model.on.get(cluster, {})
+    if there:
+        notes.append(f"on {cluster} the study has {_words(there)}")
+    return replace(model, **there), notes
+
+
+def _problem(
+    model: PublishedModel, changes: Overrides, nodes: int, per_node: int, cluster: ProfiledCluster
+) -> Problem:
+    work = _workload(model, changes, nodes, per_node)
+    sharded = work.shard_size > 1
+    spans = not sharded and 1 < work.ranks_per_node < work.ep_size
+    shape = StepShape(
+        moe_layers=(True,) * model.num_layers,
+        exchange_counts=work.capacity_factor is None,
+        dispatch=SHARDED_OPS if sharded else (Op.DISPATCH,),
+    )
+    dispatches = tuple(DISPATCHES) if spans else (FLAT,)
+    return Problem(shape=shape, workload=work, cluster=cluster, dispatches=dispatches)
+
+
+def _words(sizes: Mapping[str, int]) -> str:
+    """Sizes of a model in words."""
+    return " and ".join(f"{value} {UNITS[key]}" for key, value in sizes.items())
+
+
+def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: int) -> Workload:
+    shards = per_node if model.sharded else 1
+    groups = nodes * per_node // shards
+    usual = model.experts_per_device * nodes * per_node + model.experts_per_node * nodes
+    experts = changes.num_experts or usual
+    if model.top_k > experts:
+        why = f"there are {experts} experts"
+        raise ConfigError("--top-k", model.top_k, why, f"Use {experts} or fewer, or more nodes.")
+    ep_size = _ep_size(changes.ep_size, groups, experts)
+    replicated = (4 * model.hidden_size**2 + model.hidden_size * experts) * FLOAT32_BYTES // shards
+    matrices = MATRICES[model.expert]
+    expert = matrices * model.hidden_size * model.ffn_hidden_size * FLOAT32_BYTES // shards
+    replicas = expert * (experts // ep_size) if groups > ep_size else 0
+    return Workload(
+        batch=model.batch,
+        seq_len=model.seq_len,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        vocab_size=0,
+        num_experts=experts,
+        top_k=model.top_k,
+        expert_matrices=matrices,
+        capacity_factor=model.capacity_factor,
+        min_capacity=1,
+        world_size=groups,
+        ep_size=ep_size,
+        element_bytes=ELEMENT_BYTES,
+        all_reduce_bytes=(replicated if groups > 1 else 0,) * model.num_layers,
+        expert_all_reduce_bytes=(replicas,) * model.num_layers,
+        node_size=per_node if shards == 1 and ep_size % per_node == 0 else 0,
+        shard_size=shards,
+    )
+
+
+def _ep_size(wanted: int | None, groups: int, experts: int) -> int:
+    """Ranks that share a layer's experts: all of them, unless somebody says otherwise."""
+    valid = [n for n in range(1, groups + 1) if groups % n == 0 and experts % n == 0]
+    ep_size = groups if wanted is None else wanted
+    if ep_size in valid:
+        return ep_size
+    nearest = min(valid, key=lambda n: (abs(n - ep_size), n))
+    why = f"must divide the {groups} groups of ranks and the {experts} experts"
+    raise ConfigError("--ep-size", ep_size, why, f"Nearest valid: {nearest}.")

@@ -1,0 +1,139 @@
+"""What `penstock profile` prints: the lines that were fitted, and how well they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.cost import ClusterFile
+from penstock.cost.cluster_file import Fit, KernelModel, LinkModel, TaskModel
+from penstock.cost.legs import busiest_share
+from penstock.graph import Op
+
+MEGA, GIGA, MICRO = 1e6, 1e9, 1e-6
+FIT_HEAD = ("R2", "residual", "points")
+LINK_HEAD = ("collective", "group", "lane", "ranks", "start-up us", "MB/s", *FIT_HEAD)
+TASK_HEAD = ("task", "fixed us", "factor", "beside", *FIT_HEAD)
+KERNEL_HEAD = ("kernel", "start-up us", "rate", *FIT_HEAD)
+EXPLANATION = (
+    "start-up + bytes / bandwidth, where bytes are those through the busiest rank's link in one direction",
+    "fixed + factor x the task's work by the rates of matmul and copy; beside: times longer beside traffic",
+)
+
+
+def profile_text(file: ClusterFile) -> str:
+    """Tables of links, tasks and kernels in Markdown, so that a terminal and a document show the same."""
+    lines = [_headline(file)]
+    if file.links:
+        rows = [_link_row(file, links) for links in alike(file.links)]
+        lines += ["", *_table([LINK_HEAD, *rows], left=3), EXPLANATION[0]]
+    if file.tasks:
+        lines += ["", *_table([TASK_HEAD, *map(_task_row, file.tasks)], left=1), EXPLANATION[1]]
+    if file.kernels:
+        lines += ["", *_table([KERNEL_HEAD, *map(_kernel_row, file.kernels)], left=1)]
+    return "\n".join([*lines, "", *_rest(file)])
+
+
+def link_bandwidth(file: ClusterFile, link: LinkModel) -> float | None:
+    """Bytes per second through the busiest rank's link in one direction; None if nothing crosses one."""
+    share = _share(file, link)
+    return share / link.beta_s_per_byte if share > 0 else None
+
+
+def link_name(link: LinkModel) -> str:
+    """`all_to_all`, and `hierarchical_2d DG` for a leg."""
+    return f"{link.collective} {link.op}".strip()
+
+
+def alike(links: Sequence[LinkModel]) -> list[list[LinkModel]]:
+    """Links that differ in the name of their group only: groups with the same members, measured once."""
+    found: dict[LinkModel, list[LinkModel]] = {}
+    for link in links:
+        found.setdefault(replace(link, group=""), []).append(link)
+    return list(found.values())
+
+
+def _share(file: ClusterFile, link: LinkModel) -> float:
+    """Bytes through the busiest rank's link per byte of the model's argument."""
+    ranks = link.ranks
+    others = ranks - 1
+    if link.op:
+        # A leg's group is an expert group, which covers whole nodes.
+        size = min(file.ranks_per_node, ranks)
+        return busiest_share(link.collective, Op(link.op), ranks // size, size)
+    if link.collective == "uneven_all_to_all":
+        return 2 * others / (ranks + 1)  # what the popular rank gets
+    if link.collective == "broadcast":
+        return others
+    if link.collective == "point_to_point":
+        return 1
+    return (2 if link.collective == "all_reduce" else 1) * others / ranks
+
+
+def _headline(file: ClusterFile) -> str:
+    ranks = f"{file.ranks} rank{'s' if file.ranks > 1 else ''}"
+    nodes = f"{file.nodes} node{'s' if file.nodes > 1 else ''}"
+    text = f"{file.name}: {ranks} on {nodes}"
+    if file.measured is None:
+        return text
+    here = file.measured
+    device = here.processor if here.device == "cpu" else here.device
+    return f"{text}, {device}, PyTorch {here.torch}, {here.date}"
+
+
+def _rest(file: ClusterFile) -> list[str]:
+    lines = []
+    if file.links:
+        slower = f"{file.transfers_beside_compute:.2f} times as long as alone"
+        lines.append(f"transfers beside computation take {slower}")
+    if file.tasks:
+        lines.append(f"a task's duration scatters by {_percent(file.jitter)}")
+    if file.source:
+        lines.append(file.source)
+    return lines
+
+
+def _link_row(file: ClusterFile, links: Sequence[LinkModel]) -> tuple[str, ...]:
+    link, groups = links[0], ", ".join(link.group for link in links)
+    bandwidth = link_bandwidth(file, link)
+    shown = "-" if bandwidth is None else f"{bandwidth / MEGA:.1f}"
+    start = _micro(link.alpha_s)
+    return link_name(link), groups, link.lane, str(link.ranks), start, shown, *_fit_cells(link.fit)
+
+
+def _task_row(task: TaskModel) -> tuple[str, ...]:
+    name = f"{task.op}.{task.phase}"
+    return name, _micro(task.alpha_s), f"{task.scale:.2f}", f"{task.beside:.2f}", *_fit_cells(task.fit)
+
+
+def _kernel_row(kernel: KernelModel) -> tuple[str, ...]:
+    unit = "GFLOP/s" if kernel.unit == "flop" else "GB/s"
+    rate = f"{1 / kernel.beta_s_per_unit / GIGA:.1f} {unit}"
+    return kernel.name, _micro(kernel.alpha_s), rate, *_fit_cells(kernel.fit)
+
+
+def _fit_cells(fit: Fit | None) -> tuple[str, str, str]:
+    if fit is None:
+        return "-", "-", "-"
+    return f"{fit.r2:.3f}", _percent(fit.residual), str(len(fit.points))
+
+
+def _micro(seconds: float) -> str:
+    return f"{seconds / MICRO:.0f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _table(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
+    """The first row is the head. left: how many columns of words come first."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ["<" if i < left else ">" for i in range(len(widths))]
+    lines = [
+        " | ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
+        for row in rows
+    ]
+    rule = "|".join("-" * (w + 1) + ("-" if s == "<" else ":") for s, w in zip(sides, widths, strict=True))
+    head, *body = (f"| {line} |" for line in lines)
+    return [head, f"|{rule}|", *body]

@@ -1,0 +1,75 @@
+"""FSMoE (ASPLOS 2025): degrees apart for forward and backward, gradients partitioned into gaps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from penstock.graph import Graph, Op, Phase, StepShape, Task
+from penstock.schedule.freeze import Cost
+from penstock.schedule.gaps import reduce_in_gaps
+from penstock.schedule.partition import TAIL, Partition, Portion, Slot
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.system import Pieces, whole
+
+
+@dataclass(frozen=True)
+class FSMoE:
+    """Chunks inside the MoE layer, other numbers of them on the way back, and gradients in the gaps there.
+
+    Gradients are reduced between the two groups of all-to-alls of a lower MoE layer, where experts leave the
+    network idle, and under attention (Section 4 of the paper). partition: which bytes go into which gap; by
+    default all of a layer's go into the first gap below it.
+
+    fsmoe: one column = one slot, · = idle
+    forward
+    layer    L0                              L1
+    compute  EM0 AT0 ·  ·  X0   X0.1 ·    U0 AT0 ·  ·  X0   X0.1 ·    U0 HD0 ·
+    inter    ·   ·   N0 D0 D0.1 C0   C0.1 ·  ·   N0 D0 D0.1 C0   C0.1 ·  ·   ST
+    backward
+    layer    L1                                     L0
+    compute  HD0 U0 ·  X0   X0.1 X0.2 ·    ·    AT0 U0 ·  X0   X0.1 X0.2  ·  ·    ·    AT0 EM0 ·
+    inter    ·   ·  C0 C0.1 C0.2 D0   D0.1 D0.2 ·   ·  C0 C0.1 C0.2 AR1.0 D0 D0.1 D0.2 ·   ·   AR0.0
+    """
+
+    partition: Partition | None = None
+    name: ClassVar[str] = "fsmoe"
+
+    def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
+        partition = self.partition or next_gap(shape, pieces.all_reduce_bytes)
+        return replace(
+            shape,
+            microbatches=1,
+            chunks=pieces.chunks or 1,
+            degree_backward=pieces.backward_chunks or 0,
+            all_reduce_parts=partition.parts,
+            expert_all_reduce_chunks=whole(pieces.expert_all_reduce_bytes),
+        )
+
+    def order(self, graph: Graph, cost: Cost) -> Schedule:
+        del cost  # costs have decided the partition; the order follows from it
+        partition = self.partition or next_gap(graph.shape, tuple(map(sum, graph.shape.all_reduce_parts)))
+        return reduce_in_gaps(self.name, graph, _gaps(graph, partition))
+
+
+def next_gap(shape: StepShape, all_reduce_bytes: tuple[int, ...]) -> Partition:
+    """Every layer's gradients in one portion, in the gap of the next MoE layer below, else at the tail."""
+    portions = []
+    for layer, size in enumerate(all_reduce_bytes):
+        below = [lower for lower in range(layer) if shape.moe_layers[lower]]
+        slot = Slot(layer=below[-1], part="moe") if below else TAIL
+        portions.append((Portion(size_bytes=size, slot=slot),) if size else ())
+    return Partition(tuple(portions))
+
+
+def _gaps(graph: Graph, partition: Partition) -> dict[Slot, list[Task]]:
+    """Which reductions go into which gap, higher layers first."""
+    gaps: dict[Slot, list[Task]] = {}
+    for layer in reversed(range(len(partition.portions))):
+        for chunk, portion in enumerate(partition.portions[layer]):
+            slot = TAIL if portion.slot.part == "tail" else portion.slot
+            gaps.setdefault(slot, []).append(Task(layer, Op.ALL_REDUCE, Phase.BACKWARD, None, chunk))
+    for task in graph.tasks:
+        if task.op is Op.EXPERT_ALL_REDUCE:
+            gaps.setdefault(Slot(layer=task.layer, part="dense"), []).append(task)
+    return gaps

@@ -1,0 +1,41 @@
+"""Gradient reductions in chosen gaps of the backward pass; everything else in program order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from penstock.graph import Graph, Lane, Op, Phase, ScheduleError, Task
+from penstock.schedule.partition import TAIL, Slot
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.system import is_all_reduce
+
+
+def reduce_in_gaps(name: str, graph: Graph, gaps: Mapping[Slot, Sequence[Task]]) -> Schedule:
+    """A step in program order whose reductions run in their gaps. gaps: every reduction once.
+
+    Raises ScheduleError for the gap between the all-to-alls of a layer that has none.
+    """
+    for slot in gaps:
+        if slot.part == "moe" and not graph.shape.moe_layers[slot.layer]:
+            raise ScheduleError(f"layer {slot.layer} is dense: there is no gap between its all-to-alls")
+    tasks = [task for task in graph.tasks if not is_all_reduce(task)]
+    lanes = {lane: [task for task in tasks if task.lane is lane] for lane in Lane}
+    lanes[Lane.INTER] = list(_with_reductions(lanes[Lane.INTER], graph.shape.num_layers, dict(gaps)))
+    return Schedule(name, {lane: tuple(order) for lane, order in lanes.items() if order})
+
+
+def _with_reductions(inter: Sequence[Task], layers: int, gaps: dict[Slot, Sequence[Task]]) -> Iterator[Task]:
+    """A layer's dense gap ends where the all-to-alls of the next MoE layer below begin."""
+    above = layers  # layers whose gaps have all been passed
+    for task in inter:
+        if task.phase is Phase.BACKWARD and task.op is Op.COMBINE:
+            for layer in reversed(range(task.layer + 1, above)):
+                yield from gaps.pop(Slot(layer=layer, part="dense"), ())
+            above = task.layer + 1
+        if task.phase is Phase.BACKWARD and task.op is Op.DISPATCH:
+            yield from gaps.pop(Slot(layer=task.layer, part="moe"), ())
+        yield task
+    for layer in reversed(range(above)):
+        yield from gaps.pop(Slot(layer=layer, part="dense"), ())
+    yield from gaps.pop(TAIL, ())
+    assert not gaps, f"no such gaps: {list(gaps)}"

@@ -1,0 +1,43 @@
+"""Lina (USENIX ATC 2023): an all-reduce cut into chunks of a fixed size yields to all-to-alls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.graph import Graph, StepShape
+from penstock.schedule.flowmoe import all_to_all_first
+from penstock.schedule.freeze import Cost, freeze
+from penstock.schedule.moe_pipeline import MoEPipeline
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.system import Pieces, pieces_of
+
+
+class Lina:
+    """Chunks of tokens inside each MoE layer; gradients in chunks of equal bytes where the network is free.
+
+    An all-to-all that is ready goes before an all-reduce chunk, and waits for one at most. Lina decides that
+    in a queue while training; here the rule runs once, on predicted durations, and its order is frozen.
+
+    lina: one column = one slot, · = idle
+    forward
+    layer    L0                              L1
+    compute  EM0 AT0 ·  ·  X0   X0.1 ·    U0 AT0 ·  ·  X0   X0.1 ·    U0 HD0 ·
+    inter    ·   ·   N0 D0 D0.1 C0   C0.1 ·  ·   N0 D0 D0.1 C0   C0.1 ·  ·   ST
+    backward
+    layer    L1                           L0
+    compute  HD0 U0 ·  X0   X0.1 ·    AT0 U0    ·  X0   X0.1 ·    AT0   EM0 ·     ·
+    inter    ·   ·  C0 C0.1 D0   D0.1 ·   AR1.0 C0 C0.1 D0   D0.1 AR1.1 ·   AR0.0 AR0.1
+    """
+
+    name = "lina"
+
+    def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
+        size = pieces.all_reduce_chunk_bytes
+        return replace(
+            MoEPipeline().shape(shape, pieces),
+            all_reduce_chunks=pieces_of(pieces.all_reduce_bytes, size),
+            expert_all_reduce_chunks=pieces_of(pieces.expert_all_reduce_bytes, size),
+        )
+
+    def order(self, graph: Graph, cost: Cost) -> Schedule:
+        return freeze(self.name, graph, cost, all_to_all_first)

@@ -1,0 +1,118 @@
+"""What has changed, read off the durations of tasks before and now. Pure: no torch, no exchange."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from penstock.cost.measured import Kind
+from penstock.graph import Group, Lane, Task
+from penstock.trace import TaskRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """How many times longer tasks take than before.
+
+    transfers: by lane, of the lanes on which anything is sent; of a collective the shortest duration over
+    ranks, since the rest is waiting for each other. compute: by rank.
+    threshold: what differs by less is noise.
+    """
+
+    transfers: Mapping[Lane, float]
+    compute: tuple[float, ...]
+    threshold: float
+
+    @property
+    def links_changed(self) -> bool:
+        return any(map(self.differs, self.transfers.values()))
+
+    @property
+    def compute_changed(self) -> bool:
+        return any(map(self.differs, self.compute))
+
+    @property
+    def text(self) -> str:
+        """What has changed, in words; empty if nothing has."""
+        parts = [
+            f"transfers on lane {lane} take {ratio:.2f} x as long"
+            for lane, ratio in self.transfers.items()
+            if self.differs(ratio)
+        ]
+        slower = {rank: ratio for rank, ratio in enumerate(self.compute) if self.differs(ratio)}
+        if slower:
+            who = "all ranks" if len(slower) == len(self.compute) else _ranks(slower)
+            parts.append(f"computation of {who} takes {median(slower.values()):.2f} x as long")
+        return ", ".join(parts)
+
+    def differs(self, ratio: float) -> bool:
+        return ratio > 1 + self.threshold or ratio < 1 / (1 + self.threshold)
+
+
+def diagnose(
+    before: Sequence[Iterable[TaskRecord]],
+    now: Sequence[Iterable[TaskRecord]],
+    threshold: float,
+    silent: Collection[Group] = (),
+) -> Diagnosis:
+    """Compare records of the same plan. before, now: by rank, of some steps each.
+
+    silent: groups of one rank, in which nothing is sent.
+    """
+    return Diagnosis(
+        transfers=_transfers(_flat(before), _flat(now), silent),
+        compute=tuple(_ratio(_computed(b), _computed(n)) for b, n in zip(before, now, strict=True)),
+        threshold=threshold,
+    )
+
+
+def _transfers(
+    before: list[TaskRecord], now: list[TaskRecord], silent: Collection[Group]
+) -> dict[Lane, float]:
+    found = {}
+    for lane in (Lane.INTRA, Lane.INTER):
+        earlier, later = (
+            _shortest(r for r in records if r.lane is lane and r.task.spec.group not in silent)
+            for records in (before, now)
+        )
+        if earlier:
+            found[lane] = _ratio(earlier, later)
+    return found
+
+
+def _shortest(records: Iterable[TaskRecord]) -> dict[Kind, float]:
+    """Of every kind of transfer: the shortest duration over ranks, median over tasks and steps."""
+    each: dict[tuple[int, Task], float] = {}
+    for record in records:
+        key = record.step, record.task
+        each[key] = min(record.duration_s, each.get(key, record.duration_s))
+    return _medians((task, seconds) for (_, task), seconds in each.items())
+
+
+def _computed(records: Iterable[TaskRecord]) -> dict[Kind, float]:
+    return _medians((r.task, r.duration_s) for r in records if r.lane is Lane.COMPUTE)
+
+
+def _medians(durations: Iterable[tuple[Task, float]]) -> dict[Kind, float]:
+    kinds: dict[Kind, list[float]] = defaultdict(list)
+    for task, seconds in durations:
+        kinds[task.layer, task.op, task.phase].append(seconds)
+    return {kind: median(seconds) for kind, seconds in kinds.items()}
+
+
+def _ratio(before: Mapping[Kind, float], now: Mapping[Kind, float]) -> float:
+    """Of the sums, so that long tasks count as what they are."""
+    assert before.keys() == now.keys(), "the same tasks ran"
+    earlier_s = sum(before.values())
+    return sum(now.values()) / earlier_s if earlier_s > 0 else 1.0
+
+
+def _flat(ranks: Sequence[Iterable[TaskRecord]]) -> list[TaskRecord]:
+    return [record for records in ranks for record in records]
+
+
+def _ranks(numbers: Iterable[int]) -> str:
+    names = list(map(str, numbers))
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"

@@ -1,0 +1,256 @@
+"""Which plan a run starts with: section [schedule]'s, one that is measured and searched for, or a file's.
+
+Rank 0 decides, and the others hear of it: a search may depend on a clock, and two ranks that decide
+differently would deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from penstock.config import ConfigError
+from penstock.cost import ClusterFile
+from penstock.cost.clusters import find_cluster
+from penstock.cost.match import mismatch
+from penstock.graph import StepShape, build_graph
+from penstock.moe.config import DispatchName
+from penstock.plan import (
+    Candidate,
+    Choice,
+    MemoryBudget,
+    PlanFile,
+    Problem,
+    estimate_memory,
+    explain,
+    find_plan,
+    predict_s,
+)
+from penstock.plan.predict import alone
+from penstock.plan.search import FoundPlan
+from penstock.runtime import Machinery
+from penstock.schedule import Schedule, ScheduleConfig, StepPlan
+from penstock.topology import Control, Layout
+from penstock.train.assemble import base_shape, gradient_bytes, workload
+from penstock.train.config import RunConfig
+from penstock.train.dispatch import NAMES, candidates, choose_dispatch, with_dispatch
+from penstock.train.plan_config import AUTO, GIVEN
+from penstock.train.problem import run_problem
+from penstock.train.profile import profile_run
+from penstock.train.profiling.machine import here
+
+SEARCH_S = 10.0
+"""How long rank 0 may search while the others wait; less where they would give up first."""
+
+UNUSED = (
+    "warning: section [schedule] (name {name}) is not used, since plan.source = {source} decides; "
+    "plan.source=given uses it"
+)
+
+CLUSTER_FILE, PLAN_FILE = "cluster.json", "plan.json"
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan in use, and what it is the answer to. The same on all ranks.
+
+    file: of the cluster, if a file describes it. lines: what people are told of the choice.
+    """
+
+    problem: Problem
+    choice: Choice
+    plan: StepPlan
+    file: ClusterFile | None = None
+    lines: tuple[str, ...] = ()
+
+    def save(self, folder: Path, model: str) -> None:
+        """Leave the cluster and the plan in the run's folder; for one rank."""
+        if self.file is not None:
+            self.file.save(folder / CLUSTER_FILE)
+        candidate = Candidate(
+            choice=self.choice,
+            plan=self.plan,
+            predicted_s=predict_s(self.problem, self.choice, self.plan),
+            bound=alone(self.problem).bound(self.choice, self.plan),
+            memory_bytes=estimate_memory(self.problem, self.choice).total_bytes,
+        )
+        cluster = self.file.name if self.file is not None else "section [cluster]"
+        paper = PlanFile.of(self.problem, candidate, model=model, cluster=cluster, why=self.lines)
+        paper.save(folder / PLAN_FILE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """A step plan as it travels between ranks: small, and the graph is built where it arrives."""
+
+    shape: StepShape
+    text: str
+
+    @staticmethod
+    def of(plan: StepPlan) -> Order:
+        return Order(shape=plan.graph.shape, text=plan.schedule.text())
+
+    @property
+    def plan(self) -> StepPlan:
+        return StepPlan(build_graph(self.shape), Schedule.parse(self.text))
+
+
+def decided(control: Control, decide: Callable[[], T], purpose: str) -> T:
+    """What rank 0 decides, on all ranks; a ConfigError that stops it is raised on all of them."""
+    mine: T | ConfigError | None = None
+    if control.rank == 0:
+        try:
+            mine = decide()
+        except ConfigError as error:
+            mine = error
+    answer = control.gather(mine, purpose)[0]
+    if isinstance(answer, ConfigError):
+        raise answer
+    assert answer is not None, "rank 0 has decided"
+    return answer
+
+
+# ---- the plan at the start ---------------------------------------------------------------------------------
+
+
+def start(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
+    """The first plan of a resolved configuration. All ranks call it; it may measure the cluster.
+
+    say: told what goes on and what was chosen.
+    """
+    if config.plan.source != GIVEN and config.schedule != unused(config.schedule):
+        say(UNUSED.format(source=config.plan.source, name=config.schedule.name))
+    if config.plan.file is not None:
+        return replay(config, machinery, config.plan.file, say)
+    if config.plan.source == AUTO:
+        return search(config, machinery, say)
+    return as_given(config, machinery, say)
+
+
+def as_given(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
+    """What section [schedule] says, ordered by the costs of section [cluster]."""
+    dispatch = choose_dispatch(config, machinery)
+    if dispatch.line is not None:
+        say(dispatch.line)
+    problem = assumed_problem(with_dispatch(config, dispatch.name), machinery.layout)
+    choice = given_choice(config.schedule, problem)
+    return Planned(problem=problem, choice=choice, plan=problem.plan(choice))
+
+
+def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
+    """Measure or read the cluster, and take the best plan for it."""
+    file = cluster_of(config, machinery, say)
+    problem = run_problem(config, machinery.layout, file)
+
+    def decide() -> tuple[Choice, Order, tuple[str, ...]]:
+        found, lines = find(problem, file, config.parallel.timeout_s, say)
+        return found.best.choice, Order.of(found.best.plan), lines
+
+    choice, order, lines = decided(machinery.control, decide, "choosing a plan")
+    for line in lines:
+        say(line)
+    return Planned(problem=problem, choice=choice, plan=order.plan, file=file, lines=lines)
+
+
+def replay(config: RunConfig, machinery: Machinery, path: Path, say: Say) -> Planned:
+    """The plan in a file, as it is."""
+    paper = decided(machinery.control, lambda: PlanFile.read(path), f"reading {path}")
+    layout, file = machinery.layout, None
+    problem = replace(assumed_problem(config, layout), dispatches=tuple(candidates(config.moe, layout)))
+    if config.plan.cluster is not None:
+        file = cluster_of(config, machinery, say)
+        problem = run_problem(config, layout, file)
+    plan = paper.step_plan(problem, str(path))
+    say(f"plan {path}: made for {paper.cluster}, {1000 * paper.predicted_s:.0f} ms per step predicted there")
+    return Planned(problem=problem, choice=paper.choice.choice, plan=plan, file=file, lines=paper.why)
+
+
+def cluster_of(config: RunConfig, machinery: Machinery, say: Say) -> ClusterFile:
+    """The cluster file that section [plan] names, with a warning if it is not of here; else measured now."""
+    plan, layout = config.plan, machinery.layout
+    if plan.cluster is None:
+        say(f"measuring the cluster for about {plan.profile_s:.0f} s (plan.cluster=FILE skips that)")
+        return profile_run(config, machinery, budget_s=plan.profile_s)
+    name = plan.cluster
+    file = decided(machinery.control, lambda: find_cluster(name), "reading the cluster file")
+    nodes = layout.world_size // layout.node_size if layout.node_size else 1
+    warning = mismatch(file, here(machinery.device), layout.world_size, nodes)
+    if warning is not None:
+        say(f"warning: {warning}")
+    return file
+
+
+def find(
+    problem: Problem, file: ClusterFile, timeout_s: float, say: Say
+) -> tuple[FoundPlan, tuple[str, ...]]:
+    """The best plan and the five lines that explain it.
+
+    Memory is an estimate: where nothing fits by it, a warning is said and the best plan is taken all the
+    same, since the run itself will find out.
+    """
+    memory = None if file.memory_bytes is None else MemoryBudget(bytes=file.memory_bytes)
+    budget_s = min(SEARCH_S, timeout_s / 3)
+    try:
+        found = find_plan(problem, memory=memory, budget_s=budget_s)
+    except ConfigError as error:
+        if memory is None:
+            raise
+        say(f"warning: {error}")
+        memory, found = None, find_plan(problem, budget_s=budget_s)
+    return found, explain(problem, found, memory).lines
+
+
+# ---- problems and choices ----------------------------------------------------------------------------------
+
+
+def assumed_problem(config: RunConfig, layout: Layout) -> Problem:
+    """The step of this run on what section [cluster] assumes."""
+    gradients = gradient_bytes(config.model, config.moe, layout)
+    sizes = workload(config, layout, *gradients)
+    return Problem(
+        shape=base_shape(config), workload=sizes, cluster=config.cluster, dispatches=(sizes.dispatch,)
+    )
+
+
+def given_choice(schedule: ScheduleConfig, problem: Problem) -> Choice:
+    """What section [schedule] means as a choice: where it leaves the number of chunks open, the usual one."""
+    work = problem.workload
+    pieces = schedule.pieces(work.all_reduce_bytes, work.expert_all_reduce_bytes)
+    shape = schedule.system.shape(problem.shape, pieces)
+    return Choice(
+        schedule=schedule.name,
+        microbatches=schedule.microbatches,
+        chunks=shape.chunks,
+        backward_chunks=shape.backward_chunks,
+        all_reduce_chunk_bytes=schedule.all_reduce_chunk_bytes,
+        priority=schedule.priority,
+        dispatch=work.dispatch,
+    )
+
+
+def unused(schedule: ScheduleConfig) -> ScheduleConfig:
+    """The section with nothing in it but what counts whoever decides."""
+    return ScheduleConfig(refine_after=schedule.refine_after)
+
+
+def with_choice(config: RunConfig, choice: Choice) -> RunConfig:
+    """The same run with sections [schedule] and [moe] saying what was chosen."""
+    schedule = replace(
+        config.schedule,
+        name=choice.schedule,
+        microbatches=choice.microbatches,
+        chunks=choice.chunks,
+        backward_chunks=choice.backward_chunks,
+        all_reduce_chunk_bytes=choice.all_reduce_chunk_bytes,
+        priority=choice.priority,
+    )
+    return with_dispatch(replace(config, schedule=schedule), _dispatch_name(choice.dispatch))
+
+
+def _dispatch_name(name: str) -> DispatchName:
+    return next(each for each in NAMES if each == name)

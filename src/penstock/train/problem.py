@@ -1,0 +1,24 @@
+"""What a training run asks the planner."""
+
+from __future__ import annotations
+
+from penstock.cost import ClusterFile, ProfiledCluster
+from penstock.plan import Problem
+from penstock.topology import Layout
+from penstock.train.assemble import base_shape, gradient_bytes, workload
+from penstock.train.config import RunConfig
+from penstock.train.dispatch import candidates
+
+
+def run_problem(
+    config: RunConfig, layout: Layout, file: ClusterFile, slowness: tuple[float, ...] = ()
+) -> Problem:
+    """The step of this run on the cluster that `file` describes. slowness: see Problem."""
+    gradients = gradient_bytes(config.model, config.moe, layout)
+    return Problem(
+        shape=base_shape(config),
+        workload=workload(config, layout, *gradients),
+        cluster=ProfiledCluster.build(file),
+        dispatches=tuple(candidates(config.moe, layout)),
+        slowness=slowness,
+    )

@@ -1,0 +1,1 @@
+"""The parts of `penstock.train.profile`: what is measured, and how long."""

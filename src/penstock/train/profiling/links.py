@@ -1,0 +1,253 @@
+"""Every collective on every group and lane of a layout: lines through measured exchanges.
+
+All of them are made of the transport's own exchanges, since those are what will run: an all-gather sends
+every rank a copy, a reduce-scatter sums what an all-to-all brought, a broadcast sends from one rank to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.cost.cluster_file import Collective, Fit, LinkModel
+from penstock.cost.fit import fit_line
+from penstock.dispatch import DISPATCHES, Dispatch, Place
+from penstock.graph import Group, Lane
+from penstock.graph.task import SPECS
+from penstock.runtime import Machinery
+from penstock.runtime.legs import send_out
+from penstock.runtime.transport import Transport
+from penstock.topology import Layout
+from penstock.train.config import RunConfig
+from penstock.train.dispatch import hierarchical_among
+from penstock.train.profiling.sample import Action, Budget, measure_sizes
+
+SIZES_BYTES = tuple(1 << power for power in (18, 20, 14, 22, 16, 12, 24))
+"""In the order of their worth: two give a line, those at the ends tell its start-up from its slope."""
+
+LONGEST_S = 0.15
+FLOAT_BYTES = 4
+USED_WEIGHT, WEIGHT = 4.0, 1.0
+"""How much more time is spent on what plans are made of."""
+
+TRUSTED = 2
+"""Other programs hold up an exchange for milliseconds, which is much for small sizes and little for these."""
+
+Make = Callable[[int], Action]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """One collective in one kind of group. make: from float32 elements to an exchange of that many.
+
+    used: whether plans rest on it.
+    """
+
+    collective: Collective
+    group: Group
+    lane: Lane
+    members: tuple[int, ...]
+    make: Make
+    op: str = ""
+    used: bool = False
+
+    @property
+    def wire(self) -> tuple[object, ...]:
+        """Equal for probes that send the same bytes between the same ranks."""
+        return self.collective, self.lane, self.op, self.members
+
+
+def measure_links(config: RunConfig, machinery: Machinery, budget_s: float) -> tuple[LinkModel, ...]:
+    """Lines of all collectives; the same on all ranks, which must call this together. None for one rank.
+
+    The time goes to what plans rest on first; what is left over pays for two sizes of everything else at
+    least. Groups with the same members are measured once.
+    """
+    probes = sorted(_probes(config, machinery), key=lambda probe: not probe.used)
+    budget = Budget(machinery.control, budget_s)
+    waiting = {each.wire: USED_WEIGHT if each.used else WEIGHT for each in reversed(probes)}
+    known: dict[tuple[object, ...], LinkModel] = {}
+    found = []
+    for probe in probes:
+        if probe.wire not in known:
+            weight = waiting.pop(probe.wire)
+            share_s = budget.left_s * weight / (weight + sum(waiting.values()))
+            known[probe.wire] = _measure(probe, budget, share_s, machinery.device)
+        found.append(replace(known[probe.wire], group=str(probe.group)))
+    mine = tuple(found)
+    return machinery.control.gather(mine, "comparing measured links")[0]
+
+
+def _measure(probe: Probe, budget: Budget, share_s: float, device: torch.device) -> LinkModel:
+    points = measure_sizes(
+        lambda size: probe.make(size // FLOAT_BYTES),
+        SIZES_BYTES,
+        budget,
+        share_s,
+        device=device,
+        longest_s=LONGEST_S,
+    )
+    line = fit_line(points, trusted=TRUSTED)
+    return LinkModel(
+        collective=probe.collective,
+        group=str(probe.group),
+        lane=str(probe.lane),
+        ranks=len(probe.members),
+        alpha_s=line.alpha_s,
+        beta_s_per_byte=line.beta,
+        op=probe.op,
+        fit=Fit(r2=line.r2, residual=line.residual, points=tuple(points)),
+    )
+
+
+# ---- what there is to measure ------------------------------------------------------------------------------
+
+
+def _probes(config: RunConfig, machinery: Machinery) -> Iterator[Probe]:
+    layout, transports = machinery.layout, machinery.transports
+    for lane, group in _groups(layout):
+        members = _members(layout, group)
+        makes = _Exchanges(transports.of(lane), group, members.index(layout.rank), machinery.device)
+        for collective, make in makes.table().items():
+            yield Probe(
+                collective=collective,
+                group=group,
+                lane=lane,
+                members=members,
+                make=make,
+                used=_is_used(collective, group),
+            )
+    if layout.ep_nodes > 1:
+        for name in hierarchical_among(config.moe, layout):
+            yield from _leg_probes(DISPATCHES[name], machinery)
+
+
+def _groups(layout: Layout) -> Iterator[tuple[Lane, Group]]:
+    """Groups of several ranks, on the lane that has them."""
+    inter = [Group.EXPERT, Group.WORLD, Group.EXPERT_REPLICAS]
+    several_nodes = layout.ep_nodes > 1
+    pairs: Iterable[tuple[Lane, Group]] = product(
+        [Lane.INTER], [*inter, Group.RAIL] if several_nodes else inter
+    )
+    for lane, group in [*pairs, (Lane.INTRA, Group.NODE)]:
+        if layout.size(group) > 1 and (several_nodes or lane is Lane.INTER):
+            yield lane, group
+
+
+def _is_used(collective: Collective, group: Group) -> bool:
+    reduced = (Group.WORLD, Group.EXPERT_REPLICAS)
+    exchanged = collective == "all_to_all" and group is Group.EXPERT
+    return exchanged or (collective == "all_reduce" and group in reduced)
+
+
+def _members(layout: Layout, group: Group) -> tuple[int, ...]:
+    return next(tuple(ranks) for ranks in layout.members(group) if layout.rank in ranks)
+
+
+def _leg_probes(dispatch: Dispatch, machinery: Machinery) -> Iterator[Probe]:
+    """Every leg that moves anything, with even routing. Argument: elements of the rows that each rank has."""
+    layout = machinery.layout
+    place, ranks = Place(layout.ep_rank, layout.ep_size, layout.ep_node_size), layout.ep_size
+    for number, op in enumerate(dispatch.ops):
+        transport = machinery.transports.of(SPECS[op].lane)
+        if SPECS[op].lane is Lane.INTRA and layout.ep_node_size == 1:
+            continue
+
+        def make(elements: int, number: int = number, transport: Transport = transport) -> Action:
+            leg = dispatch.legs(np.full((ranks, ranks), elements // ranks), place)[number]
+            rows = torch.zeros(sum(leg.sizes), device=machinery.device)
+            return lambda: _ignore(send_out(rows, leg, transport))
+
+        yield Probe(
+            collective=_named(dispatch),
+            group=Group.EXPERT,
+            lane=SPECS[op].lane,
+            members=_members(layout, Group.EXPERT),
+            make=make,
+            op=str(op),
+            used=True,
+        )
+
+
+def _named(dispatch: Dispatch) -> Collective:
+    return "hierarchical_1d" if dispatch.name == "hierarchical_1d" else "hierarchical_2d"
+
+
+def _ignore(result: object) -> None:
+    del result
+
+
+@dataclass(frozen=True)
+class _Exchanges:
+    """The collectives of one group as exchanges of its transport. rank: this rank's place in the group."""
+
+    transport: Transport
+    group: Group
+    rank: int
+    device: torch.device
+
+    def table(self) -> dict[Collective, Make]:
+        return {
+            "all_to_all": self.all_to_all,
+            "uneven_all_to_all": self.uneven_all_to_all,
+            "all_gather": self.all_gather,
+            "reduce_scatter": self.reduce_scatter,
+            "all_reduce": self.all_reduce,
+            "broadcast": self.broadcast,
+            "point_to_point": self.point_to_point,
+        }
+
+    @property
+    def size(self) -> int:
+        return self.transport.size(self.group)
+
+    def all_to_all(self, elements: int) -> Action:
+        splits = [elements // self.size] * self.size
+        return self._exchange(splits, splits)
+
+    def uneven_all_to_all(self, elements: int) -> Action:
+        """As if the first rank's experts were twice as popular as the others'."""
+        share = elements // (self.size + 1)
+        splits = [2 * share] + [share] * (self.size - 1)
+        return self._exchange(splits, [splits[self.rank]] * self.size)
+
+    def all_gather(self, elements: int) -> Action:
+        mine, splits = self._zeros(elements // self.size), [elements // self.size] * self.size
+        return lambda: _ignore(self._moved(mine.repeat(self.size), splits, splits))
+
+    def reduce_scatter(self, elements: int) -> Action:
+        rows, splits = self._zeros(elements // self.size * self.size), [elements // self.size] * self.size
+        return lambda: _ignore(self._moved(rows, splits, splits).view(self.size, -1).sum(0))
+
+    def all_reduce(self, elements: int) -> Action:
+        tensor = self._zeros(elements)
+        return lambda: self.transport.all_reduce(tensor, self.group)
+
+    def broadcast(self, elements: int) -> Action:
+        """From the first rank to the others, one copy each."""
+        out = [elements if self.rank == 0 and other else 0 for other in range(self.size)]
+        return self._exchange(out, self._from_first(elements, self.rank > 0))
+
+    def point_to_point(self, elements: int) -> Action:
+        """From the first rank to the last."""
+        last = self.size - 1
+        out = [elements if self.rank == 0 and other == last else 0 for other in range(self.size)]
+        return self._exchange(out, self._from_first(elements, self.rank == last))
+
+    def _from_first(self, elements: int, receives: bool) -> list[int]:
+        return [elements if receives else 0, *[0] * (self.size - 1)]
+
+    def _exchange(self, out: Sequence[int], back: Sequence[int]) -> Action:
+        rows = self._zeros(sum(out))
+        return lambda: _ignore(self._moved(rows, out, back))
+
+    def _moved(self, rows: Tensor, out: Sequence[int], back: Sequence[int]) -> Tensor:
+        return self.transport.all_to_all(rows, out, back, self.group)
+
+    def _zeros(self, elements: int) -> Tensor:
+        return torch.zeros(elements, device=self.device)

@@ -1,0 +1,148 @@
+"""Timing an action on all ranks at once, again and again, with decisions that all ranks take alike.
+
+Clocks differ by rank: whatever decides how to go on is exchanged first.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, median
+
+import torch
+
+from penstock.topology import Control
+
+CONFIDENCE = 0.95
+NARROW = 0.05
+UNTIMED, IN_A_ROW, BLOCKS = 2, 4, 4
+SHORT_S = 0.02
+"""What takes longer in a row is timed once at a time."""
+
+PURPOSE = "measuring the cluster"
+
+Action = Callable[[], None]
+"""Something that all ranks do together; it has ended when it returns, on a GPU when the device is idle."""
+
+
+class Budget:
+    """Seconds that are left, as all ranks agree."""
+
+    def __init__(self, control: Control, budget_s: float) -> None:
+        self.control, self._end_s = control, time.perf_counter() + budget_s
+        self.left_s = self.agree()
+
+    def agree(self) -> float:
+        """Exchange and return what is left on the rank that has least."""
+        self.left_s = min(self.control.gather(self._mine_s, PURPOSE))
+        return self.left_s
+
+    @property
+    def _mine_s(self) -> float:
+        return self._end_s - time.perf_counter()
+
+    def timed(self, action: Action, blocks: int, device: torch.device) -> list[float]:
+        """Seconds per action, for every block the slowest rank's; all ranks start together.
+
+        A link that has rested lets a burst pass faster than its rate, and a cold cache is slow: some actions
+        come before the clock, and a block is a few of them in a row.
+        """
+        self.control.barrier(PURPOSE)
+        for _ in range(UNTIMED):
+            action()
+        mine = []
+        for _ in range(blocks):
+            settle(device)
+            start_s = time.perf_counter()
+            for _ in range(IN_A_ROW):
+                action()
+            settle(device)
+            mine.append((time.perf_counter() - start_s) / IN_A_ROW)
+        everyone = self.control.gather((mine, self._mine_s), PURPOSE)
+        self.left_s = min(left_s for _, left_s in everyone)
+        return [max(times) for times in zip(*(times for times, _ in everyone), strict=True)]
+
+
+def settle(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass
+class Point:
+    """One size of one action: durations of blocks so far."""
+
+    size: int
+    action: Action
+    times_s: list[float]
+
+    @property
+    def typical_s(self) -> float:
+        return median(self.times_s)
+
+    @property
+    def doubt(self) -> float:
+        """Half width of the confidence interval of the median, relative to it."""
+        low_s, high_s = median_interval(self.times_s)
+        return (high_s - low_s) / 2 / self.typical_s
+
+    def more(self, budget: Budget, device: torch.device) -> None:
+        """One more round of blocks."""
+        short = bool(self.times_s) and self.typical_s * IN_A_ROW < SHORT_S
+        self.times_s += budget.timed(self.action, BLOCKS if short else 1, device)
+
+    @property
+    def round_s(self) -> float:
+        """What one more round will take, roughly."""
+        blocks = BLOCKS if self.typical_s * IN_A_ROW < SHORT_S else 1
+        return (UNTIMED + IN_A_ROW * blocks) * self.typical_s
+
+
+def median_interval(times_s: Sequence[float]) -> tuple[float, float]:
+    """Order statistics between which the median lies with 95 %; (0, infinity) if there are too few."""
+    count = len(times_s)
+    below = math.floor((count - NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt(count)) / 2)
+    if below < 0 or count < 6:
+        return 0.0, math.inf
+    ordered = sorted(times_s)
+    return ordered[below], ordered[count - 1 - below]
+
+
+def measure_sizes(
+    make: Callable[[int], Action],
+    sizes: Sequence[int],
+    budget: Budget,
+    share_s: float,
+    *,
+    device: torch.device,
+    least: int = 2,
+    longest_s: float = math.inf,
+) -> list[tuple[int, float]]:
+    """(size, typical seconds) of `make(size)`, as many of `sizes` as fit into `share_s`, `least` anyway.
+
+    sizes: in the order of their worth. longest_s: sizes whose action would take longer are left out. Time
+    that remains goes to the point with the widest confidence interval until all are narrow.
+    """
+    until_s = budget.left_s - share_s
+    points: list[Point] = []
+    for size in sizes:
+        expected_s = _expected_s(points, size)
+        fits = (UNTIMED + IN_A_ROW) * expected_s <= budget.left_s - until_s and expected_s <= longest_s
+        if len(points) >= least and not fits:
+            continue
+        points.append(Point(size, make(size), []))
+        points[-1].more(budget, device)
+    while doubtful := [p for p in points if p.doubt >= NARROW and p.round_s <= budget.left_s - until_s]:
+        max(doubtful, key=lambda point: point.doubt).more(budget, device)
+    return sorted((point.size, point.typical_s) for point in points)
+
+
+def _expected_s(points: Sequence[Point], size: int) -> float:
+    """From the nearest size measured: a larger one takes as much longer, a smaller one no longer."""
+    if not points:
+        return 0.0
+    near = min(points, key=lambda point: abs(math.log(point.size / size)))
+    return near.typical_s * max(1.0, size / near.size)

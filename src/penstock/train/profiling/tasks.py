@@ -1,0 +1,229 @@
+"""Compute tasks of the model as the engine runs them, on all ranks at once: alone, and beside traffic.
+
+Two layers run without a network (see `penstock.runtime.silent`), cut in several ways, so that every kind of
+task is seen at several sizes. What one layer costs, any other of its kind does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.cost import ClusterConfig, StepCost
+from penstock.cost.cluster_file import Fit, TaskModel
+from penstock.cost.fit import fit_line
+from penstock.graph import Lane, Op, Phase, Task
+from penstock.moe import MoEConfig
+from penstock.runtime import Machinery, PipelinedStack
+from penstock.runtime.load import Load
+from penstock.runtime.silent import silent
+from penstock.schedule import ScheduleConfig, StepPlan
+from penstock.topology import Control
+from penstock.train.assemble import build_stack, first_plan, workload
+from penstock.train.config import RunConfig
+from penstock.train.profiling.sample import PURPOSE, Budget
+
+MOST_ROUNDS = 5
+SLACK = 1.25
+"""How much more traffic is started than seems enough."""
+
+COST_OF_A_ROUND = 3.0
+"""Of a round alone, one beside traffic and the traffic that is too much, over one alone."""
+
+PIECES = (1, 2, 4)
+
+Kind = tuple[Op, Phase]
+Seconds = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskTimes:
+    """What was found of compute tasks. jitter: standard deviation over rounds and ranks, relative."""
+
+    tasks: tuple[TaskModel, ...]
+    transfers_beside_compute: float
+    jitter: float
+
+
+def time_tasks(config: RunConfig, machinery: Machinery, rates: ClusterConfig, budget_s: float) -> TaskTimes:
+    """Lines over the work by `rates`; the same on all ranks, which must call this together."""
+    budget = Budget(machinery.control, budget_s)
+    sample = sample_of(config)
+    stack = build_stack(sample, silent(machinery))
+    try:
+        runs = _Runs(sample, machinery, stack)
+        rounds = _rounds(runs, budget)
+        alone = runs.measure(rounds)
+        beside, slowed = alone, 1.0
+        if machinery.layout.ep_size > 1 and machinery.device.type == "cpu":
+            beside, slowed = _beside(runs, rounds, machinery)
+    finally:
+        stack.close()
+    found = TaskTimes(
+        tasks=tuple(_models(runs, alone, beside, rates)),
+        transfers_beside_compute=slowed,
+        jitter=_jitter(alone),
+    )
+    return machinery.control.gather(found, "comparing measured tasks")[0]
+
+
+def sample_of(config: RunConfig) -> RunConfig:
+    """The run with two layers, one of each kind that it has, and at least two samples to cut.
+
+    Routing that depends on the data cannot be imitated without a network, so tokens are then dealt evenly
+    into as many slots as there are choices.
+    """
+    model, batch = config.model, max(2, config.data.batch_per_device)
+    dense = any(not model.is_moe(layer) for layer in range(model.num_layers))
+    return replace(
+        config,
+        model=replace(model, preset=None, num_layers=2, moe_layers=(0,) if dense else None),
+        moe=_imitable(config.moe),
+        schedule=replace(config.schedule, name="sequential"),
+        data=replace(config.data, batch_per_device=batch),
+    )
+
+
+def _imitable(moe: MoEConfig) -> MoEConfig:
+    flat = replace(moe, dispatch="flat")
+    if moe.order_name != "sort":
+        return flat
+    return replace(flat, order="index", capacity_factor=1.0, one_copy_per_rank=False)
+
+
+def cuts(config: RunConfig) -> list[ScheduleConfig]:
+    """Ways to cut a step: whole experts in several sizes, and experts whose weight gradients are apart."""
+    pieces = [number for number in PIECES if number <= config.data.batch_per_device]
+    usual = replace(
+        config.schedule, chunks=None, backward_chunks=None, priority="critical_path", microbatches=1
+    )
+    whole = [replace(usual, name="flowmoe", microbatches=number) for number in pieces]
+    return [
+        *whole,
+        replace(usual, name="penstock"),
+        replace(usual, name="penstock", microbatches=2, chunks=2),
+    ]
+
+
+class _Runs:
+    """Steps of one stack by several plans, and the durations of their compute tasks."""
+
+    def __init__(self, config: RunConfig, machinery: Machinery, stack: PipelinedStack) -> None:
+        self.config, self.machinery, self.stack = config, machinery, stack
+        self.control: Control = machinery.control
+        gradients = stack.buckets.sizes_bytes
+        self.plans = [
+            stack.adopt(
+                first_plan(replace(config, schedule=cut), machinery.layout, stack.base_shape, *gradients)
+            )
+            for cut in cuts(config)
+        ]
+        self.tasks = [[t for t in plan.graph.tasks if t.lane is Lane.COMPUTE] for plan in self.plans]
+        shape = (config.data.batch_per_device, config.model.seq_len)
+        generator = torch.Generator().manual_seed(machinery.layout.rank)
+        numbers = torch.randint(config.model.vocab_size, (2, *shape), generator=generator)
+        self.batch = tuple(numbers.to(machinery.device))
+
+    def step(self, plan: StepPlan) -> None:
+        """All ranks start together. Gradients are dropped."""
+        self.stack.plan = plan
+        self.control.barrier(PURPOSE)
+        self.stack(*self.batch).backward()
+        for parameter in self.stack.model.parameters():
+            parameter.grad = None
+
+    def measure(self, rounds: int) -> list[Seconds]:
+        """For every plan the seconds of its compute tasks, [rank, round, task]."""
+        mine: list[list[list[float]]] = [[] for _ in self.plans]
+        for _ in range(rounds):
+            for plan, tasks, found in zip(self.plans, self.tasks, mine, strict=True):
+                self.step(plan)
+                durations = {record.task: record.duration_s for record in self.stack.records()}
+                found.append([durations[task] for task in tasks])
+        everyone = self.control.gather([np.array(found) for found in mine], "exchanging measured durations")
+        return [np.stack(found) for found in zip(*everyone, strict=True)]
+
+
+def _rounds(runs: _Runs, budget: Budget) -> int:
+    """How many fit. The first steps allocate and are not measured, only how long they took."""
+    runs.step(runs.plans[0])
+    start_s = time.perf_counter()
+    for plan in runs.plans:
+        runs.step(plan)
+    round_s = max(runs.control.gather(time.perf_counter() - start_s, PURPOSE))
+    return max(1, min(MOST_ROUNDS, int(budget.agree() / (COST_OF_A_ROUND * round_s))))
+
+
+def _beside(runs: _Runs, rounds: int, machinery: Machinery) -> tuple[list[Seconds], float]:
+    """The same beside exchanges without a pause, and how many times longer those take."""
+    start_s = time.perf_counter()
+    runs.measure(1)
+    round_s = max(runs.control.gather(time.perf_counter() - start_s, PURPOSE))
+    load = Load(machinery.transports.inter, machinery.control)
+    load.start(SLACK * rounds * round_s)
+    times = runs.measure(rounds)
+    return times, load.finish()
+
+
+# ---- from durations to models ------------------------------------------------------------------------------
+
+
+@dataclass
+class _Kind:
+    """What was seen of one op and phase: (work in seconds by the rates, seconds), and ratios of company."""
+
+    points: list[tuple[float, float]] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+
+    def model(self, op: Op, phase: Phase) -> TaskModel:
+        line = fit_line(self.points)
+        return TaskModel(
+            op=str(op),
+            phase=str(phase),
+            alpha_s=line.alpha_s,
+            scale=line.beta,
+            beside=max(1.0, median(self.ratios)),
+            fit=Fit(r2=line.r2, residual=line.residual, points=tuple(sorted(self.points))),
+        )
+
+
+def _models(
+    runs: _Runs, alone: list[Seconds], beside: list[Seconds], rates: ClusterConfig
+) -> Iterable[TaskModel]:
+    kinds: dict[Kind, _Kind] = defaultdict(_Kind)
+    gradients = runs.stack.buckets.sizes_bytes
+    sizes = workload(runs.config, runs.machinery.layout, *gradients)
+    for plan, tasks, alone_s, beside_s in zip(runs.plans, runs.tasks, alone, beside, strict=True):
+        cost = StepCost(plan.graph.shape, sizes, rates)
+        for layer_tasks, nominal_s in _alike(tasks, cost, rates).values():
+            task = tasks[layer_tasks[0]]
+            typical_s = float(np.median(alone_s[:, :, layer_tasks]))
+            kind = kinds[task.op, task.phase]
+            kind.points.append((nominal_s, typical_s))
+            kind.ratios.append(float(np.median(beside_s[:, :, layer_tasks])) / typical_s)
+    return [kind.model(*which) for which, kind in kinds.items()]
+
+
+def _alike(
+    tasks: list[Task], cost: StepCost, rates: ClusterConfig
+) -> Mapping[tuple[int, Op, Phase, float], tuple[list[int], float]]:
+    """Numbers of the tasks of one layer, op, phase and size, and their work in seconds by the rates."""
+    found: dict[tuple[int, Op, Phase, float], tuple[list[int], float]] = {}
+    for number, task in enumerate(tasks):
+        nominal_s = rates.nominal_s(*cost.forward_work(task))
+        key = (task.layer, task.op, task.phase, nominal_s)
+        found.setdefault(key, ([], nominal_s))[0].append(number)
+    return found
+
+
+def _jitter(times: list[Seconds]) -> float:
+    """Median over tasks."""
+    scatter = [seconds.std(axis=(0, 1)) / seconds.mean(axis=(0, 1)) for seconds in times]
+    return float(np.median(np.concatenate(scatter)))

@@ -1,0 +1,85 @@
+"""Planning again in mid-training, once steps take another time than they did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from penstock.cost import ClusterFile
+from penstock.plan import Choice, evaluate
+from penstock.plan.words import choice_words, milliseconds
+from penstock.runtime import Machinery
+from penstock.train.config import RunConfig
+from penstock.train.diagnose import Diagnosis
+from penstock.train.planning import Order, Planned, Say, decided, find
+from penstock.train.problem import run_problem
+from penstock.train.profile import measure_links
+
+LINKS_SHARE = 0.5
+"""Of the time that measuring everything takes at the start."""
+WORTH = 0.99
+"""Another plan is adopted if it promises less than this part of the present one's time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What rank 0 decides. why: the explanation of the plan; line: the change in words."""
+
+    choice: Choice
+    order: Order
+    why: tuple[str, ...]
+    line: str
+
+
+def replan(
+    config: RunConfig, machinery: Machinery, planned: Planned, diagnosis: Diagnosis, say: Say
+) -> Planned:
+    """Measure what has changed, and take the best plan for it; all ranks call this together.
+
+    config: with the dispatch in use, which stays, since the model was built for it. Links are measured again
+    where transfers take another time; a rank's computation is taken to be so many times slower as its tasks
+    are.
+    """
+    assert planned.file is not None, "only what was measured can be measured again"
+    file = planned.file
+    if diagnosis.links_changed and machinery.layout.world_size > 1:
+        budget_s = LINKS_SHARE * config.plan.profile_s
+        file = replace(file, links=measure_links(config, machinery, budget_s))
+    slowness = _slowness(planned, diagnosis)
+    problem = run_problem(config, machinery.layout, file, slowness)
+    now = replace(planned, problem=problem, file=file)
+    verdict = decided(
+        machinery.control, lambda: _decide(config, now, file, diagnosis, say), "choosing another plan"
+    )
+    say(verdict.line)
+    return replace(now, choice=verdict.choice, plan=verdict.order.plan, lines=verdict.why)
+
+
+def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagnosis, say: Say) -> Verdict:
+    """On rank 0 only: the best plan found, or the present choice ordered anew if that is as good."""
+    old = evaluate(now.problem, now.choice)
+    found, lines = find(now.problem, file, config.parallel.timeout_s, say)
+    changes = found.best.predicted_s < WORTH * old.predicted_s
+    best = found.best if changes else old
+    line = f"{diagnosis.text}: "
+    if changes:
+        line += (
+            f"plan changes from {choice_words(now.choice)} ({milliseconds(old.predicted_s)} per step "
+            f"predicted) to {choice_words(best.choice)} ({milliseconds(best.predicted_s)})"
+        )
+    else:
+        line += (
+            f"the plan stays {choice_words(best.choice)}, ordered anew "
+            f"({milliseconds(best.predicted_s)} per step predicted)"
+        )
+    why = lines if changes else now.lines
+    return Verdict(choice=best.choice, order=Order.of(best.plan), why=why, line=line)
+
+
+def _slowness(planned: Planned, diagnosis: Diagnosis) -> tuple[float, ...]:
+    before = planned.problem.slowness or (1.0,) * len(diagnosis.compute)
+    if not diagnosis.compute_changed:
+        return planned.problem.slowness
+    return tuple(
+        old * (ratio if diagnosis.differs(ratio) else 1.0)
+        for old, ratio in zip(before, diagnosis.compute, strict=True)
+    )

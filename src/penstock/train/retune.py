@@ -1,0 +1,128 @@
+"""FlowMoE's tuner while training: every sample is some steps with one size of all-reduce chunks.
+
+Rank 0 asks the tuner and makes the plan, all ranks switch behind the same step. The time of a step is that of
+the slowest rank, which every rank hears anyway; so ranks exchange something only where a sample ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import median
+
+from penstock.cost import MeasuredCost
+from penstock.cost.measured import Kind
+from penstock.graph import Op, StepShape
+from penstock.plan import Choice, Problem
+from penstock.plan.tuner import Sample, SizeRange, Tuner, build_tuner
+from penstock.plan.words import mib, milliseconds
+from penstock.schedule import Cost, Pieces, StepPlan, System, plan_step
+from penstock.topology import Control
+from penstock.train.plan_config import DROPPED_STEPS, PlanConfig
+from penstock.train.planning import Order, Planned, decided
+
+PURPOSE = "choosing a size of all-reduce chunks"
+REDUCTIONS = (Op.ALL_REDUCE, Op.EXPERT_ALL_REDUCE)
+
+
+def reads_chunk_bytes(system: System) -> bool:
+    """Whether the size of all-reduce chunks changes anything in this schedule."""
+
+    def shape(size_bytes: int) -> StepShape:
+        pieces = Pieces(
+            microbatches=1,
+            chunks=None,
+            all_reduce_chunk_bytes=size_bytes,
+            all_reduce_bytes=(1024,),
+            expert_all_reduce_bytes=(0,),
+        )
+        return system.shape(StepShape(moe_layers=(True,)), pieces)
+
+    return shape(512) != shape(1024)
+
+
+def sized(problem: Problem, choice: Choice, size_bytes: int, kinds: dict[Kind, float]) -> StepPlan:
+    """The same choice with chunks of this size, ordered by what was measured of all other tasks.
+
+    kinds: measured seconds; those of reductions hold for another size and do not count.
+    """
+    choice = replace(choice, all_reduce_chunk_bytes=size_bytes)
+    others = {kind: seconds for kind, seconds in kinds.items() if kind[1] not in REDUCTIONS}
+
+    def cost(cut: StepShape) -> Cost:
+        return MeasuredCost(others, problem.cost(choice, cut))
+
+    return plan_step(choice.system, problem.uncut(choice), problem.pieces(choice), cost)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What rank 0 decides where a sample ends. best: there once no more samples follow."""
+
+    size_bytes: int
+    order: Order
+    best: Sample | None = None
+
+
+class Tuning:
+    """One search for the best size, from the size of the present plan on.
+
+    `turn` is called by all ranks together: at the beginning, and whenever `note` says that a sample is
+    complete. It gives the plan to run from then on.
+    """
+
+    def __init__(
+        self, config: PlanConfig, planned: Planned, kinds: dict[Kind, float], control: Control, seed: int
+    ) -> None:
+        assert config.tuner is not None, "somebody wants to tune"
+        self._config, self._planned, self._kinds, self._control = config, planned, kinds, control
+        self._times: list[float] = []
+        self._tuner: Tuner | None = None
+        if control.rank == 0:
+            work = planned.problem.workload
+            self._tuner = build_tuner(
+                config.tuner,
+                start_bytes=planned.choice.all_reduce_chunk_bytes,
+                sizes=SizeRange.of((*work.all_reduce_bytes, *work.expert_all_reduce_bytes)),
+                samples=config.samples,
+                seed=seed,
+            )
+        self._told: list[Sample] = []
+        self._size_bytes = 0
+        self.best: Sample | None = None
+
+    def note(self, slowest_s: float) -> bool:
+        """One more step has taken so long on the slowest rank. Whether its sample is complete."""
+        self._times.append(slowest_s)
+        return len(self._times) == self._config.sample_steps
+
+    def turn(self) -> Planned:
+        """The plan to run from the next step on; after the last sample that of the best size."""
+        if self._times:
+            seconds = median(self._times[DROPPED_STEPS:])
+            self._told.append(Sample(size_bytes=self._size_bytes, seconds=seconds))
+            self._times.clear()
+        turn = decided(self._control, self._decide, PURPOSE)
+        self._size_bytes, self.best = turn.size_bytes, turn.best
+        choice = replace(self._planned.choice, all_reduce_chunk_bytes=turn.size_bytes)
+        return replace(self._planned, choice=choice, plan=turn.order.plan)
+
+    @property
+    def line(self) -> str:
+        """What came of it, for people."""
+        assert self.best is not None, "all samples are there"
+        first = self._told[0]
+        return (
+            f"all-reduce by {mib(self.best.size_bytes)}: the best of {len(self._told)} sizes tried "
+            f"({self._config.tuner}), {milliseconds(self.best.seconds)} per step; "
+            f"with {mib(first.size_bytes)}, where it began, {milliseconds(first.seconds)}"
+        )
+
+    def _decide(self) -> Turn:
+        """On rank 0 only."""
+        assert self._tuner is not None, "rank 0 has the tuner"
+        if self._told:
+            self._tuner.tell(self._told[-1].size_bytes, self._told[-1].seconds)
+        best = self._tuner.best if len(self._told) == self._config.samples else None
+        size_bytes = self._tuner.ask() if best is None else best.size_bytes
+        plan = sized(self._planned.problem, self._planned.choice, size_bytes, self._kinds)
+        return Turn(size_bytes=size_bytes, order=Order.of(plan), best=best)

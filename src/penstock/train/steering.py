@@ -1,0 +1,171 @@
+"""Keeping the plan right between steps: a better order, the tuner, the watch. In this order::
+
+    plan adopted ─► settle: freeze the order from measured durations ─► tune ─► watch ─► plan again ─┐
+                      ▲                                                                              │
+                      └──────────────────────────────────────────────────────────────────────────────┘
+
+All ranks call `after_step` behind every step with the same time, so all come to the same turns behind the
+same steps; what is to be decided there, rank 0 decides.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from penstock.cost.measured import Kind
+from penstock.graph import Group
+from penstock.plan.words import milliseconds
+from penstock.runtime import PipelinedStack
+from penstock.trace import TaskRecord
+from penstock.train.config import RunConfig
+from penstock.train.diagnose import Diagnosis, diagnose
+from penstock.train.plan_config import AUTO, DROPPED_STEPS
+from penstock.train.planning import Planned, Say, decided, with_choice
+from penstock.train.refine import refine
+from penstock.train.replan import replan
+from penstock.train.retune import Tuning, reads_chunk_bytes
+from penstock.train.watch import Drift, Watch
+
+CALIBRATION_STEPS = 8
+COMPARED_STEPS = 4
+"""Of how many steps durations are compared when the time of a step has changed."""
+
+Records = list[TaskRecord]
+
+
+class Steering:
+    """What a run does about its plan while it trains. planned: the plan in use.
+
+    config: as resolved, with what the present plan says.
+    """
+
+    def __init__(self, config: RunConfig, stack: PipelinedStack, planned: Planned, say: Say) -> None:
+        self.planned, self._stack, self._say = planned, stack, say
+        self._asked = config
+        self._steps = 0
+        self._tuned = config.plan.tuner is None
+        self._tuning: Tuning | None = None
+        plan = config.plan
+        self._watch = Watch(plan.drift_threshold, plan.drift_steps, DROPPED_STEPS)
+        self._begin(settle=self._refines)
+
+    @property
+    def config(self) -> RunConfig:
+        """The run as it is now."""
+        return with_choice(self._asked, self.planned.choice)
+
+    def after_step(self, slowest_s: float, records: Records) -> bool:
+        """Whether the next step runs by another plan. slowest_s: on the slowest rank; records: of this one.
+
+        Not to be called behind the last step: nothing would run by what it decides.
+        """
+        self._steps += 1
+        if self._settling:
+            return self._settle(records)
+        if self._tuning is not None:
+            return self._tune(self._tuning, slowest_s)
+        if not self._tuned:
+            return self._begin_tuning()
+        return self._look(slowest_s, records)
+
+    # ---- a plan is new -------------------------------------------------------------------------------------
+
+    @property
+    def _refines(self) -> bool:
+        """Whether orders are made of measured durations: not those of a plan file, which is run as it is."""
+        return self._asked.schedule.refine_after > 0 and self._asked.plan.file is None
+
+    def _begin(self, *, settle: bool) -> None:
+        self._settling, self._steps = settle, 0
+        self._kept: list[Records] = []
+        self._watch.reset()
+        self._before: list[Records] = []
+        self._recent: deque[Records] = deque(maxlen=COMPARED_STEPS)
+
+    def _adopt(self, planned: Planned, *, settle: bool) -> None:
+        self._stack.adopt(planned.plan)
+        self.planned = planned
+        self._begin(settle=settle)
+
+    def _settle(self, records: Records) -> bool:
+        """Keep the first steps' durations, and freeze the order again from them when it is time."""
+        if len(self._kept) < DROPPED_STEPS + CALIBRATION_STEPS:
+            self._kept.append(records)
+        if self._steps < self._asked.schedule.refine_after:
+            return False
+        steady = self._kept[DROPPED_STEPS:] or self._kept
+        choice = self.planned.choice
+        fallback = self.planned.problem.cost(choice, self.planned.plan.graph.shape)
+        cost = refine(self._stack, choice.system, [r for step in steady for r in step], fallback)
+        self.planned = replace(self.planned, plan=self._stack.plan)
+        self._say(f"order of {choice.schedule} frozen again from measured durations")
+        self._kinds: dict[Kind, float] = cost.seconds
+        self._begin(settle=False)
+        return True
+
+    # ---- the tuner -----------------------------------------------------------------------------------------
+
+    def _begin_tuning(self) -> bool:
+        self._tuned = True
+        if not reads_chunk_bytes(self.planned.choice.system):
+            self._say(f"plan.tuner: {self.planned.choice.schedule} has no all-reduce chunks to tune")
+            return False
+        control, train = self._stack.machinery.control, self._asked.train
+        kinds = self._kinds if self._refines else {}
+        self._tuning = Tuning(self._asked.plan, self.planned, kinds, control, train.seed)
+        self._adopt(self._tuning.turn(), settle=False)
+        return True
+
+    def _tune(self, tuning: Tuning, slowest_s: float) -> bool:
+        if not tuning.note(slowest_s):
+            return False
+        planned = tuning.turn()
+        done = tuning.best is not None
+        if done:
+            self._say(tuning.line)
+            self._tuning = None
+        self._adopt(planned, settle=done and self._refines)
+        return True
+
+    # ---- the watch -----------------------------------------------------------------------------------------
+
+    def _look(self, slowest_s: float, records: Records) -> bool:
+        plan = self._asked.plan
+        if not plan.watch or not (plan.source == AUTO or plan.tuner):
+            return False
+        if self._watch.learning and len(self._before) < COMPARED_STEPS:
+            self._before.append(records)
+        self._recent.append(records)
+        drift = self._watch.note(slowest_s)
+        return drift is not None and self._answer(drift)
+
+    def _answer(self, drift: Drift) -> bool:
+        """Find out what has changed, and do what section [plan] allows about it."""
+        self._say(f"a step takes {milliseconds(drift.now_s)}, no longer {milliseconds(drift.before_s)}")
+        if self._asked.plan.source == AUTO:
+            return self._plan_again()
+        self._tuned = False  # the next step begins the search for a size
+        return False
+
+    def _plan_again(self) -> bool:
+        diagnosis = self._diagnose()
+        if not diagnosis.text:
+            self._say("neither transfers nor computation by themselves have changed: the plan stays")
+            self._begin(settle=False)
+            return False
+        planned = replan(self.config, self._stack.machinery, self.planned, diagnosis, self._say)
+        self._tuned = self._asked.plan.tuner is None
+        self._adopt(planned, settle=self._refines)
+        return True
+
+    def _diagnose(self) -> Diagnosis:
+        machinery = self._stack.machinery
+        mine = [r for step in self._before for r in step], [r for step in self._recent for r in step]
+        everyone = machinery.control.gather(mine, "collecting durations")
+        before, now = ([rank[i] for rank in everyone] for i in (0, 1))
+        layout, threshold = machinery.layout, self._asked.plan.drift_threshold
+        silent = [group for group in Group if group is not Group.ALONE and layout.size(group) == 1]
+        return decided(
+            machinery.control, lambda: diagnose(before, now, threshold, silent), "finding what has changed"
+        )

@@ -1,0 +1,70 @@
+"""Noticing that steps take another time than they did. Pure logic: times go in, an alarm comes out."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import median, median_high, median_low
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """Steps take another time than when the plan was adopted. Medians, seconds."""
+
+    before_s: float
+    now_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.now_s / self.before_s
+
+
+class Watch:
+    """Compares the last steps with the first ones under the same plan.
+
+    The first `settling` steps count for nothing; the median of the `lasting_steps` behind them is the
+    reference. It raises the alarm when the median of the last `lasting_steps` is off by more than
+    `threshold` (1.15 times or 1/1.15 at 0.15), in either direction, and both halves of them agree: a hiccup
+    of half as many steps is none. Behind an alarm it learns anew, so one change is one alarm.
+
+    All ranks give it the same times, so all hear the same alarm behind the same step.
+    """
+
+    def __init__(self, threshold: float, lasting_steps: int, settling: int) -> None:
+        self.threshold, self.lasting_steps, self.settling = threshold, lasting_steps, settling
+        self.reset()
+
+    def reset(self) -> None:
+        """Another plan is in use: what was learned is void."""
+        self._seen = 0
+        self._reference: list[float] = []
+        self._recent: deque[float] = deque(maxlen=self.lasting_steps)
+
+    @property
+    def learning(self) -> bool:
+        """Whether the step to come belongs to the reference."""
+        return self.settling <= self._seen < self.settling + self.lasting_steps
+
+    def note(self, seconds: float) -> Drift | None:
+        """One more step has taken so long, on the slowest rank."""
+        if self.learning:
+            self._reference.append(seconds)
+        elif len(self._reference) == self.lasting_steps:
+            self._recent.append(seconds)
+        self._seen += 1
+        if len(self._recent) < self.lasting_steps or not self._differs():
+            return None
+        drift = Drift(before_s=median(self._reference), now_s=median(self._recent))
+        self.reset()
+        return drift
+
+    def _differs(self) -> bool:
+        """Whether both halves of the last steps, and all of them, are off to the same side."""
+        times, half = list(self._recent), self.lasting_steps // 2
+        sides = {self._side(part) for part in (times[:half], times[half:], times)}
+        return len(sides) == 1 and sides != {0}
+
+    def _side(self, times: list[float]) -> int:
+        """1: slower, -1: faster, 0: as before. Half of the times are not enough for either."""
+        usual_s, limit = median(self._reference), 1 + self.threshold
+        return (median_low(times) > limit * usual_s) - (median_high(times) < usual_s / limit)

@@ -1,0 +1,109 @@
+"""`penstock plan`: from names to a plan, in a process of its own that has no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from penstock.cost.clusters import find_cluster
+from penstock.plan import PlanFile, published_problem
+from penstock.plan.subject import Overrides
+
+SMALL = [
+    "plan",
+    "--model",
+    "GPT2-Tiny-MoE",
+    "--cluster",
+    "flowmoe-cluster-2",
+    "--layers",
+    "1",
+    "--batch",
+    "2",
+]
+
+
+def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(words) == 2
+    return capsys.readouterr().err
+
+
+def test_mixtral_is_planned_without_torch() -> None:
+    """As on a laptop: no GPU, no network, and torch is never imported."""
+    program = (
+        "import sys; from penstock.cli import main\n"
+        "code = main(['plan', '--model', 'Mixtral-7B', '--cluster', 'fsmoe-testbed-b', '--layers', '1'])\n"
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for words in ("Mixtral-7B (FSMoE) on fsmoe-testbed-b", "Plan ", "Time ", "Binding ", "Next ", "Change "):
+        assert words in done.stdout
+    for words in ("sequential", "fsmoe", "with 2x inter-node bandwidth: -", "does not shard experts yet"):
+        assert words in done.stdout
+
+
+def test_json_is_one_object_with_every_number(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run([*SMALL, "--json"], capsys))
+    assert found["predicted_s"] <= min(other["predicted_s"] for other in found["others"])
+    assert found["lower_bound_s"] <= found["predicted_s"]
+    assert len(found["why"]["lines"]) == 5
+    assert found["tried"] > 5
+    assert found["sizes"]["layers"] == 1
+
+
+def test_a_plan_is_saved_shown_and_can_be_replayed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    text = run([*SMALL, "--out", str(path)], capsys)
+    assert f"saved to {path}" in " ".join(text.split())
+    shown = run(["plan", "--show", str(path)], capsys)
+    assert "GPT2-Tiny-MoE" in shown and "Plan " in shown and "as saved" in shown
+    assert json.loads(run(["plan", "--show", str(path), "--json"], capsys))["model"].startswith(
+        "GPT2-Tiny-MoE"
+    )
+    cluster = find_cluster("flowmoe-cluster-2")
+    problem = published_problem("GPT2-Tiny-MoE", cluster, Overrides(layers=1, batch=2)).problem
+    PlanFile.read(path).step_plan(problem)
+
+
+def test_a_training_configuration_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = Path(__file__).parents[2] / "configs" / "tiny.toml"
+    words = [
+        "plan",
+        str(tiny),
+        "model.num_layers=1",
+        "data.batch_per_device=2",
+        "--cluster",
+        "flowmoe-cluster-2",
+    ]
+    text = run(words, capsys)
+    assert "tiny.toml on flowmoe-cluster-2" in text and "1 layers (1 MoE)" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["plan"], "either a configuration or --model"),
+        (["plan", "--model", "Mixtral-7B"], "--cluster: say where"),
+        (["plan", "--model", "Mixtral", "--cluster", "fsmoe-testbed-b"], "Nearest: Mixtral-"),
+        (["plan", "--model", "Mixtral-7B", "--cluster", "fsmoe"], "Nearest: fsmoe-testbed-"),
+        ([*SMALL, "--batch", "0"], "--batch = 0"),
+        ([*SMALL, "--memory-gib", "-1"], "--memory-gib = -1"),
+        ([*SMALL, "--memory-gib", "0.01"], "no plan fits"),
+        (["plan", "--show", "nowhere.json"], "nowhere.json: cannot be read"),
+        (["plan", "configs/tiny.toml", "--batch", "2", "--cluster", "fsmoe-testbed-b"], "section.key=value"),
+    ],
+)
+def test_what_is_wrong_is_answered(words: list[str], answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer in refused(words, capsys)

@@ -1,0 +1,61 @@
+"""`penstock profile` on real processes: what it prints, saves and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.config import to_dict
+from penstock.cost.clusters import find_cluster
+from tests.support.runs import run
+from tests.train.test_profile import TINY, check
+
+pytestmark = pytest.mark.slow
+
+
+def test_two_processes_print_and_save_the_same_file(tmp_path: Path) -> None:
+    out, figures = tmp_path / "two.json", tmp_path / "figures"
+    options = ("--budget", "2", "--out", out, "--plot", figures, "--json")
+    result = run("profile", *options, "parallel.processes=2", *TINY)
+    assert result.returncode == 0, result.stderr
+    file = find_cluster(str(out))
+    check(file)
+    assert json.loads(result.stdout) == json.loads(json.dumps(to_dict(file)))
+    assert (file.name, file.ranks) == ("two", 2) and file.links
+    assert (figures / "profile.png").read_bytes().startswith(b"\x89PNG")
+    assert "measuring links between 2 ranks" in result.stderr
+
+
+def test_one_process_takes_a_file_and_prints_tables(tmp_path: Path) -> None:
+    config, out = tmp_path / "one.toml", tmp_path / "one.json"
+    config.write_text("[parallel]\nprocesses = 1\n")
+    result = run("profile", config, *TINY, "--budget", "1", "--out", out)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("one: 1 rank on 1 node, ") and f"saved as {out}" in result.stdout
+    assert "X.W" in result.stdout and "matmul" in result.stdout and "all_to_all" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (("--budget", "0"), "--budget = 0"),
+        (("model.hiden_size=8",), "Did you mean model.hidden_size?"),
+        (("moe.num_experts=3",), "moe.num_experts = 3"),
+        (("nowhere.toml",), "nowhere.toml: there is no such file"),
+        (("--out", "{folder}"), "is a folder"),
+    ],
+)
+def test_bad_usage_is_refused_before_any_process_starts(
+    tmp_path: Path, arguments: tuple[str, ...], shown: str
+) -> None:
+    result = run("profile", *(word.format(folder=tmp_path) for word in arguments))
+    assert result.returncode == 2 and shown in result.stderr and result.stdout == ""
+
+
+def test_a_file_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "cluster.json"
+    result = run("profile", *TINY, "parallel.processes=1", "--budget", "0.5", "--out", out)
+    assert result.returncode == 1 and "could not be written" in result.stderr

@@ -1,0 +1,147 @@
+"""The cluster files that come with Penstock, and those that somebody wrote by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.config import ConfigError
+from penstock.cost import ClusterConfig, ProfiledCluster, StepCost
+from penstock.cost.cluster_file import ClusterFile, Fit, KernelModel, LinkModel, Machine, TaskModel
+from penstock.cost.clusters import find_cluster, names
+from penstock.graph import StepShape, build_graph
+from penstock.schedule import SCHEDULES, ScheduleConfig
+from tests.cost.test_step import workload
+
+HERE = Machine(
+    host="here", date="2026-11-21", processor="p", device="cpu", python="3", torch="2", penstock="0"
+)
+MEASURED = ClusterFile(
+    name="measured",
+    nodes=2,
+    ranks_per_node=1,
+    rates=ClusterConfig(flops_per_s=1e11),
+    links=(
+        LinkModel(
+            collective="all_to_all",
+            group="ep",
+            lane="inter",
+            ranks=2,
+            alpha_s=1e-4,
+            beta_s_per_byte=1e-8,
+            fit=Fit(r2=0.99, residual=0.02, points=((1024.0, 1e-3), (4096.0, 2e-3))),
+        ),
+    ),
+    tasks=(TaskModel(op="AT", phase="F", alpha_s=1e-4, scale=1.5, beside=1.1),),
+    kernels=(KernelModel(name="copy", unit="byte", alpha_s=0.0, beta_s_per_unit=1e-10),),
+    transfers_beside_compute=1.2,
+    jitter=0.05,
+    memory_bytes=8 << 30,
+    measured=HERE,
+)
+
+
+def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "cluster.json"
+    MEASURED.save(path)
+    assert find_cluster(str(path)) == MEASURED
+    assert list(path.parent.iterdir()) == [path], "nothing half-written is left"
+
+
+def test_all_published_clusters_are_there() -> None:
+    assert names() == (
+        "flowmoe-cluster-1",
+        "flowmoe-cluster-2",
+        "fsmoe-testbed-a",
+        "fsmoe-testbed-b",
+        "netmoe-a800",
+        "parm-testbed-a",
+        "parm-testbed-b",
+        "pro-prophet-hpnv",
+        "pro-prophet-hpwnv",
+        "pro-prophet-lpwnv",
+    )
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_shipped_cluster_prices_a_step(name: str) -> None:
+    file = find_cluster(name)
+    assert file.name == name and file.source and file.measured is None
+    assert file.memory_bytes is not None and file.memory_bytes >= 11 << 30
+    pieces = ScheduleConfig().pieces((1 << 20,) * 2, (0, 0))
+    cut = SCHEDULES["flowmoe"].shape(StepShape(moe_layers=(True, False)), pieces)
+    cost = StepCost(cut, workload(cut), ProfiledCluster.build(file))
+    assert all(0 <= cost(task) < 10 for task in build_graph(cut).tasks)
+    assert sum(map(cost, build_graph(cut).tasks)) > 0
+
+
+def test_fsmoe_constants_are_those_of_the_paper() -> None:
+    """Milliseconds per float32 element, so 4e3 times the seconds per byte; two operations a multiply-add."""
+    a, b = find_cluster("fsmoe-testbed-a"), find_cluster("fsmoe-testbed-b")
+    for file, wanted in (
+        (a, (2.21e-7, 2.32e-7, 2.34e-7, 4.95e-7)),
+        (b, (3.06e-7, 1.68e-7, 1.67e-7, 5.99e-7)),
+    ):
+        assert [link.beta_s_per_byte * 4e3 for link in file.links] == pytest.approx(wanted)
+    assert [link.alpha_s * 1e3 for link in b.links] == pytest.approx([0.175, 0.032, 0.0391, 0.0837])
+    assert 2e3 / a.rates.flops_per_s == pytest.approx(2.29e-11)
+    assert b.rates.task_overhead_s == pytest.approx(9.24e-5)
+    inter = [(link.collective, link.ranks) for link in a.links if link.lane == "inter"]
+    assert inter == [("all_to_all", 6), ("all_reduce", 6)]
+
+
+@pytest.mark.parametrize("name", ["fsmoe-testbed-a", "fsmoe-testbed-b"])
+def test_rates_say_what_the_models_say(name: str) -> None:
+    """Where a model is missing, as for another number of ranks, the rates answer alike."""
+    file = find_cluster(name)
+    model = file.link("all_to_all", "ep")
+    assert model is not None
+    assert file.rates.all_to_all(file.nodes).seconds(1e7) == pytest.approx(model.model.seconds(1e7), rel=1e-4)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_cluster("fsmoe-testbed-c")
+    assert "fsmoe-testbed-c" in str(caught.value) and "Nearest: fsmoe-testbed-" in str(caught.value)
+    assert all(name in str(caught.value) for name in names())
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"version": 99}, "version"),
+        ({"nodes": 0}, "nodes"),
+        ({"nodes": "two"}, "nodes"),
+        ({"colour": 1}, "colour"),
+        ({"rates": {"flops_per_s": 0}}, "rates.flops_per_s"),
+        ({"links": [{"collective": "all_to_many"}]}, "links[0].collective"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name_and_key(tmp_path: Path, change: dict[str, object], key: str) -> None:
+    path = tmp_path / "bad.json"
+    MEASURED.save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ConfigError) as caught:
+        find_cluster(str(path))
+    assert str(path) in caught.value.key and key in caught.value.key
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_what_is_no_file_is_refused_by_name(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "bad.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        find_cluster(str(path))
+    assert str(path) in caught.value.key
+
+
+def test_a_file_without_its_name_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    replace(MEASURED).save(path)
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "name"}))
+    with pytest.raises(ConfigError, match="name: is missing"):
+        find_cluster(str(path))

@@ -1,0 +1,82 @@
+"""Problems that the tests of the planner share."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from penstock.cost import ClusterConfig, ClusterFile, Workload
+from penstock.dispatch import DISPATCHES
+from penstock.graph import StepShape
+from penstock.plan import Problem
+
+FILE = ClusterFile(
+    name="two-nodes",
+    nodes=2,
+    ranks_per_node=2,
+    rates=ClusterConfig(flops_per_s=1e12, link_bytes_per_s=2e8, task_overhead_s=2e-5),
+    memory_bytes=8 << 30,
+)
+
+
+def problem(
+    moe_layers: tuple[bool, ...] = (True, True),
+    *,
+    batch: int = 4,
+    cluster: ClusterConfig | None = None,
+    dispatches: tuple[str, ...] = ("flat",),
+    all_reduce_bytes: int = 1 << 20,
+    ranks: int = 4,
+    slowness: tuple[float, ...] = (),
+) -> Problem:
+    """Four ranks on two nodes, a slow link."""
+    layers = len(moe_layers)
+    work = Workload(
+        batch=batch,
+        seq_len=64,
+        hidden_size=128,
+        ffn_hidden_size=256,
+        vocab_size=64,
+        num_experts=4,
+        top_k=2,
+        expert_matrices=2,
+        capacity_factor=None,
+        min_capacity=1,
+        world_size=ranks,
+        ep_size=4,
+        element_bytes=4,
+        all_reduce_bytes=(all_reduce_bytes,) * layers,
+        expert_all_reduce_bytes=(0 if ranks == 4 else 1 << 18,) * layers,
+        dense_ffn_hidden_size=256,
+        node_size=2,
+    )
+    return Problem(
+        shape=StepShape(moe_layers=moe_layers),
+        workload=work,
+        cluster=cluster or ClusterConfig(flops_per_s=2e10, link_bytes_per_s=2e8, task_overhead_s=2e-5),
+        dispatches=dispatches,
+        slowness=slowness,
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn, *, layers: int = 2) -> Problem:
+    """One or two layers on machines of very different speeds."""
+
+    def rate(low: int, high: int) -> float:
+        return float(10 ** draw(st.floats(low, high)))
+
+    cluster = ClusterConfig(
+        flops_per_s=rate(9, 12),
+        memory_bytes_per_s=rate(9, 11),
+        link_latency_s=rate(-6, -3),
+        link_bytes_per_s=rate(7, 10),
+        task_overhead_s=rate(-6, -4),
+    )
+    return problem(
+        tuple(draw(st.lists(st.booleans(), min_size=1, max_size=layers))),
+        batch=draw(st.sampled_from((1, 2, 3))),
+        cluster=cluster,
+        dispatches=draw(st.sampled_from((("flat",), tuple(DISPATCHES)))),
+        all_reduce_bytes=draw(st.sampled_from((0, 1 << 18, 1 << 20))),
+        ranks=draw(st.sampled_from((4, 8))),
+    )

@@ -1,0 +1,53 @@
+"""Quick bounds of cuts against the bounds of their graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.plan import Choice, Problem, evaluate
+from penstock.plan.bound import QuickBounds
+from penstock.plan.dimensions import space
+from tests.plan.problems import problem, problems
+
+
+@settings(deadline=None, max_examples=30)
+@given(problems(layers=3), st.randoms(use_true_random=False))
+def test_no_order_beats_a_quick_bound_and_it_is_not_below_the_busiest_lane(each: Problem, rng: Any) -> None:
+    choices = list(space(each))
+    bounds = QuickBounds(each)
+    for choice in rng.sample(choices, min(4, len(choices))):
+        found = evaluate(each, choice)
+        quick_s = bounds.seconds(choice)
+        assert quick_s <= found.predicted_s * (1 + 1e-9)
+        assert quick_s >= found.bound.busiest_lane_s * (1 - 1e-9), "work is not estimated: layers add up"
+
+
+def test_one_chain_binds_where_nothing_is_cut() -> None:
+    each = problem((True, False, True))
+    choice = Choice()
+    exact = each.bound(choice, each.plan(choice))
+    assert exact.critical_path_s > exact.busiest_lane_s
+    assert QuickBounds(each).seconds(choice) == pytest.approx(exact.seconds)
+
+
+def test_the_slowest_rank_counts() -> None:
+    even, uneven = problem(), problem(slowness=(1.0, 3.0, 1.0, 1.0))
+    choice = Choice(schedule="flowmoe", microbatches=2)
+    assert QuickBounds(even).seconds(choice) < QuickBounds(uneven).seconds(choice)
+    assert QuickBounds(uneven).seconds(choice) <= evaluate(uneven, choice).predicted_s
+
+
+def test_layers_with_other_gradients_are_told_apart() -> None:
+    each = problem()
+    work = replace(each.workload, all_reduce_bytes=(1 << 18, 1 << 24))
+    other = replace(each, workload=work)
+    choice = Choice(schedule="flowmoe", microbatches=2, all_reduce_chunk_bytes=1 << 20)
+    exact = other.bound(choice, other.plan(choice))
+    assert exact.busiest_lane == "inter"
+    simulated_s = evaluate(other, choice).predicted_s
+    assert exact.seconds < QuickBounds(other).seconds(choice) < simulated_s

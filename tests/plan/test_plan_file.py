@@ -1,0 +1,161 @@
+"""A plan is saved, read, edited and replayed; what does not fit is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config import ConfigError
+from penstock.plan import Candidate, Choice, PlanFile, Problem, evaluate
+from penstock.plan.dimensions import space
+from penstock.schedule import TAIL, Partition, Portion, Slot
+from tests.plan.problems import problem, problems
+
+Edit = Callable[[dict[str, Any]], object]
+
+
+def saved(path: Path, each: Problem, found: Candidate) -> PlanFile:
+    PlanFile.of(each, found, model="tiny", cluster="two-nodes", why=("because",)).save(path)
+    return PlanFile.read(path)
+
+
+def edited(path: Path, edit: Edit) -> PlanFile:
+    table = json.loads(path.read_text())
+    edit(table)
+    path.write_text(json.dumps(table))
+    return PlanFile.read(path)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    saved(path, problem(), evaluate(problem(), Choice(schedule="flowmoe", microbatches=2)))
+    return path
+
+
+@settings(deadline=None, max_examples=10)
+@given(problems(), st.randoms(use_true_random=False))
+def test_what_is_saved_is_read_and_replayed(
+    tmp_path_factory: pytest.TempPathFactory, each: Problem, rng: Any
+) -> None:
+    choice = rng.choice(list(space(each)))
+    found = evaluate(each, choice)
+    file = saved(tmp_path_factory.mktemp("plans") / "deep" / "plan.json", each, found)
+    assert file.choice.choice == choice
+    assert (file.predicted_s, file.memory_bytes, file.why) == (
+        found.predicted_s,
+        found.memory_bytes,
+        ("because",),
+    )
+    replayed = file.step_plan(each)
+    assert replayed.schedule == found.plan.schedule
+    assert replayed.graph.shape == found.plan.graph.shape
+
+
+def test_partitions_and_registered_decisions_survive(tmp_path: Path) -> None:
+    each = problem()
+    half = Portion(size_bytes=1 << 19, slot=TAIL)
+    gap = Portion(size_bytes=1 << 19, slot=Slot(layer=0, part="moe"))
+    choice = Choice(
+        schedule="fsmoe",
+        partition=Partition(((Portion(size_bytes=1 << 20, slot=TAIL),), (gap, half))),
+        more=(("tp", 2), ("placement", "sample"), ("share", 0.5)),
+    )
+    found = evaluate(each, choice)
+    file = saved(tmp_path / "plan.json", each, found)
+    assert file.choice.choice == choice
+    assert file.step_plan(each).schedule == found.plan.schedule
+
+
+def test_without_its_schedule_the_order_is_made_anew(path: Path) -> None:
+    def edit(table: dict[str, Any]) -> None:
+        table["choice"]["microbatches"] = 4
+        del table["schedule"]
+
+    plan = edited(path, edit).step_plan(problem())
+    assert plan.graph.shape.microbatches == 4
+    plan.schedule.check(plan.graph)
+
+
+def test_an_order_of_ones_own_is_run_as_it_stands(path: Path) -> None:
+    """Two tasks that need not be in this order change places."""
+
+    def edit(table: dict[str, Any]) -> None:
+        lane = next(i for i, line in enumerate(table["schedule"]) if line.startswith("compute"))
+        line = table["schedule"][lane].replace("L0.EM.m0.F L0.EM.m1.F", "L0.EM.m1.F L0.EM.m0.F")
+        assert line != table["schedule"][lane]
+        table["schedule"][lane] = line
+
+    before = PlanFile.read(path).step_plan(problem())
+    after = edited(path, edit).step_plan(problem())
+    assert after.graph.tasks == before.graph.tasks
+    assert after.schedule.digest != before.schedule.digest
+
+
+def put(section: str | None, key: str, value: object) -> Edit:
+    def edit(table: dict[str, Any]) -> None:
+        (table if section is None else table[section])[key] = value
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (put("choice", "schedule", "flowmo"), ("choice.schedule", "flowmo", "Nearest: flowmoe")),
+        (put("choice", "microbatches", 0), ("choice.microbatches = 0", "Nearest valid: 1")),
+        (put("choice", "microbatches", "two"), ("choice.microbatches", "whole number")),
+        (put("choice", "all_reduce_chunk_bytes", 3), ("choice.all_reduce_chunk_bytes = 3", "512")),
+        (put("choice", "priority", "luck"), ("choice.priority", "luck", "critical_path")),
+        (put("choice", "microbatch", 2), ("choice.microbatch", "Did you mean", "microbatches")),
+        (put(None, "version", 9), ("version = 9", "penstock plan --out")),
+        (put("sizes", "layers", None), ("sizes.layers", "whole number")),
+        (
+            put(
+                "choice",
+                "partition",
+                {"portions": [[], [{"size_bytes": 0, "slot": {"layer": 0, "part": "moe"}}]]},
+            ),
+            ("choice.partition", "layer 1", "null"),
+        ),
+    ],
+)
+def test_a_wrong_value_is_named_when_it_is_read(path: Path, edit: Edit, words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        edited(path, edit)
+    for word in (str(path), *words):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (put("choice", "microbatches", 4), ("plan.json.schedule", "m2", 'Delete "schedule"')),
+        (put(None, "schedule", ["schedule flowmoe", "compute: L0.EM.m0"]), ("line 2", 'Delete "schedule"')),
+        (put("choice", "dispatch", "hierarchical_2d"), ("choice.dispatch", "Use one of flat")),
+        (put("choice", "microbatches", 8), ("choice.microbatches = 8", "Nearest valid: 4")),
+        (put("sizes", "layers", 3), ("sizes.layers = 3", "this step has 2")),
+    ],
+)
+def test_what_does_not_fit_is_named_when_it_is_replayed(
+    path: Path, edit: Edit, words: tuple[str, ...]
+) -> None:
+    file = edited(path, edit)
+    with pytest.raises(ConfigError) as caught:
+        file.step_plan(problem(), path.name)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_what_is_no_plan_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        PlanFile.read(tmp_path / "nowhere.json")
+    (tmp_path / "text.json").write_text("plan: fast")
+    with pytest.raises(ConfigError, match="is not valid JSON"):
+        PlanFile.read(tmp_path / "text.json")

@@ -1,0 +1,70 @@
+"""Predictions on measured clusters: company that slows tasks down, and ranks that scatter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from penstock.cost import ClusterConfig, ProfiledCluster
+from penstock.cost.cluster_file import TaskModel
+from penstock.plan import Choice, Problem, evaluate, predict_s
+from penstock.plan.predict import alone
+from tests.plan.problems import FILE, problem, problems
+
+SEQUENTIAL = Choice()
+FLOWMOE = Choice(schedule="flowmoe", microbatches=2)
+
+
+def profiled(*, beside: float = 1.0, transfers: float = 1.0, jitter: float = 0.0) -> Problem:
+    """Every compute task is `beside` times longer beside traffic, traffic `transfers` times beside tasks."""
+    ops = ("EM.F", "EM.B", "AT.F", "AT.B", "X.F", "X.B", "U.F", "U.B", "HD.F", "HD.B")
+    tasks = tuple(
+        TaskModel(op=op, phase=phase, alpha_s=2e-4, scale=1.0, beside=beside)
+        for op, phase in (each.split(".") for each in ops)
+    )
+    file = replace(FILE, tasks=tasks, transfers_beside_compute=transfers, jitter=jitter)
+    return problem(cluster=ProfiledCluster.build(file))
+
+
+def seconds(each: Problem, choice: Choice) -> float:
+    return predict_s(each, choice, each.plan(choice))
+
+
+@settings(deadline=None, max_examples=10)
+@given(problems())
+def test_without_a_profile_the_prediction_is_the_simulation(each: Problem) -> None:
+    plan = each.plan(SEQUENTIAL)
+    assert predict_s(each, SEQUENTIAL, plan) == each.simulate(SEQUENTIAL, plan).iteration_s
+
+
+def test_where_nothing_overlaps_nobody_has_company() -> None:
+    quiet, crowded = profiled(), profiled(beside=3.0, transfers=2.0)
+    assert seconds(crowded, SEQUENTIAL) == pytest.approx(seconds(quiet, SEQUENTIAL))
+
+
+def test_partial_company_lies_between_none_and_full() -> None:
+    quiet, crowded = profiled(), profiled(beside=1.6, transfers=1.3)
+    plan = crowded.plan(FLOWMOE)
+    none_s = alone(crowded).simulate(FLOWMOE, plan).iteration_s
+    full_s = crowded.simulate(FLOWMOE, plan).iteration_s
+    assert none_s < predict_s(crowded, FLOWMOE, plan) < full_s
+    assert seconds(quiet, FLOWMOE) == pytest.approx(predict_s(quiet, FLOWMOE, quiet.plan(FLOWMOE)))
+
+
+def test_bounds_hold_for_tasks_without_company() -> None:
+    found = evaluate(profiled(beside=1.6, transfers=1.3), FLOWMOE)
+    assert found.bound.seconds <= found.predicted_s
+
+
+def test_scattered_tasks_take_longer_together_than_on_average() -> None:
+    calm_s, scattered_s, wild_s = (seconds(profiled(jitter=j), FLOWMOE) for j in (0.0, 0.1, 0.3))
+    assert calm_s < scattered_s < wild_s
+    assert seconds(profiled(jitter=0.3), FLOWMOE) == wild_s, "what is drawn has a fixed seed"
+
+
+def test_a_slower_rank_holds_up_all() -> None:
+    cluster = ProfiledCluster.build(replace(FILE, rates=ClusterConfig(flops_per_s=2e10)))
+    even, uneven = (problem(cluster=cluster, slowness=s) for s in ((), (1.0, 1.0, 2.0, 1.0)))
+    assert seconds(uneven, FLOWMOE) > 1.2 * seconds(even, FLOWMOE)

@@ -1,0 +1,204 @@
+"""The joint search against brute force, against the published planners, and against itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from penstock.config import ConfigError
+from penstock.plan import (
+    Choice,
+    MemoryBudget,
+    Problem,
+    Progress,
+    estimate_memory,
+    evaluate,
+    find_plan,
+    register,
+    unregister,
+)
+from penstock.plan import search as module
+from penstock.plan.dimensions import CUTS_TOKENS, neighbours, space, valid
+from penstock.plan.published import PUBLISHED
+from tests.plan.problems import problem, problems
+
+
+@pytest.fixture
+def few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A space that brute force can walk."""
+    from penstock.plan import dimensions
+
+    monkeypatch.setattr(dimensions, "CHUNKS", (1, 2))
+    monkeypatch.setattr(dimensions, "ALL_REDUCE_PIECES", (1, 4))
+
+
+@pytest.mark.usefixtures("few_pieces")
+@settings(deadline=None, max_examples=12)
+@given(problems())
+def test_no_choice_is_better_than_the_plan(each: Problem) -> None:
+    """Brute force simulates all; the search, which leaves most out, must not miss the best."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(module.SEARCHED, "usual", 0)
+        patch.setitem(module.EVALUATIONS, "usual", 10_000)
+        patch.setitem(module.PLACEMENTS, "usual", 10**9)
+        found = find_plan(each, budget_s=1e9)
+    assert found.complete
+    everything = [evaluate(each, choice).predicted_s for choice in space(each)]
+    assert found.best.predicted_s <= min(everything) * (1 + 1e-12)
+    assert found.lower_bound_s <= found.best.predicted_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("effort", ["low", "usual"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_never_worse_than_a_published_planner(effort: module.Effort, batch: int) -> None:
+    each = problem(batch=batch)
+    found = find_plan(each, effort=effort)
+    for name, planner in PUBLISHED.items():
+        assert found.best.predicted_s <= evaluate(each, planner(each)).predicted_s, name
+
+
+def test_the_same_problem_has_the_same_plan() -> None:
+    first, second = (find_plan(problem(), budget_s=1e9) for _ in range(2))
+    assert first.best.choice == second.best.choice
+    assert first.best.plan.schedule.digest == second.best.plan.schedule.digest
+    assert [each.choice for each in first.others] == [each.choice for each in second.others]
+
+
+def test_the_plan_is_what_it_says() -> None:
+    each = problem()
+    found = find_plan(each)
+    best = found.best
+    best.plan.schedule.check(best.plan.graph)
+    assert evaluate(each, best.choice).predicted_s == best.predicted_s
+    assert best.bound.seconds <= best.predicted_s
+    assert best.memory_bytes == estimate_memory(each, best.choice).total_bytes
+    seconds = [other.predicted_s for other in found.others]
+    assert seconds == sorted(seconds) and best.predicted_s <= seconds[0]
+    assert {other.choice.schedule for other in found.others} >= {"sequential", "moe_pipeline", "flowmoe"}
+
+
+def test_local_search_is_no_worse_than_its_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = find_plan(problem()).best
+    monkeypatch.setitem(module.SEARCHED, "usual", 0)
+    assert searched.predicted_s <= find_plan(problem()).best.predicted_s
+
+
+def test_progress_is_shown_and_never_goes_back() -> None:
+    steps: list[Progress] = []
+    find_plan(problem(), progress=steps.append)
+    assert {step.stage for step in steps} >= {"published planners", "published plans", "better orders"}
+    best = [step.best_s for step in steps if step.best_s is not None]
+    assert best == sorted(best, reverse=True)
+
+
+def test_without_time_the_published_plans_are_the_answer() -> None:
+    found = find_plan(problem(), budget_s=0.0)
+    assert not found.complete
+    assert found.best.predicted_s <= evaluate(problem(), PUBLISHED["flowmoe"](problem())).predicted_s
+
+
+# ---- long models -------------------------------------------------------------------------------------------
+
+
+def test_a_long_model_is_looked_at_through_a_short_one() -> None:
+    long = problem((True,) * 40)
+    short = module.sketch(long)
+    assert short.shape.num_layers == module.FEW_LAYERS + 2
+    found = find_plan(long)
+    assert found.best.plan.graph.shape.num_layers == 40
+    for planner in PUBLISHED.values():
+        assert found.best.predicted_s <= evaluate(long, planner(long)).predicted_s
+
+
+def test_a_period_is_kept_whole() -> None:
+    short = module.sketch(problem((False, *(True, False, False) * 8, True)))
+    assert short.shape.moe_layers == (False, *(True, False, False) * 2, True)
+
+
+def test_layers_that_do_not_repeat_are_all_kept() -> None:
+    each = problem((True, False, True, True, False, False, True, True, True, False, True, False))
+    assert module.sketch(each) is each
+
+
+def test_a_thousand_ranks_and_64_layers() -> None:
+    each = problem((True,) * 64)
+    big = replace(
+        each, workload=replace(each.workload, world_size=1024, expert_all_reduce_bytes=(4096,) * 64)
+    )
+    choice = Choice(schedule="penstock", microbatches=4, priority="critical_path")
+    found = evaluate(big, choice)
+    assert found.bound.seconds <= found.predicted_s
+    timeline = big.simulate(choice, found.plan)
+    assert timeline.iteration_s == found.predicted_s
+    assert all(interval.end.shape == (1024,) for interval in list(timeline.times.values())[:5])
+
+
+# ---- memory ------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_not_chosen() -> None:
+    """Fewer microbatches need more for what is under way."""
+    each = problem(batch=8)
+    needs = sorted({estimate_memory(each, choice).total_bytes for choice in space(each)})
+    budget = MemoryBudget(bytes=needs[0])
+    found = find_plan(each, memory=budget)
+    assert found.best.memory_bytes <= budget.bytes < needs[-1]
+    assert all(other.memory_bytes <= budget.bytes for other in found.others)
+
+
+def test_if_nothing_fits_the_error_says_what_to_do() -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_plan(problem(), memory=MemoryBudget(bytes=1 << 20))
+    text = str(caught.value)
+    assert "1 MiB" in text and "most of it weights" in text and "more nodes" in text
+
+
+# ---- dimensions --------------------------------------------------------------------------------------------
+
+
+class OddChunks:
+    """Other numbers of chunks than the planner tries by itself, and only them."""
+
+    name = "odd_chunks"
+
+    def values(self, problem: Problem, choice: Choice) -> Sequence[int]:
+        del problem
+        return (5, 7) if choice.schedule in CUTS_TOKENS else (0,)
+
+    def apply(self, choice: Choice, value: int) -> Choice:
+        return replace(choice, chunks=value, backward_chunks=value) if value else choice
+
+
+@pytest.fixture
+def odd_chunks() -> Iterator[None]:
+    register(OddChunks())
+    yield
+    unregister(OddChunks.name)
+
+
+@pytest.mark.usefixtures("odd_chunks")
+def test_a_registered_dimension_takes_part() -> None:
+    chunks = {choice.chunks for choice in space(problem()) if choice.schedule == "moe_pipeline"}
+    assert chunks == {5, 7}
+    found = find_plan(problem())
+    searched = [each.choice for each in (found.best, *found.others) if each.choice.schedule == "penstock"]
+    assert searched and all(choice.chunks in (5, 7) for choice in searched)
+
+
+@pytest.mark.usefixtures("odd_chunks")
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="registered already"):
+        register(OddChunks())
+
+
+@settings(deadline=None, max_examples=20)
+@given(problems())
+def test_neighbours_of_valid_choices_are_valid(each: Problem) -> None:
+    everything = set(space(each))
+    start = valid(each, Choice(schedule="penstock", microbatches=2, chunks=5))
+    assert start in everything
+    for choice in neighbours(each, start):
+        assert choice in everything and choice != start

@@ -1,0 +1,104 @@
+"""Published models on clusters: the sizes that the studies give, and what does not fit together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.config import ConfigError
+from penstock.cost import ClusterFile
+from penstock.cost.clusters import find_cluster, names
+from penstock.models import PRESETS
+from penstock.plan import MODELS, Choice, evaluate, published_problem
+from penstock.plan.subject import Overrides
+
+TESTBED_A, TESTBED_B = find_cluster("fsmoe-testbed-a"), find_cluster("fsmoe-testbed-b")
+CLUSTER_1 = find_cluster("flowmoe-cluster-1")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("cluster", names())
+def test_every_model_has_a_step_on_every_cluster(name: str, cluster: str) -> None:
+    """Shortened to two layers; a node alone has one expert per layer of FSMoE's models."""
+    file = find_cluster(cluster)
+    few = Overrides(layers=2, num_experts=16 * file.ranks, batch=2)
+    each = published_problem(name, file, few).problem
+    found = evaluate(each, Choice(schedule="flowmoe", microbatches=2))
+    assert 0 < found.bound.seconds <= found.predicted_s
+    assert each.workload.shard_size == (file.ranks_per_node if MODELS[name].sharded else 1)
+
+
+def test_mixtral_on_testbed_b() -> None:
+    subject = published_problem("Mixtral-7B", TESTBED_B)
+    work = subject.problem.workload
+    assert (work.world_size, work.ep_size, work.shard_size, work.num_experts) == (8, 8, 4, 8)
+    assert (subject.problem.shape.num_layers, work.batch, work.seq_len, work.top_k) == (7, 1, 256, 2)
+    assert work.all_reduce_bytes == ((4 * 4096**2 + 4096 * 8) * 4 // 4,) * 7
+    assert work.rows(0, 1, 0, 1) == 8 * 20, "ceil(1.2 x 2 x 64 tokens of a shard / 8 experts) slots of each"
+    assert any("7 layers and 256 tokens" in note for note in subject.notes)
+    assert any("does not shard experts yet" in note for note in subject.notes)
+    assert subject.memory_bytes == TESTBED_B.memory_bytes
+
+
+def test_elsewhere_mixtral_has_its_published_sizes() -> None:
+    work = published_problem("Mixtral-7B", TESTBED_A).problem.workload
+    assert (len(work.all_reduce_bytes), work.seq_len, work.num_experts, work.shard_size) == (32, 1024, 6, 8)
+
+
+def test_a_flowmoe_model_spreads_its_experts_over_all_ranks() -> None:
+    each = published_problem("BERT-Large-MoE", CLUSTER_1).problem
+    work = each.workload
+    assert (work.world_size, work.ep_size, work.num_experts, work.ranks_per_node) == (16, 16, 32, 8)
+    assert each.dispatches == ("flat", "hierarchical_1d", "hierarchical_2d")
+    assert not each.shape.exchange_counts, "with a capacity all pieces have the same size"
+    assert sum(work.all_reduce_bytes) / 4 / 1e6 == pytest.approx(25.2, rel=0.02)
+
+
+def test_overrides_win() -> None:
+    given = Overrides(layers=3, batch=8, seq_len=64, top_k=1, nodes=4, ranks_per_node=2, ep_size=4)
+    subject = published_problem("GPT2-Tiny-MoE", CLUSTER_1, given)
+    work = subject.problem.workload
+    assert (subject.problem.shape.num_layers, work.batch, work.seq_len, work.top_k) == (3, 8, 64, 1)
+    assert (work.world_size, work.ep_size, work.ranks_per_node, work.num_experts) == (8, 4, 2, 8)
+    expert = 2 * 256 * 512 * 4
+    assert work.expert_all_reduce_bytes == (2 * expert,) * 3, "two experts per rank have replicas"
+    assert any("links as on the 2 x 8 devices" in note for note in subject.notes)
+
+
+def test_one_table_for_planner_and_trainer() -> None:
+    for name, preset in PRESETS.items():
+        model = MODELS[name]
+        assert (preset.num_layers, preset.hidden_size) == (model.num_layers, model.hidden_size)
+        assert (preset.batch_per_device, preset.experts_per_rank) == (model.batch, model.experts_per_device)
+
+
+def one_rank() -> ClusterFile:
+    return replace(CLUSTER_1, nodes=1, ranks_per_node=1, links=())
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "words"),
+    [
+        ("Mixtral-7", {}, ("--model", "Mixtral-7", "Nearest: Mixtral-7B")),
+        ("Mixtral-7B", {"ep_size": 3}, ("--ep-size = 3", "8 groups", "Nearest valid: 2")),
+        ("GPT2-Tiny-MoE", {"top_k": 99}, ("--top-k = 99", "8 or fewer")),
+        ("GPT2-Tiny-MoE", {"num_experts": 7}, ("--ep-size", "7 experts")),
+    ],
+)
+def test_what_does_not_fit_is_named(name: str, given: dict[str, int], words: tuple[str, ...]) -> None:
+    file = replace(CLUSTER_1, nodes=4, ranks_per_node=2) if name == "GPT2-Tiny-MoE" else TESTBED_B
+    with pytest.raises(ConfigError) as caught:
+        published_problem(name, file, Overrides(**given))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_sizes_are_positive() -> None:
+    with pytest.raises(ConfigError, match="--seq-len = 0"):
+        Overrides(seq_len=0)
+
+
+def test_one_rank_has_nobody_to_reduce_with() -> None:
+    work = published_problem("GPT2-Tiny-MoE", one_rank(), Overrides(top_k=1)).problem.workload
+    assert work.world_size == 1 and not any(work.all_reduce_bytes)

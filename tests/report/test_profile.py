@@ -1,0 +1,74 @@
+"""What `penstock profile` prints and draws."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.cost.cluster_file import Collective, LinkModel
+from penstock.cost.clusters import find_cluster
+from penstock.report.profile import link_bandwidth, profile_text
+from penstock.report.profile_figure import draw_profile
+from tests.cost.test_clusters import MEASURED
+
+
+def link(collective: Collective, ranks: int, op: str = "") -> LinkModel:
+    return LinkModel(
+        collective=collective, group="ep", lane="inter", ranks=ranks, alpha_s=0.0, beta_s_per_byte=1e-8, op=op
+    )
+
+
+@pytest.mark.parametrize(
+    ("collective", "op", "share"),
+    [
+        ("all_to_all", "", 3 / 4),
+        ("all_gather", "", 3 / 4),
+        ("reduce_scatter", "", 3 / 4),
+        ("all_reduce", "", 6 / 4),
+        ("uneven_all_to_all", "", 6 / 5),
+        ("broadcast", "", 3),
+        ("point_to_point", "", 1),
+        ("hierarchical_1d", "DG", 1),
+        ("hierarchical_1d", "D", 1),
+        ("hierarchical_2d", "D", 1 / 2),
+    ],
+)
+def test_bandwidth_is_that_of_the_busiest_link(collective: Collective, op: str, share: float) -> None:
+    """Of four ranks on two nodes: bytes over that link per byte of the model's argument."""
+    file = replace(MEASURED, nodes=2, ranks_per_node=2)
+    assert link_bandwidth(file, link(collective, 4, op)) == pytest.approx(share * 1e8)
+
+
+def test_nothing_crosses_a_link_inside_a_node_of_one_rank() -> None:
+    assert link_bandwidth(MEASURED, link("hierarchical_2d", 2, "DG")) is None
+
+
+def test_groups_that_were_measured_once_share_a_row() -> None:
+    world = replace(MEASURED.links[0], group="world")
+    slower = replace(world, group="rail", alpha_s=1.0)
+    text = profile_text(replace(MEASURED, links=(*MEASURED.links, world, slower)))
+    rows = [line for line in text.splitlines() if "| all_to_all" in line]
+    assert len(rows) == 2 and "ep, world" in rows[0] and "rail" in rows[1]
+    assert "100" in rows[0] and "50.0" in rows[0] and "0.990" in rows[0] and "2.0 %" in rows[0]
+
+
+def test_all_parts_are_shown() -> None:
+    text = profile_text(MEASURED)
+    assert text.startswith("measured: 2 ranks on 2 nodes, p, PyTorch 2, 2026-11-21")
+    for shown in ("AT.F", "1.50", "1.10", "copy", "10.0 GB/s", "1.20 times", "5.0 %"):
+        assert shown in text
+    assert all(len(line) <= 110 for line in text.splitlines())
+
+
+def test_a_file_written_by_hand_shows_what_it_has() -> None:
+    text = profile_text(find_cluster("fsmoe-testbed-b"))
+    assert text.startswith("fsmoe-testbed-b: 32 ranks on 8 nodes\n")
+    assert "reduce_scatter" in text and "kernel" not in text and "FSMoE" in text
+
+
+def test_the_figure_shows_every_line(tmp_path: Path) -> None:
+    path = draw_profile(MEASURED, tmp_path / "new" / "folder")
+    assert path.name == "profile.png" and path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert path.stat().st_size > 5000

@@ -1,0 +1,89 @@
+"""Training runs on the ranks of a pool: what they said, what they ran, and how they ended."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from penstock.config import ConfigError, load
+from penstock.cost import ClusterFile
+from penstock.report import RunSummary
+from penstock.topology import ProcessInfo
+from penstock.train.config import RunConfig
+from penstock.train.trainer import Trainer
+from tests.support.runs import write_config
+
+Watcher = Callable[[Trainer, int], None]
+"""Told of every step that has ended, on every rank."""
+
+
+@dataclass
+class Told:
+    """What a rank has to say about its run. plans: digest of the schedule by step, from step 1 on.
+
+    refused: key and text of the ConfigError that ended it.
+    """
+
+    summary: RunSummary | None = None
+    said: str = ""
+    plans: list[str] = field(default_factory=list)
+    refused: tuple[str, str] | None = None
+
+
+def write_cluster(folder: Path, ranks: int) -> Path:
+    """A cluster file by hand: rates and no measurement."""
+    path = folder / "cluster.json"
+    ClusterFile(name="by hand", nodes=1, ranks_per_node=ranks).save(path)
+    return path
+
+
+def train_on(rank: int, world_size: int, folder: Path, overrides: list[str], on_step: Watcher | None) -> Told:
+    """This rank's part of a run in `folder/run`; for RankPool.run."""
+    told, stderr = Told(), io.StringIO()
+    config = load(RunConfig, folder / "tiny.toml", [f"parallel.processes={world_size}", *overrides])
+    info = ProcessInfo(rank=rank, world_size=world_size, local_rank=rank, launcher="penstock")
+
+    def note(step: int, statistics: object) -> None:
+        del statistics
+        told.plans.append(trainer.stack.plan.schedule.digest)
+        if on_step is not None:
+            on_step(trainer, step)
+
+    with redirect_stderr(stderr):
+        try:
+            trainer = Trainer(config, info, torch.device("cpu"), quiet=False, on_step=note)
+            told.summary = trainer.run()
+        except ConfigError as error:
+            told.refused = error.key, str(error)
+    told.said = stderr.getvalue()
+    return told
+
+
+def folder_of(parent: Path, name: str, ranks: int) -> Path:
+    """A folder with a configuration, its text and a cluster file."""
+    folder = parent / name
+    folder.mkdir()
+    write_config(folder)
+    write_cluster(folder, ranks)
+    return folder
+
+
+def slow_attention(trainer: Trainer, seconds: float) -> Callable[[], None]:
+    """From now on every attention of this rank takes so much longer; returns what ends that."""
+    blocks = trainer.stack.model.blocks
+    hooks = [
+        block.attention.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+        for block in blocks  # type: ignore[union-attr]  # a ModuleList
+    ]
+
+    def end() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return end

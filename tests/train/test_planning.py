@@ -1,0 +1,252 @@
+"""Plans of real runs on two ranks: searched for, replayed, tuned, and changed when something drifts."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from penstock.config import ConfigError, load
+from penstock.cost import ClusterFile
+from penstock.plan import PlanFile
+from penstock.train.config import RunConfig
+from penstock.train.metrics import StepMetrics, read_metrics
+from penstock.train.plan_config import PlanConfig
+from penstock.train.trainer import PLAN_DIGITS, Trainer
+from tests.support.ranks import Pools
+from tests.support.runs import write_config
+from tests.support.training import Told, Watcher, folder_of, slow_attention, train_on
+
+pytestmark = pytest.mark.slow
+
+RANKS = 2
+DRIFT_STEP, SLOW_S = 16, 0.08
+
+
+def run(ranks: Pools, folder: Path, *overrides: str, on_step: Watcher | None = None) -> list[Told]:
+    """A run of 8 steps unless told otherwise; its learning rate does not depend on their number."""
+    usual = ["train.steps=8", "optimizer.min_lr_ratio=1.0"]
+    return ranks(RANKS).run(train_on, RANKS, folder, [*usual, *overrides], on_step)
+
+
+def auto(folder: Path) -> tuple[str, ...]:
+    """Settings of a run that plans for the cluster file in its folder."""
+    return "plan.source=auto", f"plan.cluster={folder / 'cluster.json'}"
+
+
+def metrics(folder: Path) -> list[StepMetrics]:
+    return read_metrics(folder / "run" / "metrics.jsonl")
+
+
+def losses(folder: Path) -> list[float]:
+    return [m.loss for m in metrics(folder)]
+
+
+@pytest.fixture(scope="module")
+def given(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 30 steps by section [schedule]: plain expert parallelism."""
+    folder = folder_of(tmp_path_factory.mktemp("given"), "run", RANKS)
+    told = run(ranks, folder, "train.steps=30", "schedule.name=sequential", "schedule.refine_after=0")
+    assert len(set(told[0].plans)) == 1
+    return folder
+
+
+# ---- searched for and replayed -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def planned(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Told]]:
+    folder = folder_of(tmp_path_factory.mktemp("auto"), "run", RANKS)
+    return folder, run(ranks, folder, *auto(folder), "schedule.microbatches=64")
+
+
+def test_a_plan_is_chosen_and_explained_in_five_lines(planned: tuple[Path, list[Told]]) -> None:
+    """What section [schedule] says is not used, so it may even be impossible."""
+    folder, (leader, other) = planned
+    paper = PlanFile.read(folder / "run" / "plan.json")
+    assert len(paper.why) == 5
+    assert all(line in leader.said for line in paper.why)
+    assert leader.summary is not None and leader.summary.schedule == paper.choice.schedule
+    assert leader.plans == other.plans and "frozen again from measured" in leader.said
+    assert other.said == ""
+    assert "section [schedule] (name flowmoe) is not used" in leader.said
+
+
+def test_the_run_leaves_its_cluster_and_its_plan(planned: tuple[Path, list[Told]]) -> None:
+    folder, (leader, _) = planned
+    assert leader.summary is not None
+    outputs = leader.summary.to_dict()["outputs"]
+    assert ClusterFile.read(Path(outputs["cluster"])) == ClusterFile.read(folder / "cluster.json")
+    assert Path(outputs["plan"]) == folder / "run" / "plan.json"
+    saved = load(RunConfig, folder / "run" / "config.toml")
+    assert (saved.plan.source, saved.schedule.microbatches) == ("auto", 64)  # as it was asked for
+    assert [m.plan for m in metrics(folder)] == [digest[:PLAN_DIGITS] for digest in leader.plans]
+
+
+def test_losses_do_not_depend_on_the_plan(planned: tuple[Path, list[Told]], given: Path) -> None:
+    folder, _ = planned
+    assert losses(folder) == pytest.approx(losses(given)[:8], rel=1e-5)
+
+
+def test_a_plan_file_runs_as_it_is(ranks: Pools, planned: tuple[Path, list[Told]], tmp_path: Path) -> None:
+    """Also in a run that would freeze its order again: the very order in the file, to the last step."""
+    folder, before = planned
+    again = folder_of(tmp_path, "again", RANKS)
+    told = run(ranks, again, f"plan.source={folder / 'run' / 'plan.json'}", "schedule.refine_after=2")
+    assert set(told[0].plans) == {before[0].plans[-1]}
+    assert "made for by hand" in told[0].said
+    assert losses(again) == pytest.approx(losses(folder), rel=1e-5)
+
+
+def test_an_edited_plan_file(ranks: Pools, planned: tuple[Path, list[Told]], tmp_path: Path) -> None:
+    folder, _ = planned
+    edited = json.loads((folder / "run" / "plan.json").read_text())
+    edited |= {"schedule": None}
+    edited["choice"] |= {"schedule": "moe_pipeline", "chunks": 3, "backward_chunks": 2}
+    (tmp_path / "edited.json").write_text(json.dumps(edited))
+    again = folder_of(tmp_path, "again", RANKS)
+    told = run(ranks, again, f"plan.source={tmp_path / 'edited.json'}", "train.steps=3")
+    assert told[0].summary is not None and told[0].summary.schedule == "moe_pipeline"
+    assert losses(again) == pytest.approx(losses(folder)[:3], rel=1e-5)
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "what"),
+    [
+        ("plan.source=nowhere.json", "nowhere.json"),
+        ("plan.cluster=fsmoe-testbed-c", "fsmoe-testbed-b"),
+        ("plan.cluster=nowhere/cluster.json", "nowhere/cluster.json"),
+    ],
+)
+def test_files_that_are_not_there(ranks: Pools, tmp_path: Path, setting: str, what: str) -> None:
+    """Found by rank 0 alone, refused on all."""
+    folder = folder_of(tmp_path, "run", RANKS)
+    for told in run(ranks, folder, "plan.source=auto", setting):
+        assert told.refused is not None and what in told.refused[1]
+    assert not (folder / "run").exists()
+
+
+def test_a_plan_for_another_step_is_refused(
+    ranks: Pools, planned: tuple[Path, list[Told]], tmp_path: Path
+) -> None:
+    plan = planned[0] / "run" / "plan.json"
+    folder = folder_of(tmp_path, "run", RANKS)
+    for told in run(ranks, folder, f"plan.source={plan}", "data.batch_per_device=6"):
+        assert told.refused is not None
+        assert told.refused[0].endswith("sizes.batch_per_rank") and "6" in told.refused[1]
+
+
+def test_a_cluster_file_of_another_machine_warns(ranks: Pools, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "run", RANKS)
+    table = ClusterFile.read(folder / "cluster.json")
+    words = ("host", "date", "processor", "device", "python", "torch", "penstock")
+    measured = dict.fromkeys(words, "elsewhere")
+    text = json.loads((folder / "cluster.json").read_text()) | {"measured": measured, "nodes": 3}
+    (folder / "cluster.json").write_text(json.dumps(text))
+    told = run(ranks, folder, *auto(folder), "train.steps=1")
+    assert "warning: " in told[0].said and "elsewhere" in told[0].said
+    assert table.name in told[0].said
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ({"samples": 1}, "samples"),
+        ({"sample_steps": 2}, "sample_steps"),
+        ({"drift_steps": 3}, "drift_steps"),
+        ({"drift_threshold": 0.0}, "drift_threshold"),
+        ({"profile_s": 0.0}, "profile_s"),
+        ({"source": ""}, "source"),
+    ],
+)
+def test_values_that_make_no_sense(setting: dict[str, float], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PlanConfig(**setting)  # type: ignore[arg-type]  # one field each
+    assert caught.value.key == key and caught.value.hint
+
+
+def test_an_unknown_tuner_names_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"plan\.tuner.*bayesian, grid, random"):
+        load(RunConfig, write_config(tmp_path), ["plan.tuner=newton"])
+
+
+# ---- the tuner ---------------------------------------------------------------------------------------------
+
+
+def test_all_ranks_try_the_same_sizes_at_the_same_steps(ranks: Pools, given: Path, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "run", RANKS)
+    tuner = ("plan.tuner=grid", "plan.samples=3", "plan.sample_steps=4")
+    size = "schedule.all_reduce_chunk_bytes=8192"
+    told = run(ranks, folder, *tuner, size, "schedule.refine_after=2", "train.steps=20")
+    assert told[0].plans == told[1].plans
+    steps = [(m.all_reduce_chunk_bytes, m.plan) for m in metrics(folder)]
+    sizes = [(size, len(list(group))) for size, group in groupby(steps, key=lambda step: step[0])]
+    # Two steps until the order is frozen again, one behind which tuning begins, then samples of four.
+    assert [count for _, count in sizes[:2]] == [2 + 1 + 4, 4] and sizes[2][1] >= 4
+    assert sizes[0][0] == 8192 and len({size for size, _ in sizes}) == 3
+    assert "the best of 3 sizes tried (grid)" in told[0].said
+    paper = PlanFile.read(folder / "run" / "plan.json")
+    assert paper.choice.all_reduce_chunk_bytes == steps[-1][0]
+    assert losses(folder) == pytest.approx(losses(given)[:20], rel=1e-5)
+
+
+def test_the_published_tuner_in_a_run(ranks: Pools, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "run", RANKS)
+    tuner = ("plan.tuner=bayesian", "plan.samples=5", "plan.sample_steps=3", "schedule.refine_after=0")
+    told = run(ranks, folder, *tuner, "train.steps=18")
+    assert "the best of 5 sizes tried (bayesian)" in told[0].said
+    assert len({m.all_reduce_chunk_bytes for m in metrics(folder)}) >= 4
+
+
+def test_a_schedule_without_chunks_is_not_tuned(ranks: Pools, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "run", RANKS)
+    told = run(ranks, folder, "plan.tuner=grid", "schedule.name=sequential", "schedule.refine_after=0")
+    assert told[0].said.count("sequential has no all-reduce chunks to tune") == 1
+    assert len(set(told[0].plans)) == 1
+    assert {m.all_reduce_chunk_bytes for m in metrics(folder)} == {None}
+
+
+# ---- drift -------------------------------------------------------------------------------------------------
+
+
+def slow_down(trainer: Trainer, step: int) -> None:
+    """Rank 1 gets slower in mid-run: its attention sleeps."""
+    if step == DRIFT_STEP and trainer.layout.rank == 1:
+        slow_attention(trainer, SLOW_S)
+
+
+DRIFT = ("plan.drift_steps=4", "plan.drift_threshold=1.0", "schedule.refine_after=2", "plan.profile_s=2")
+
+
+def test_a_rank_that_slows_down_is_planned_for(ranks: Pools, given: Path, tmp_path: Path) -> None:
+    """Noticed, named, planned for behind the same step on all ranks, and the losses are as ever."""
+    folder = folder_of(tmp_path, "run", RANKS)
+    told = run(ranks, folder, *auto(folder), *DRIFT, "train.steps=30", on_step=slow_down)
+    assert told[0].plans == told[1].plans
+    assert "computation of rank 1 takes" in told[0].said
+    assert ("plan changes from" in told[0].said) or ("the plan stays" in told[0].said)
+    assert "no longer" in told[0].said
+    assert losses(folder) == pytest.approx(losses(given)[:30], rel=1e-5)
+
+
+def test_without_a_watch_nothing_is_planned_again(ranks: Pools, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "run", RANKS)
+    settings = (*auto(folder), *DRIFT, "plan.watch=false", "train.steps=26")
+    told = run(ranks, folder, *settings, on_step=slow_down)
+    assert "no longer" not in told[0].said
+    assert len(set(told[0].plans[2:])) == 1
+
+
+def test_drift_tunes_again(ranks: Pools, tmp_path: Path) -> None:
+    """Where section [schedule] says what runs, the size of its chunks is what there is to change."""
+    folder = folder_of(tmp_path, "run", RANKS)
+    tuner = ("plan.tuner=random", "plan.samples=2", "plan.sample_steps=3")
+    settings = (*DRIFT, "schedule.refine_after=0", "schedule.microbatches=1", "train.steps=32")
+    told = run(ranks, folder, *tuner, *settings, on_step=slow_down)
+    assert told[0].said.count("the best of 2 sizes tried (random)") == 2
+    assert told[0].plans == told[1].plans

@@ -1,0 +1,228 @@
+"""Profiling on real ranks: what is in the file, that ranks agree, and what can be measured at all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.config import load
+from penstock.cost import ClusterConfig, ClusterFile
+from penstock.cost.cluster_file import LinkModel
+from penstock.graph import Group, Lane
+from penstock.plan import Choice
+from penstock.topology import Layout
+from penstock.train.assemble import build_machinery
+from penstock.train.config import RunConfig
+from penstock.train.problem import run_problem
+from penstock.train.profile import measure_links, measure_tasks, profile_run
+from penstock.train.profiling.links import _Exchanges, _groups
+from penstock.train.profiling.sample import Budget, median_interval
+from penstock.train.profiling.tasks import cuts, sample_of
+from tests.support.ranks import Pools
+
+TINY = (
+    "model.num_layers=3",
+    "model.hidden_size=16",
+    "model.num_heads=2",
+    "model.seq_len=8",
+    "moe.num_experts=4",
+    "moe.moe_ffn_hidden_size=24",
+    "data.batch_per_device=2",
+)
+BUDGET_S = 2.0
+COLLECTIVES = {
+    "all_to_all",
+    "uneven_all_to_all",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "broadcast",
+    "point_to_point",
+}
+COMPUTED = {"EM.F", "EM.B", "AT.F", "AT.B", "X.F", "X.B", "X.I", "X.W", "U.F", "U.B", "HD.F", "HD.B"}
+
+
+def tiny(*overrides: str) -> RunConfig:
+    return load(RunConfig, None, [*TINY, *overrides])
+
+
+def profiled(rank: int, world_size: int, overrides: tuple[str, ...], node_size: int) -> ClusterFile:
+    config = tiny(*overrides)
+    layout = replace(Layout.build(config.parallel, world_size, rank, 4), node_size=node_size)
+    machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
+    file = profile_run(config, machinery, budget_s=BUDGET_S, name="loopback")
+    machinery.lanes.close()
+    return file
+
+
+def check(file: ClusterFile) -> None:
+    """Whatever is measured can be used."""
+    for link in file.links:
+        assert link.alpha_s >= 0 and link.beta_s_per_byte > 0
+        assert link.fit is not None and math.isfinite(link.fit.r2) and len(link.fit.points) >= 2
+    assert {f"{task.op}.{task.phase}" for task in file.tasks} >= COMPUTED
+    for task in file.tasks:
+        assert task.alpha_s >= 0 and task.scale > 0 and task.beside >= 1
+        assert task.fit is not None and math.isfinite(task.fit.r2) and len(task.fit.points) >= 2
+    kernels = {kernel.name: kernel for kernel in file.kernels}
+    assert kernels.keys() == {"matmul", "copy", "attention", "order", "un-order", "optimizer"}
+    assert file.rates.flops_per_s == pytest.approx(1 / kernels["matmul"].beta_s_per_unit)
+    assert file.transfers_beside_compute >= 1 and file.jitter >= 0
+    assert file.measured is not None and file.measured.torch == torch.__version__
+    assert file.memory_bytes is not None and file.memory_bytes > 1 << 20
+
+
+@pytest.mark.slow
+def test_two_ranks_make_one_file_that_plans_are_made_from(ranks: Pools) -> None:
+    first, second = ranks(2).run(profiled, 2, (), 0)
+    assert first == second
+    check(first)
+    assert (first.name, first.nodes, first.ranks_per_node) == ("loopback", 1, 2)
+    assert {(link.collective, link.group, link.lane) for link in first.links} == {
+        (name, group, "inter") for name in COLLECTIVES for group in ("ep", "world")
+    }
+    assert {link.ranks for link in first.links} == {2}
+    assert "dropless" in first.source
+    problem = run_problem(tiny(), Layout(world_size=2, ep_size=2, rank=0), first)
+    assert problem.simulate(Choice(), problem.plan(Choice())).iteration_s > 0
+
+
+@pytest.mark.slow
+def test_nodes_have_links_inside_and_legs(ranks: Pools) -> None:
+    first, *others = ranks(4).run(profiled, 4, ("moe.capacity_factor=1.0",), 2)
+    assert all(other == first for other in others)
+    check(first)
+    assert (first.nodes, first.ranks_per_node) == (2, 2)
+    groups = {(link.group, link.lane, link.ranks) for link in first.links if not link.op}
+    assert groups == {("ep", "inter", 4), ("world", "inter", 4), ("rail", "inter", 2), ("node", "intra", 2)}
+    legs = {(link.collective, link.op, link.lane) for link in first.links if link.op}
+    assert legs == {
+        ("hierarchical_1d", "DG", "intra"),
+        ("hierarchical_1d", "D", "inter"),
+        ("hierarchical_1d", "DS", "intra"),
+        ("hierarchical_2d", "DG", "intra"),
+        ("hierarchical_2d", "D", "inter"),
+    }
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("model.moe_layers=[1]", "moe.shared_ffn_hidden_size=8"),
+        ("moe.gate=soft", "data.batch_per_device=1", "schedule.microbatches=1"),
+    ],
+)
+def test_one_rank_has_no_links(overrides: tuple[str, ...]) -> None:
+    said: list[str] = []
+    config = tiny(*overrides)
+    layout = Layout(world_size=1, ep_size=1, rank=0)
+    machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
+    file = profile_run(config, machinery, budget_s=BUDGET_S, say=said.append)
+    machinery.lanes.close()
+    check(file)
+    assert (file.ranks, file.links, file.transfers_beside_compute) == (1, (), 1.0)
+    assert {task.beside for task in file.tasks} == {1.0}
+    assert ("S" in {task.op for task in file.tasks}) == (config.moe.shared_ffn_hidden_size > 0)
+    assert len(said) == 1
+
+
+def measured_again(rank: int) -> tuple[tuple[LinkModel, ...], bool, int]:
+    config = tiny()
+    layout = Layout.build(config.parallel, 2, rank, 4)
+    machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
+    rates = ClusterConfig(flops_per_s=1e12)
+    tasks = measure_tasks(config, machinery, 0.1, rates)
+    links = measure_links(config, machinery, 0.0)
+    machinery.lanes.close()
+    return links, tasks.rates.flops_per_s == rates.flops_per_s, len(tasks.kernels)
+
+
+@pytest.mark.slow
+def test_both_halves_alone_on_no_budget_to_speak_of(ranks: Pools) -> None:
+    """Tasks by the rates of another file, so that they can replace its own."""
+    first, second = ranks(2).run(measured_again)
+    assert first == second
+    links, kept, kernels = first
+    assert {link.collective for link in links} == COLLECTIVES
+    assert kept and kernels == 0
+
+
+def test_the_sample_has_one_layer_of_each_kind_and_something_to_cut() -> None:
+    sample = sample_of(tiny("model.moe_layers=[1]", "data.batch_per_device=1", "schedule.microbatches=1"))
+    assert [sample.model.is_moe(layer) for layer in range(sample.model.num_layers)] == [True, False]
+    assert sample.data.batch_per_device == 2
+    assert (sample.moe.capacity_factor, sample.moe.order_name) == (1.0, "index"), "was dropless"
+    assert {cut.microbatches for cut in cuts(sample)} == {1, 2}
+    kept = sample_of(tiny("moe.capacity_factor=1.25", "data.batch_per_device=4"))
+    assert (kept.moe.capacity_factor, kept.data.batch_per_device) == (1.25, 4)
+    assert [kept.model.is_moe(layer) for layer in range(2)] == [True, True]
+
+
+# ---- exchanges: as many bytes as the model is told ---------------------------------------------------------
+
+
+def traffic(rank: int, elements: int) -> dict[str, int]:
+    """Bytes that this rank sends in one exchange of each collective."""
+    config = tiny()
+    layout = replace(Layout.build(config.parallel, 4, rank, 4), node_size=2)
+    machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
+    assert (Lane.INTER, Group.EXPERT) in list(_groups(layout))
+    transport = machinery.transports.inter
+    makes = _Exchanges(transport, Group.EXPERT, rank, torch.device("cpu")).table()
+    found = {}
+    for name, make in makes.items():
+        before = transport.traffic.total()
+        make(elements)()
+        found[str(name)] = transport.traffic.total() - before
+    machinery.lanes.close()
+    return found
+
+
+@pytest.mark.slow
+def test_exchanges_move_what_their_models_are_about(ranks: Pools) -> None:
+    size, elements = 4 * 1000, 1000
+    first, *others = ranks(4).run(traffic, elements)
+    assert first == {
+        "all_to_all": size * 3 // 4,
+        "uneven_all_to_all": size * 3 // 5,
+        "all_gather": size * 3 // 4,
+        "reduce_scatter": size * 3 // 4,
+        "all_reduce": size * 6 // 4,
+        "broadcast": size * 3,
+        "point_to_point": size,
+    }
+    for other in others:
+        assert other["uneven_all_to_all"] == size * 4 // 5, "the first rank is the popular one"
+        assert other["broadcast"] == other["point_to_point"] == 0
+
+
+# ---- timing ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "low", "high"), [(6, 0, 5), (9, 1, 7), (25, 7, 17), (100, 40, 59)])
+def test_the_interval_of_a_median_is_made_of_order_statistics(count: int, low: int, high: int) -> None:
+    values = [float(value) for value in range(count)]
+    assert median_interval(values[::-1]) == (low, high)
+
+
+def test_few_timings_say_nothing_about_the_median() -> None:
+    assert median_interval([1.0] * 5) == (0.0, math.inf)
+
+
+def uneven_clocks(rank: int) -> tuple[list[float], float]:
+    from penstock.topology import Control
+
+    budget = Budget(Control(rank, 2), 100.0 if rank else 50.0)
+    times = budget.timed(lambda: None, 3, torch.device("cpu"))
+    return times, budget.left_s
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_times_and_on_what_is_left(ranks: Pools) -> None:
+    first, second = ranks(2).run(uneven_clocks)
+    assert first == second
+    assert len(first[0]) == 3 and first[1] <= 50
