@@ -27,10 +27,12 @@ def test_a_collective_costs_what_the_last_rank_to_arrive_sees() -> None:
         assert cost(Task.parse(name)) == 2.0
 
 
-def test_a_computation_costs_the_median_over_ranks() -> None:
+def test_a_computation_costs_what_it_costs_on_the_slowest_rank() -> None:
+    """A rank that is slow in every step counts; a single slow step does not."""
     name = "L0.AT.m0.F"
-    cost = measured(record(name, 0, 5.0), record(name, 1, 2.0), record(name, 2, 3.0))
-    assert cost(Task.parse(name)) == 3.0
+    slow = [record(name, 0, 5.0, step=step) for step in range(3)]
+    disturbed = [record(name, 1, seconds, step=step) for step, seconds in enumerate((2.0, 90.0, 2.0))]
+    assert measured(*slow, *disturbed)(Task.parse(name)) == 5.0
 
 
 def test_steps_are_taken_apart_before_the_minimum() -> None:

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 120.0
+MOST_THREADS = 150
 
 
 @dataclass
@@ -63,6 +65,12 @@ class RankPool:
             return RankFailed(f"rank {rank} died with exit code {self.processes[rank].exitcode}")
         return RankFailed(f"rank {rank} did not answer within {TIMEOUT_S} s")
 
+    @property
+    def crowded(self) -> bool:
+        """Whether transports that tests have left behind keep the processors busy: their threads poll."""
+        threads = Path(f"/proc/{self.processes[0].pid}/task")
+        return threads.is_dir() and len(list(threads.iterdir())) > MOST_THREADS
+
     def close(self) -> None:
         self.alive = False
         for process in self.processes:
@@ -93,13 +101,15 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
 
 
 class Pools:
-    """One pool per number of ranks, made when first asked for, made again after a failure."""
+    """One pool per number of ranks, made when first asked for, made again after a failure or when crowded."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
 
     def __call__(self, world_size: int) -> RankPool:
         pool = self._pools.get(world_size)
+        if pool is not None and pool.crowded:
+            pool.close()
         if pool is None or not pool.alive:
             pool = self._pools[world_size] = RankPool(world_size)
         return pool

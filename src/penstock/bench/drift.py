@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ Change = Literal["rate", "slow_rank"]
 POLL_S: Final = 0.05
 STOPPED_S, RUNNING_S = 0.004, 0.006
 """A rank that is held for 4 ms and runs for 6 ms, again and again, is about 1.7 times as slow."""
+
+TOLD: Final = ("Plan  ", "no longer", "plan changes", "plan stays", "by themselves have changed")
+"""What lines about plans and changes have in common."""
 
 SLOW_RANK: Final = 1
 GRACE_S: Final = 70.0
@@ -165,7 +169,7 @@ def _train(case: DriftCase, folder: Path, *, from_start: bool) -> _Training:
     if outcome:
         raise RuntimeError(f"training ended with exit code {outcome}:\n{text[-2000:]}")
     lines = (output / "metrics.jsonl").read_text().splitlines()
-    about = tuple(line.strip() for line in text.splitlines() if "plan" in line)
+    about = tuple(line.strip() for line in text.splitlines() if any(word in line for word in TOLD))
     return _Training(steps=[json.loads(line) for line in lines], said=about)
 
 
@@ -190,19 +194,20 @@ def _watching(case: DriftCase, cluster: Cluster, metrics: Path, from_start: bool
     def reached() -> bool:
         return from_start or (metrics.exists() and _count_lines(metrics) >= case.change_after)
 
-    thread = threading.Thread(target=_change, args=(case, cluster, reached, ended), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    with ThreadPoolExecutor(1, thread_name_prefix="penstock-change") as pool:
+        changing = pool.submit(_change, case, cluster, reached, ended)
+        try:
+            yield
+        finally:
+            ended.set()
+        changing.result()
 
 
 def _change(case: DriftCase, cluster: Cluster, reached: Callable[[], bool], ended: threading.Event) -> None:
+    """Raises RuntimeError if the run has ended before the change: there would be nothing to report."""
     while not reached():
         if ended.wait(POLL_S):
-            return
+            raise RuntimeError(f"the run ended before step {case.change_after}, so nothing was changed")
     if case.change == "rate":
         cluster.set_rate(inter=case.rate_after)
         return
@@ -228,15 +233,22 @@ def _hold(pid: int, ended: threading.Event) -> None:
 
 def _pid_of_rank(rank: int) -> int | None:
     """The child of this process that is this rank."""
-    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    for pid in (int(word) for path in children for word in path.read_text().split()):
+    for pid in _children():
         try:
             environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
+        except OSError:  # it has ended meanwhile
             continue
         if f"RANK={rank}".encode() in environ:
             return pid
     return None
+
+
+def _children() -> Iterator[int]:
+    for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        try:
+            yield from map(int, path.read_text().split())
+        except OSError:  # a thread that has ended meanwhile
+            continue
 
 
 def _count_lines(path: Path) -> int:

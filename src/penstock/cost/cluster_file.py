@@ -160,7 +160,7 @@ class ClusterFile:
             table = json.loads(path.read_text())
         except OSError as error:
             raise ConfigError(str(path), UNSET, f"cannot be read ({error.strerror})", "Check it.") from error
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # not UTF-8, or not JSON
             why = f"is not valid JSON: {error}"
             raise ConfigError(str(path), UNSET, why, "Measure again with `penstock profile`.") from error
         return from_dict(ClusterFile, table, str(path))

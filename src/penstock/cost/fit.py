@@ -16,7 +16,6 @@ from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
 
 Numbers = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -130,6 +129,8 @@ def _distances(line: tuple[float, float], sizes: Numbers, times: Numbers) -> Num
 
 def _least_squares(sizes: Numbers, times: Numbers) -> tuple[float, float]:
     """Neither number negative."""
+    from scipy.optimize import nnls  # half a second that not every process needs
+
     largest, weights = sizes.max(), 1 / np.sqrt(times)
     if sizes.min() == largest:
         return 0.0, float(np.median(times) / largest)

@@ -27,16 +27,24 @@ class MeasuredCost:
 
     @staticmethod
     def from_records(records: Iterable[TaskRecord], fallback: Callable[[Task], float]) -> MeasuredCost:
-        """Medians over tasks, steps and ranks.
+        """Of computation the median over tasks and steps on the slowest rank, for which all others wait.
 
         A collective lasts on a rank as long as that rank waits for the last one to arrive; only the last
         one sees the transfer alone. So of a collective the shortest duration over ranks counts.
         """
-        durations: dict[tuple[int, Task], list[float]] = defaultdict(list)
+        together: dict[tuple[int, Task], list[float]] = defaultdict(list)
+        apart: dict[tuple[Kind, int], list[float]] = defaultdict(list)
         for record in records:
-            durations[record.step, record.task].append(record.duration_s)
+            task = record.task
+            if task.spec.group is Group.ALONE:
+                kind = (task.layer, task.op, task.phase)
+                apart[kind, record.rank].append(record.duration_s)
+            else:
+                together[record.step, task].append(record.duration_s)
         kinds: dict[Kind, list[float]] = defaultdict(list)
-        for (_, task), seconds in durations.items():
-            alone = task.spec.group is Group.ALONE
-            kinds[task.layer, task.op, task.phase].append(median(seconds) if alone else min(seconds))
-        return MeasuredCost({kind: median(seconds) for kind, seconds in kinds.items()}, fallback)
+        for (_, task), seconds in together.items():
+            kinds[task.layer, task.op, task.phase].append(min(seconds))
+        found = {kind: median(seconds) for kind, seconds in kinds.items()}
+        for (kind, _), seconds in apart.items():
+            found[kind] = max(found.get(kind, 0.0), median(seconds))
+        return MeasuredCost(found, fallback)

@@ -122,7 +122,10 @@ def _binds(best: Candidate) -> str:
 def _faster(problem: Problem, found: FoundPlan, *, intra: bool) -> dict[str, float]:
     """By what is twice as fast: the best time of a few plans over their best time now."""
     choices = [_by_rule(candidate.choice) for candidate in (found.best, *found.others[:RIVALS])]
-    parts: dict[str, dict[str, float]] = {"inter-node bandwidth": {"inter": FASTER}}
+    cluster = problem.cluster
+    nodes = cluster.file.nodes if isinstance(cluster, ProfiledCluster) else problem.workload.nodes
+    link = "inter-node bandwidth" if nodes > 1 else "bandwidth between ranks"
+    parts: dict[str, dict[str, float]] = {link: {"inter": FASTER}}
     if intra:
         parts["intra-node bandwidth"] = {"intra": FASTER}
     parts["faster devices"] = {"compute": FASTER}

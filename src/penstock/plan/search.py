@@ -245,6 +245,8 @@ class _Search:
         for number, choice in enumerate(best[: SEARCHED[self._effort]]):
             if time.monotonic() < self._end:
                 self._full.look(choice)
+            else:
+                self._complete = False
             self._report("better orders", number + 1, SEARCHED[self._effort], self._full)
 
     def _found(self, everything: list[Choice]) -> FoundPlan:

@@ -15,7 +15,7 @@ from penstock.train.profiling.links import measure_links
 from penstock.train.profiling.machine import here, memory_bytes
 from penstock.train.profiling.tasks import time_tasks
 
-__all__ = ["MeasuredTasks", "measure_links", "measure_tasks", "profile_run"]
+__all__ = ["MeasuredTasks", "measure_links", "measure_tasks", "profile_run", "rates_with_links"]
 
 BUDGET_S = 60.0
 LINKS_SHARE, KERNELS_SHARE = 0.45, 0.25
@@ -62,7 +62,7 @@ def profile_run(
         name=name,
         nodes=nodes,
         ranks_per_node=layout.world_size // nodes,
-        rates=_with_links(measured.rates, links),
+        rates=rates_with_links(measured.rates, links),
         links=links,
         tasks=measured.tasks,
         kernels=measured.kernels,
@@ -104,7 +104,7 @@ def _with_overhead(rates: ClusterConfig, tasks: tuple[TaskModel, ...]) -> Cluste
     return replace(rates, task_overhead_s=min(overheads)) if overheads else rates
 
 
-def _with_links(rates: ClusterConfig, links: tuple[LinkModel, ...]) -> ClusterConfig:
+def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...]) -> ClusterConfig:
     """Latency and bandwidth between two ranks that explain the measured all-to-alls."""
     for group, lane in (("ep", "link"), ("node", "intra")):
         found = next((x for x in links if (x.collective, x.group) == ("all_to_all", group)), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from penstock.cost import ClusterFile
+from penstock.cost.cluster_file import LinkModel
 from penstock.plan import Choice, evaluate
 from penstock.plan.words import choice_words, milliseconds
 from penstock.runtime import Machinery
@@ -12,7 +13,7 @@ from penstock.train.config import RunConfig
 from penstock.train.diagnose import Diagnosis
 from penstock.train.planning import Order, Planned, Say, decided, find
 from penstock.train.problem import run_problem
-from penstock.train.profile import measure_links
+from penstock.train.profile import measure_links, rates_with_links
 
 LINKS_SHARE = 0.5
 """Of the time that measuring everything takes at the start."""
@@ -43,7 +44,7 @@ def replan(
     file = planned.file
     if diagnosis.links_changed and machinery.layout.world_size > 1:
         budget_s = LINKS_SHARE * config.plan.profile_s
-        file = replace(file, links=measure_links(config, machinery, budget_s))
+        file = remeasured(file, measure_links(config, machinery, budget_s))
     slowness = _slowness(planned, diagnosis)
     problem = run_problem(config, machinery.layout, file, slowness)
     now = replace(planned, problem=problem, file=file)
@@ -52,6 +53,14 @@ def replan(
     )
     say(verdict.line)
     return replace(now, choice=verdict.choice, plan=verdict.order.plan, lines=verdict.why)
+
+
+def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
+    """The file with these links in the place of its own; where there is no new one, the old one stays."""
+    again = {(link.collective, link.group, link.op) for link in links}
+    kept = tuple(link for link in file.links if (link.collective, link.group, link.op) not in again)
+    links = (*links, *kept)
+    return replace(file, links=links, rates=rates_with_links(file.rates, links))
 
 
 def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagnosis, say: Say) -> Verdict:

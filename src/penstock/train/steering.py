@@ -152,12 +152,22 @@ class Steering:
         diagnosis = self._diagnose()
         if not diagnosis.text:
             self._say("neither transfers nor computation by themselves have changed: the plan stays")
+            self._tuned = self._asked.plan.tuner is None
+            self._calm_down()
             self._begin(settle=False)
             return False
+        before = self.planned.choice
         planned = replan(self.config, self._stack.machinery, self.planned, diagnosis, self._say)
+        if planned.choice == before:
+            self._calm_down()
         self._tuned = self._asked.plan.tuner is None
         self._adopt(planned, settle=self._refines)
         return True
+
+    def _calm_down(self) -> None:
+        """Nothing came of an alarm: the next one must last twice as long, or noise would halt training."""
+        plan, lasting = self._asked.plan, 2 * self._watch.lasting_steps
+        self._watch = Watch(plan.drift_threshold, lasting, DROPPED_STEPS)
 
     def _diagnose(self) -> Diagnosis:
         machinery = self._stack.machinery
