@@ -34,8 +34,8 @@ MOST_ROUNDS = 5
 SLACK = 1.25
 """How much more traffic is started than seems enough."""
 
-COST_OF_A_ROUND = 3.0
-"""Of a round alone, one beside traffic and the traffic that is too much, over one alone."""
+COST_OF_A_ROUND = 3.6
+"""Of rounds alone and beside traffic, two sequential steps and traffic that is too much, over one alone."""
 
 PIECES = (1, 2, 4)
 
@@ -61,13 +61,14 @@ def time_tasks(config: RunConfig, machinery: Machinery, rates: ClusterConfig, bu
         runs = _Runs(sample, machinery, stack)
         rounds = _rounds(runs, budget)
         alone = runs.measure(rounds)
-        beside, slowed = alone, 1.0
+        beside, slowed, cold = alone, 1.0, 1.0
         if machinery.layout.ep_size > 1 and machinery.device.type == "cpu":
+            cold = _cold(runs, rounds, machinery)
             beside, slowed = _beside(runs, rounds, machinery)
     finally:
         stack.close()
     found = TaskTimes(
-        tasks=tuple(_models(runs, alone, beside, rates)),
+        tasks=tuple(_behind_transfers(model, cold) for model in _models(runs, alone, beside, rates)),
         transfers_beside_compute=slowed,
         jitter=_jitter(alone),
     )
@@ -118,6 +119,7 @@ class _Runs:
     def __init__(self, config: RunConfig, machinery: Machinery, stack: PipelinedStack) -> None:
         self.config, self.machinery, self.stack = config, machinery, stack
         self.control: Control = machinery.control
+        self.sequential = stack.plan
         gradients = stack.buckets.sizes_bytes
         self.plans = [
             stack.adopt(
@@ -131,13 +133,26 @@ class _Runs:
         numbers = torch.randint(config.model.vocab_size, (2, *shape), generator=generator)
         self.batch = tuple(numbers.to(machinery.device))
 
-    def step(self, plan: StepPlan) -> None:
-        """All ranks start together. Gradients are dropped."""
-        self.stack.plan = plan
+    def step(self, plan: StepPlan, stack: PipelinedStack | None = None) -> None:
+        """All ranks start together. Gradients are dropped. stack: none = the one without a network."""
+        stack = stack or self.stack
+        stack.plan = plan
         self.control.barrier(PURPOSE)
-        self.stack(*self.batch).backward()
-        for parameter in self.stack.model.parameters():
+        stack(*self.batch).backward()
+        for parameter in stack.model.parameters():
             parameter.grad = None
+
+    def computing_s(self, stack: PipelinedStack, rounds: int) -> float:
+        """Computation of a sequential step of such a stack, median over ranks and rounds."""
+        stack.adopt(self.sequential)
+        found = []
+        for number in range(rounds + 1):
+            self.step(self.sequential, stack)
+            records = stack.records()
+            if number > 0:  # the first step allocates
+                found.append(sum(r.duration_s for r in records if r.lane is Lane.COMPUTE))
+        everyone = self.control.gather(found, "exchanging measured durations")
+        return median(seconds for rank in everyone for seconds in rank)
 
     def measure(self, rounds: int) -> list[Seconds]:
         """For every plan the seconds of its compute tasks, [rank, round, task]."""
@@ -159,6 +174,21 @@ def _rounds(runs: _Runs, budget: Budget) -> int:
         runs.step(plan)
     round_s = max(runs.control.gather(time.perf_counter() - start_s, PURPOSE))
     return max(1, min(MOST_ROUNDS, int(budget.agree() / (COST_OF_A_ROUND * round_s))))
+
+
+def _cold(runs: _Runs, rounds: int, machinery: Machinery) -> float:
+    """How many times longer computation takes behind real transfers than where there are none.
+
+    Transfers leave caches cold and wake other threads up. In a sequential step nothing runs beside them.
+    """
+    behind_s = runs.computing_s(build_stack(runs.config, machinery), rounds)
+    return max(1.0, behind_s / runs.computing_s(runs.stack, rounds))
+
+
+def _behind_transfers(model: TaskModel, cold: float) -> TaskModel:
+    """A task as it runs in a step, where transfers went before it; beside one it is cold already."""
+    beside = max(1.0, model.beside / cold)
+    return replace(model, alpha_s=cold * model.alpha_s, scale=cold * model.scale, beside=beside)
 
 
 def _beside(runs: _Runs, rounds: int, machinery: Machinery) -> tuple[list[Seconds], float]:
