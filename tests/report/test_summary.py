@@ -105,4 +105,6 @@ def test_dict_is_plain_data() -> None:
         "metrics": "runs/first/metrics.jsonl",
         "trace": "runs/first/trace.json",
         "tensorboard": "runs/first/tensorboard",
+        "plan": None,
+        "cluster": None,
     }

@@ -139,4 +139,6 @@ def _row(candidate: Candidate, best_s: float) -> tuple[str, ...]:
 
 
 def _wrapped(text: str, width: int) -> str:
-    return textwrap.fill(text, width, subsequent_indent=" " * LABEL_WIDTH)
+    return textwrap.fill(
+        text, width, subsequent_indent=" " * LABEL_WIDTH, break_on_hyphens=False, break_long_words=False
+    )
