@@ -55,11 +55,10 @@ def cost_of(shape: StepShape) -> StepCost:
     return StepCost(shape, workload(shape), CLUSTER)
 
 
-def alpha_s(task: Task, shape: StepShape, work: Workload) -> float:
-    """What the task costs however small it is; experts are called once per slice."""
+def alpha_s(task: Task, work: Workload) -> float:
+    """What the task costs however small it is."""
     if task.lane is Lane.COMPUTE:
-        calls = 1 if task.op is not Op.EXPERTS else shape.slices // shape.chunks_of(task.phase)
-        return calls * CLUSTER.task_overhead_s
+        return CLUSTER.task_overhead_s
     if task.op in TRANSFERS:
         return CLUSTER.leg(work.dispatch, task.op, work.nodes, work.ranks_per_node).alpha_s
     if task.op is Op.COUNTS:
@@ -72,7 +71,7 @@ def volume_s(shape: StepShape) -> dict[tuple[int, Op, Phase], float]:
     """Seconds per layer, op and phase without start-ups."""
     cost, total = cost_of(shape), defaultdict[tuple[int, Op, Phase], float](float)
     for task in build_graph(shape).tasks:
-        total[task.layer, task.op, task.phase] += cost(task) - alpha_s(task, shape, cost.workload)
+        total[task.layer, task.op, task.phase] += cost(task) - alpha_s(task, cost.workload)
     return total
 
 

@@ -81,17 +81,7 @@ class StepCost:
         return self.cluster.shards(work.shard_size, scatters=scatters).seconds(gathered)
 
     def compute_s(self, task: Task) -> float:
-        if task.op is Op.EXPERTS:
-            return self._experts_s(task)
         return self.cluster.compute_s(task.op, task.phase, *self.forward_work(task)) + self._sharded_s(task)
-
-    def _experts_s(self, task: Task) -> float:
-        """Slice by slice, each a call of its own."""
-        works = (self._expert_work(rows) for rows in self._slices(task))
-        return sum(self.cluster.compute_s(task.op, task.phase, *work) for work in works)
-
-    def _expert_work(self, rows: float) -> tuple[float, float]:
-        return self.workload.expert_flops(rows), self.workload.hidden_bytes(2 * rows)
 
     def _sharded_s(self, task: Task) -> float:
         """Collectives of tensor parallelism, during which its ranks compute nothing.
@@ -110,7 +100,8 @@ class StepCost:
         """Floating-point operations and bytes copied of the forward task."""
         work = self.workload
         if task.op is Op.EXPERTS:
-            return self._expert_work(self._rows(task))
+            rows = self._rows(task)
+            return work.expert_flops(rows), 2 * work.hidden_bytes(rows)
         assert task.microbatch is not None, task
         tokens = work.tokens(task.microbatch, self.shape.microbatches)
         copies = work.hidden_bytes(2 * tokens * work.top_k)
@@ -124,14 +115,10 @@ class StepCost:
         return 0.0, copies
 
     def _rows(self, task: Task) -> float:
-        return sum(self._slices(task))
-
-    def _slices(self, task: Task) -> list[float]:
-        """Rows of every slice of the task's chunk."""
         assert task.microbatch is not None and task.chunk is not None, task
         shape, microbatch = self.shape, task.microbatch
         slices = shape.slices_of(task.chunk, task.phase)
-        return [self.workload.rows(microbatch, shape.microbatches, s, shape.slices) for s in slices]
+        return sum(self.workload.rows(microbatch, shape.microbatches, s, shape.slices) for s in slices)
 
     def _all_reduce_s(self, task: Task) -> float:
         work, shape = self.workload, self.shape

@@ -56,8 +56,7 @@ class VirtualCost:
         if task.op is not Op.EXPERTS:
             return self._everywhere(even_s)
         # What experts compute and copy is in proportion to their rows; the overhead is not.
-        assert task.chunk is not None, task
-        overhead_s = self.cluster.task_overhead_s * len(self.shape.slices_of(task.chunk, task.phase))
+        overhead_s = self.cluster.task_overhead_s
         share = self._received(task).astype(np.float64) / max(self._even_rows(task), 1)
         return overhead_s + (even_s - overhead_s) * share
 
