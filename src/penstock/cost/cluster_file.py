@@ -12,6 +12,7 @@ from typing import Literal
 
 from penstock.config import UNSET, ConfigError, from_dict, to_dict
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
+from penstock.cost.json_file import write_json
 
 VERSION = 1
 
@@ -148,10 +149,7 @@ class ClusterFile:
 
     def save(self, path: Path) -> None:
         """Write it where the path says; a half-written file never replaces a whole one."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(to_dict(self), indent=1) + "\n")
-        partial.replace(path)
+        write_json(path, to_dict(self))
 
     @staticmethod
     def read(path: Path) -> ClusterFile:

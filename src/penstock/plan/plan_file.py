@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import UNSET, ConfigError, from_dict, to_dict
+from penstock.cost.json_file import write_json
 from penstock.graph import ScheduleError, build_graph
 from penstock.plan.choice import Choice
 from penstock.plan.problem import Problem
@@ -162,10 +163,7 @@ class PlanFile:
 
     def save(self, path: Path) -> None:
         """Write it where the path says; a half-written file never replaces a whole one."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-        partial.replace(path)
+        write_json(path, self.to_dict())
 
     @staticmethod
     def read(path: Path) -> PlanFile:

@@ -17,8 +17,8 @@ from penstock.moe.layer import MoELayer
 from penstock.moe.orders.base import OrderPlan
 from penstock.moe.routes import ChunkRoute, RouteMaker, Routes
 from penstock.runtime.legs import exchange_counts, send_home, send_out
-from penstock.runtime.transport import INTER_GROUPS, Transport, build_transport
-from penstock.topology import Layout, ParallelConfig
+from penstock.runtime.transport import Transport, build_transport
+from penstock.topology import INTER_GROUPS, Layout, ParallelConfig
 
 
 class ExpertParallel:

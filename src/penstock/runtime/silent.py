@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,10 +10,10 @@ from torch import Tensor
 from penstock.graph import Group
 from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
 from penstock.runtime.stack import Machinery
-from penstock.runtime.transport import Transports
+from penstock.runtime.transport import Transports, Unconnected
 
 
-class SilentTransport:
+class SilentTransport(Unconnected):
     """Every rank gets rows of the right number, made of its own. Values are wrong, sizes and work are right.
 
     Only for routing with a fixed capacity: exchanged counts would be wrong, too.
@@ -34,18 +33,8 @@ class SilentTransport:
         assert sum(input_splits) == sum(output_splits), "only even routing can be imitated"
         return rows.clone()  # a receive buffer would be allocated and filled, too
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> None:
-        del tensor, group
-
     def size(self, group: Group) -> int:
         return self._sizes[group]
-
-    @property
-    def traffic(self) -> Counter[int]:
-        return Counter()
-
-    def abort(self) -> None:
-        pass
 
 
 def silent(machinery: Machinery) -> Machinery:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from penstock.graph import Group, Lane
 from penstock.runtime.sockets import Sockets
-from penstock.topology import Layout, ParallelConfig, lane_groups
+from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
 
 
 class Transport(Protocol):
@@ -74,7 +75,21 @@ class Transports:
             self.intra.abort()
 
 
-class LocalTransport:
+class Unconnected:
+    """What transports without a network share: sums stay, nothing is sent, nobody waits."""
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> None:
+        del tensor, group
+
+    @property
+    def traffic(self) -> Counter[int]:
+        return Counter()
+
+    def abort(self) -> None:
+        pass
+
+
+class LocalTransport(Unconnected):
     """One process: nothing moves."""
 
     def all_to_all(
@@ -88,23 +103,16 @@ class LocalTransport:
         assert list(input_splits) == list(output_splits), "a rank alone gets what it sends"
         return rows
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> None:
-        del tensor, group
-
     def size(self, group: Group) -> int:
         del group
         return 1
 
-    @property
-    def traffic(self) -> Counter[int]:
-        return Counter()
 
-    def abort(self) -> None:
-        pass
+class GroupTransport(ABC):
+    """The process groups of a transport, and what this rank has sent through them.
 
-
-class _Groups:
-    """The process groups of a transport, and what this rank has sent through them."""
+    A subclass says how shares travel.
+    """
 
     def __init__(self, groups: dict[Group, dist.ProcessGroup]) -> None:
         self._groups = groups
@@ -123,14 +131,37 @@ class _Groups:
         self.traffic[neighbour] += 2 * (size - 1) * tensor.nbytes // size  # what a ring sends
         dist.all_reduce(tensor, group=self._groups[group])
 
-    def _count_all_to_all(self, rows: Tensor, input_splits: Sequence[int], group: Group) -> None:
+    def all_to_all(
+        self,
+        rows: Tensor,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        group: Group = Group.EXPERT,
+    ) -> Tensor:
+        self._count(rows, input_splits, group)
+        received = rows.new_empty(sum(output_splits), *rows.shape[1:])
+        self._fill(received, list(output_splits), rows.contiguous(), list(input_splits), self._groups[group])
+        return received
+
+    @abstractmethod
+    def _fill(
+        self,
+        received: Tensor,
+        output_splits: list[int],
+        rows: Tensor,
+        input_splits: list[int],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Send the shares of `rows`, by rank, and put what arrives into `received`."""
+
+    def _count(self, rows: Tensor, input_splits: Sequence[int], group: Group) -> None:
         row_bytes = rows[:1].nbytes
         for member, (peer, count) in enumerate(zip(self._members[group], input_splits, strict=True)):
             if member != self._groups[group].rank():
                 self.traffic[peer] += count * row_bytes
 
 
-class GlooTransport(_Groups):
+class GlooTransport(GroupTransport):
     """CPU tensors over Gloo.
 
     An all-to-all is point-to-point operations with every receive posted before the first send: Gloo's own
@@ -148,18 +179,15 @@ class GlooTransport(_Groups):
         self._sockets = Sockets.now().since(before)
         self._sockets.limit_send_buffers(send_buffer_bytes)
 
-    def all_to_all(
+    def _fill(
         self,
+        received: Tensor,
+        output_splits: list[int],
         rows: Tensor,
-        input_splits: Sequence[int],
-        output_splits: Sequence[int],
-        group: Group = Group.EXPERT,
-    ) -> Tensor:
-        self._count_all_to_all(rows, input_splits, group)
-        received = rows.new_empty(sum(output_splits), *rows.shape[1:])
-        inbox, outbox = received.split(list(output_splits)), rows.contiguous().split(list(input_splits))
-        exchange(inbox, outbox, self._groups[group])
-        return received
+        input_splits: list[int],
+        group: dist.ProcessGroup,
+    ) -> None:
+        exchange(received.split(output_splits), rows.split(input_splits), group)
 
     def abort(self) -> None:
         """Cut this transport's connections: Gloo has no other way to end a wait before its timeout.
@@ -185,33 +213,25 @@ def exchange(inbox: Sequence[Tensor], outbox: Sequence[Tensor], group: dist.Proc
                 transfer.wait()
 
 
-class NcclTransport(_Groups):
+class NcclTransport(GroupTransport):
     """CUDA tensors over NCCL, on the stream that is current in the lane."""
 
     def __init__(self, make_groups: Callable[[], dict[Group, dist.ProcessGroup]]) -> None:
         super().__init__(make_groups())
 
-    def all_to_all(
+    def _fill(
         self,
+        received: Tensor,
+        output_splits: list[int],
         rows: Tensor,
-        input_splits: Sequence[int],
-        output_splits: Sequence[int],
-        group: Group = Group.EXPERT,
-    ) -> Tensor:
-        self._count_all_to_all(rows, input_splits, group)
-        received = rows.new_empty(sum(output_splits), *rows.shape[1:])
-        dist.all_to_all_single(
-            received, rows.contiguous(), list(output_splits), list(input_splits), self._groups[group]
-        )
-        return received
+        input_splits: list[int],
+        group: dist.ProcessGroup,
+    ) -> None:
+        dist.all_to_all_single(received, rows, output_splits, input_splits, group)
 
     def abort(self) -> None:
         for group in self._groups.values():
             group._get_backend(torch.device("cuda")).abort()
-
-
-INTER_GROUPS = (Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS)
-"""What the lane `inter` needs in any layout."""
 
 
 def build_transports(layout: Layout, device: torch.device, parallel: ParallelConfig) -> Transports:

@@ -1,11 +1,12 @@
 """Ranks: how a process joins the others, and which ranks form which group."""
 
 from penstock.topology.control import CommunicationError, Control
-from penstock.topology.groups import Layout, ParallelConfig, build_mesh, lane_groups
+from penstock.topology.groups import INTER_GROUPS, Layout, ParallelConfig, build_mesh, lane_groups
 from penstock.topology.join import ProcessInfo, detect, join, leave
 from penstock.topology.nodes import find_node_size
 
 __all__ = [
+    "INTER_GROUPS",
     "CommunicationError",
     "Control",
     "Layout",

@@ -86,6 +86,11 @@ class Layout:
         return Layout(world_size=world_size, ep_size=ep_size, rank=rank, node_size=node_size)
 
     @property
+    def nodes(self) -> int:
+        """Nodes of the cluster; 1 where it is not known."""
+        return self.world_size // self.node_size if self.node_size else 1
+
+    @property
     def ep_rank(self) -> int:
         """Place inside the expert group."""
         return self.rank % self.ep_size

@@ -178,8 +178,7 @@ def cluster_of(config: RunConfig, machinery: Machinery, say: Say) -> ClusterFile
         return profile_run(config, machinery, budget_s=plan.profile_s)
     name = plan.cluster
     file = decided(machinery.control, lambda: find_cluster(name), "reading the cluster file")
-    nodes = layout.world_size // layout.node_size if layout.node_size else 1
-    warning = mismatch(file, here(machinery.device), layout.world_size, nodes)
+    warning = mismatch(file, here(machinery.device), layout.world_size, layout.nodes)
     if warning is not None:
         say(f"warning: {warning}")
     return file

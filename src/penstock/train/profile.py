@@ -57,11 +57,10 @@ def profile_run(
         links = measure_links(config, machinery, links_s)
     say(f"measuring computation on all ranks at once, about {budget_s - links_s:.0f} s")
     measured = measure_tasks(config, machinery, budget_s - links_s)
-    nodes = layout.world_size // layout.node_size if layout.node_size else 1
     file = ClusterFile(
         name=name,
-        nodes=nodes,
-        ranks_per_node=layout.world_size // nodes,
+        nodes=layout.nodes,
+        ranks_per_node=layout.world_size // layout.nodes,
         rates=rates_with_links(measured.rates, links),
         links=links,
         tasks=measured.tasks,
