@@ -51,6 +51,26 @@ def test_no_choice_is_better_than_the_plan(each: Problem) -> None:
     assert found.lower_bound_s <= found.best.predicted_s * (1 + 1e-12)
 
 
+def test_partition_is_tried_with_the_best_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Degrees are searched with all of a layer's gradients in one gap, then gaps are planned for the best."""
+    each, looked = problem((True, True, True)), []
+    usual = module.evaluate
+
+    def noted(problem: Problem, choice: Choice) -> module.Candidate:
+        found = usual(problem, choice)
+        if problem is each and choice.schedule == "fsmoe":
+            looked.append((found.predicted_s, choice))
+        return found
+
+    monkeypatch.setattr(module, "evaluate", noted)
+    find_plan(each)
+    published = PUBLISHED["fsmoe"](each)
+    assert published.partition is not None
+    best = min(looked, key=lambda pair: pair[0])[1]
+    assert replace(best, partition=published.partition) in [choice for _, choice in looked]
+    assert len({(choice.chunks, choice.backward_chunks) for _, choice in looked}) > 1
+
+
 @pytest.mark.parametrize("effort", ["low", "usual"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_never_worse_than_a_published_planner(effort: module.Effort, batch: int) -> None:

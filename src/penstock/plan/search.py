@@ -3,7 +3,8 @@
 1. Every published planner's choice is simulated in full, so the plan is never worse than any of them.
 2. From the best of them, one decision after another is changed while that helps.
 3. All other cuts follow in the order of their lower bounds, until no bound is below the best time found.
-4. The best cuts are ordered by local search, too (Penstock's priority `search`), which is slow and better.
+4. The best cuts of `fsmoe` get its gradient partition, too, and the best of `penstock` an order from local
+   search (its priority `search`), which is slow and better.
 
 A long model of layers that repeat is looked at through a short one in steps 2 and 3; what is best there is
 simulated in full. How many cuts are simulated is limited by the size of their graphs, not by a clock, so that
@@ -26,7 +27,7 @@ from penstock.plan.predict import alone, predict_s
 from penstock.plan.problem import Problem
 from penstock.plan.published import PUBLISHED
 from penstock.plan.words import gib
-from penstock.schedule import Penstock, StepPlan
+from penstock.schedule import FSMoE, Penstock, StepPlan
 from penstock.simulate import LowerBound
 
 Effort = Literal["low", "usual"]
@@ -240,6 +241,9 @@ class _Search:
         for number, choice in enumerate(finalists if self._screen is not self._full else ()):
             self._full.look(choice)
             self._report("the best in full", number + 1, len(finalists), self._full)
+        gapped = [choice for choice in self._screen.ranked() if choice.schedule == FSMoE.name][:1]
+        for choice in map(self._with_partition, [*finalists, *gapped]):
+            self._full.look(choice)
         own = [choice for choice in self._full.ranked() if choice.schedule == Penstock.name]
         best = list(dict.fromkeys(replace(choice, priority="search") for choice in own))
         for number, choice in enumerate(best[: SEARCHED[self._effort]]):
@@ -248,6 +252,13 @@ class _Search:
             else:
                 self._complete = False
             self._report("better orders", number + 1, SEARCHED[self._effort], self._full)
+
+    def _with_partition(self, choice: Choice) -> Choice:
+        """The same with the gradients in the gaps that FSMoE's planner has chosen for this model."""
+        if choice.schedule != FSMoE.name:
+            return choice
+        planned = (other.partition for other in self._full.seconds if other.schedule == FSMoE.name)
+        return replace(choice, partition=next((each for each in planned if each is not None), None))
 
     def _found(self, everything: list[Choice]) -> FoundPlan:
         full = self._full
