@@ -39,9 +39,19 @@ MEASURED = ClusterFile(
     kernels=(KernelModel(name="copy", unit="byte", alpha_s=0.0, beta_s_per_unit=1e-10),),
     transfers_beside_compute=1.2,
     jitter=0.05,
+    slowness=(1.0, 1.5),
     memory_bytes=8 << 30,
     measured=HERE,
 )
+
+LINK = {
+    "collective": "all_to_all",
+    "group": "ep",
+    "lane": "inter",
+    "ranks": 2,
+    "alpha_s": 0.0,
+    "beta_s_per_byte": 1e-9,
+}
 
 
 def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -118,6 +128,12 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
         ({"colour": 1}, "colour"),
         ({"rates": {"flops_per_s": 0}}, "rates.flops_per_s"),
         ({"links": [{"collective": "all_to_many"}]}, "links[0].collective"),
+        ({"links": [LINK | {"beta_s_per_byte": 0.0}]}, "links[0].beta_s_per_byte"),
+        ({"links": [LINK | {"alpha_s": -1e-6}]}, "links[0].alpha_s"),
+        ({"tasks": [{"op": "AT", "phase": "F", "alpha_s": 0.0, "scale": -1.0}]}, "tasks[0].scale"),
+        ({"jitter": -0.1}, "jitter"),
+        ({"slowness": [1.0]}, "slowness"),
+        ({"slowness": [1.0, 0.0]}, "slowness"),
     ],
 )
 def test_a_bad_file_is_refused_by_name_and_key(tmp_path: Path, change: dict[str, object], key: str) -> None:

@@ -113,6 +113,7 @@ def put(section: str | None, key: str, value: object) -> Edit:
         (put("choice", "microbatches", "two"), ("choice.microbatches", "whole number")),
         (put("choice", "all_reduce_chunk_bytes", 3), ("choice.all_reduce_chunk_bytes = 3", "512")),
         (put("choice", "priority", "luck"), ("choice.priority", "luck", "critical_path")),
+        (put("choice", "more", [{"name": "tp", "value": "two"}]), ('choice.more[0].value = "two"', "JSON")),
         (put("choice", "microbatch", 2), ("choice.microbatch", "Did you mean", "microbatches")),
         (put(None, "version", 9), ("version = 9", "penstock plan --out")),
         (put("sizes", "layers", None), ("sizes.layers", "whole number")),

@@ -37,7 +37,7 @@ def link(collective: Collective, ranks: int, op: str = "") -> LinkModel:
 )
 def test_bandwidth_is_that_of_the_busiest_link(collective: Collective, op: str, share: float) -> None:
     """Of four ranks on two nodes: bytes over that link per byte of the model's argument."""
-    file = replace(MEASURED, nodes=2, ranks_per_node=2)
+    file = replace(MEASURED, nodes=2, ranks_per_node=2, slowness=())
     assert link_bandwidth(file, link(collective, 4, op)) == pytest.approx(share * 1e8)
 
 
@@ -57,7 +57,7 @@ def test_groups_that_were_measured_once_share_a_row() -> None:
 def test_all_parts_are_shown() -> None:
     text = profile_text(MEASURED)
     assert text.startswith("measured: 2 ranks on 2 nodes, p, PyTorch 2, 2026-11-21")
-    for shown in ("AT.F", "1.50", "1.10", "copy", "10.0 GB/s", "1.20 times", "5.0 %"):
+    for shown in ("AT.F", "1.50", "1.10", "copy", "10.0 GB/s", "1.20 times", "5.0 %", "rank 1 1.50"):
         assert shown in text
     assert all(len(line) <= 110 for line in text.splitlines())
 

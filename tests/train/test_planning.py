@@ -66,7 +66,7 @@ def test_a_plan_is_chosen_and_explained_in_five_lines(planned: tuple[Path, list[
     """What section [schedule] says is not used, so it may even be impossible."""
     folder, (leader, other) = planned
     paper = PlanFile.read(folder / "run" / "plan.json")
-    assert len(paper.why) == 5
+    assert len(paper.why) == 6 and "frozen again" in paper.why[5]
     assert all(line in leader.said for line in paper.why)
     assert leader.summary is not None and leader.summary.schedule == paper.choice.schedule
     assert leader.plans == other.plans and "frozen again from measured" in leader.said

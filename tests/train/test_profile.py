@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from penstock.train.problem import run_problem
 from penstock.train.profile import measure_links, measure_tasks, profile_run
 from penstock.train.profiling.links import _Exchanges, _groups
 from penstock.train.profiling.sample import Budget, median_interval
-from penstock.train.profiling.tasks import cuts, sample_of
+from penstock.train.profiling.tasks import _apart, cuts, sample_of
 from tests.support.ranks import Pools
 
 TINY = (
@@ -88,6 +89,32 @@ def test_two_ranks_make_one_file_that_plans_are_made_from(ranks: Pools) -> None:
     assert "dropless" in first.source
     problem = run_problem(tiny(), Layout(world_size=2, ep_size=2, rank=0), first)
     assert problem.simulate(Choice(), problem.plan(Choice())).iteration_s > 0
+
+
+def test_a_slower_rank_is_told_from_scatter() -> None:
+    """Rounds scatter by 2 %; rank 2 takes 1.5 times as long in everything, the others differ by 1 %."""
+    rng = np.random.default_rng(0)
+    fair = [rng.normal(1.0, 0.02, (4, 5, tasks)) for tasks in (7, 30)]
+    assert _apart(fair)[0] == ()
+    slow = np.array([1.0, 1.01, 1.5, 0.99])
+    slowness, times = _apart([seconds * slow[:, None, None] for seconds in fair])
+    assert slowness == pytest.approx(slow, rel=0.03)
+    for apart, even in zip(times, fair, strict=True):
+        np.testing.assert_allclose(np.median(apart, axis=1), np.median(even, axis=1), rtol=0.05)
+
+
+def test_two_ranks_of_which_one_is_slower() -> None:
+    """The faster of two counts as usual: people read that rank 1 is slower, not that rank 0 is faster."""
+    seconds = np.ones((2, 3, 4)) * np.array([1.0, 1.7])[:, None, None]
+    assert _apart([seconds])[0] == pytest.approx((1.0, 1.7))
+
+
+def test_plans_know_the_slower_rank_of_a_file_of_as_many_ranks() -> None:
+    file = ClusterFile(name="slow", nodes=1, ranks_per_node=2, slowness=(1.0, 1.7))
+    two, four = (Layout(world_size=ranks, ep_size=2, rank=0) for ranks in (2, 4))
+    assert run_problem(tiny(), two, file).slowness == (1.0, 1.7)
+    assert run_problem(tiny(), two, file, (2.0, 1.0)).slowness == (2.0, 1.0)
+    assert run_problem(tiny(), four, file).slowness == ()
 
 
 @pytest.mark.slow

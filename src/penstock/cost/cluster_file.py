@@ -6,6 +6,7 @@ JSON that people can read and write. `links` and `tasks` may be empty: the rates
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -28,6 +29,16 @@ Collective = Literal[
     "hierarchical_2d",
 ]
 """A hierarchical dispatch is named by leg, too: its `op` says which."""
+
+
+def _check(model: object, *, positive: Sequence[str], not_negative: Sequence[str]) -> None:
+    """Raises ConfigError that names the field."""
+    for key in positive:
+        if (value := getattr(model, key)) <= 0:
+            raise ConfigError(key, value, "must be above 0", "Measure it again, or correct the number.")
+    for key in not_negative:
+        if (value := getattr(model, key)) < 0:
+            raise ConfigError(key, value, "must not be negative", "Use 0 or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +71,9 @@ class LinkModel:
     op: str = ""
     fit: Fit | None = None
 
+    def __post_init__(self) -> None:
+        _check(self, positive=("ranks", "beta_s_per_byte"), not_negative=("alpha_s",))
+
     @property
     def model(self) -> AlphaBeta:
         return AlphaBeta(alpha_s=self.alpha_s, beta_s_per_byte=self.beta_s_per_byte)
@@ -78,6 +92,9 @@ class TaskModel:
     scale: float
     beside: float = 1.0
     fit: Fit | None = None
+
+    def __post_init__(self) -> None:
+        _check(self, positive=("scale", "beside"), not_negative=("alpha_s",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +129,9 @@ class ClusterFile:
     """A cluster. rates: what answers where nothing was measured.
 
     transfers_beside_compute: how many times longer a transfer takes beside computation. jitter: how much a
-    compute task's duration scatters, relative (standard deviation). memory_bytes: of one device; None = not
-    known. measured: None for a file written by hand; source: where its numbers come from.
+    compute task's duration scatters, relative (standard deviation). slowness: by rank, how many times longer
+    its computation takes than `tasks` says; empty = all ranks are alike. memory_bytes: of one device; None =
+    not known. measured: None for a file written by hand; source: where its numbers come from.
     """
 
     version: int = VERSION
@@ -126,6 +144,7 @@ class ClusterFile:
     kernels: tuple[KernelModel, ...] = ()
     transfers_beside_compute: float = 1.0
     jitter: float = 0.0
+    slowness: tuple[float, ...] = ()
     memory_bytes: int | None = None
     measured: Machine | None = None
     source: str = ""
@@ -137,6 +156,10 @@ class ClusterFile:
         for key in ("nodes", "ranks_per_node"):
             if getattr(self, key) < 1:
                 raise ConfigError(key, getattr(self, key), "a cluster has ranks", "Use 1 or more.")
+        _check(self, positive=("transfers_beside_compute",), not_negative=("jitter",))
+        if self.slowness and (len(self.slowness) != self.ranks or min(self.slowness) <= 0):
+            why = f"needs a number above 0 for each of the {self.ranks} ranks"
+            raise ConfigError("slowness", list(self.slowness), why, "Use [] if all are alike.")
 
     @property
     def ranks(self) -> int:

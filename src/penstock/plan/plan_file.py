@@ -30,6 +30,13 @@ class More:
     name: str
     value: str
 
+    def __post_init__(self) -> None:
+        try:
+            json.loads(self.value)
+        except json.JSONDecodeError as error:
+            hint = 'Write a number such as "2", or text in quotes of its own such as "\\"mine\\"".'
+            raise ConfigError("value", self.value, "is not JSON", hint) from error
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanChoice:

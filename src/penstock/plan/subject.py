@@ -137,7 +137,8 @@ def _problem(
         dispatch=SHARDED_OPS if sharded else (Op.DISPATCH,),
     )
     dispatches = tuple(DISPATCHES) if spans else (FLAT,)
-    return Problem(shape=shape, workload=work, cluster=cluster, dispatches=dispatches)
+    slowness = cluster.file.slowness if cluster.file.ranks == work.world_size else ()
+    return Problem(shape=shape, workload=work, cluster=cluster, dispatches=dispatches, slowness=slowness)
 
 
 def _words(sizes: Mapping[str, int]) -> str:

@@ -88,6 +88,9 @@ def _rest(file: ClusterFile) -> list[str]:
         lines.append(f"transfers beside computation take {slower}")
     if file.tasks:
         lines.append(f"a task's duration scatters by {_percent(file.jitter)}")
+    if file.slowness:
+        ranks = ", ".join(f"rank {rank} {ratio:.2f}" for rank, ratio in enumerate(file.slowness))
+        lines.append(f"times as long as on the median rank takes computation on {ranks}")
     if file.source:
         lines.append(file.source)
     return lines

@@ -68,6 +68,10 @@ class Planned:
     file: ClusterFile | None = None
     lines: tuple[str, ...] = ()
 
+    def noting(self, line: str) -> Planned:
+        """The same with one more line on how it came about."""
+        return replace(self, lines=tuple(dict.fromkeys((*self.lines, line))))
+
     def save(self, folder: Path, model: str) -> None:
         """Leave the cluster and the plan in the run's folder; for one rank."""
         if self.file is not None:

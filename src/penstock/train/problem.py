@@ -11,9 +11,14 @@ from penstock.train.dispatch import candidates
 
 
 def run_problem(
-    config: RunConfig, layout: Layout, file: ClusterFile, slowness: tuple[float, ...] = ()
+    config: RunConfig, layout: Layout, file: ClusterFile, slowness: tuple[float, ...] | None = None
 ) -> Problem:
-    """The step of this run on the cluster that `file` describes. slowness: see Problem."""
+    """The step of this run on the cluster that `file` describes.
+
+    slowness: see Problem; None = as in the file, if that is of as many ranks.
+    """
+    if slowness is None:
+        slowness = file.slowness if file.ranks == layout.world_size else ()
     gradients = gradient_bytes(config.model, config.moe, layout)
     return Problem(
         shape=base_shape(config),

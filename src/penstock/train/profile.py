@@ -32,6 +32,7 @@ class MeasuredTasks:
     tasks: tuple[TaskModel, ...]
     transfers_beside_compute: float
     jitter: float
+    slowness: tuple[float, ...]
     rates: ClusterConfig
     kernels: tuple[KernelModel, ...] = ()
 
@@ -67,6 +68,7 @@ def profile_run(
         kernels=measured.kernels,
         transfers_beside_compute=measured.transfers_beside_compute,
         jitter=measured.jitter,
+        slowness=measured.slowness,
         memory_bytes=memory_bytes(machinery.control, machinery.device),
         measured=here(machinery.device),
         source=_source(config, layout),
@@ -92,6 +94,7 @@ def measure_tasks(
         tasks=found.tasks,
         transfers_beside_compute=found.transfers_beside_compute,
         jitter=found.jitter,
+        slowness=found.slowness,
         rates=_with_overhead(rates, found.tasks),
         kernels=kernels,
     )

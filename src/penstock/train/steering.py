@@ -98,8 +98,9 @@ class Steering:
         choice = self.planned.choice
         fallback = self.planned.problem.cost(choice, self.planned.plan.graph.shape)
         cost = refine(self._stack, choice.system, [r for step in steady for r in step], fallback)
-        self.planned = replace(self.planned, plan=self._stack.plan)
-        self._say(f"order of {choice.schedule} frozen again from measured durations")
+        frozen = f"order of {choice.schedule} frozen again from measured durations"
+        self.planned = replace(self.planned, plan=self._stack.plan).noting(frozen)
+        self._say(frozen)
         self._kinds: dict[Kind, float] = cost.seconds
         self._begin(settle=False)
         return True
@@ -123,6 +124,7 @@ class Steering:
         planned = tuning.turn()
         done = tuning.best is not None
         if done:
+            planned = planned.noting(tuning.line)
             self._say(tuning.line)
             self._tuning = None
         self._adopt(planned, settle=done and self._refines)

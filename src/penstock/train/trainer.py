@@ -71,10 +71,10 @@ class Trainer:
             config.parallel, info.world_size, info.rank, config.moe.num_experts, node_size
         )
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
+        self.control, self.on_step = machinery.control, on_step
+        self.source = open_source(config, self.layout, self.control)  # measuring first would waste a minute
         planned = start(config, machinery, self.progress.say)
         config = with_choice(config, planned.choice)
-        self.control, self.on_step = machinery.control, on_step
-        self.source = open_source(config, self.layout, self.control)
         self.stack = build_stack(config, machinery, plan=planned.plan)
         self.steering = Steering(config, self.stack, planned, self.progress.say)
         self.optimizer = build_adamw(self.stack.model.named_parameters(), config.optimizer)

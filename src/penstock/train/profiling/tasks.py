@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import median, median_low
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,8 @@ COST_OF_A_ROUND = 3.6
 """Of rounds alone and beside traffic, two sequential steps and traffic that is too much, over one alone."""
 
 PIECES = (1, 2, 4)
+ALIKE = 1.05
+"""Ranks that differ by no more than this are taken to be equally fast."""
 
 Kind = tuple[Op, Phase]
 Seconds = npt.NDArray[np.float64]
@@ -45,11 +47,15 @@ Seconds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class TaskTimes:
-    """What was found of compute tasks. jitter: standard deviation over rounds and ranks, relative."""
+    """What was found of compute tasks, as a rank of slowness 1 runs them; slowness: see ClusterFile.
+
+    jitter: standard deviation over rounds, relative.
+    """
 
     tasks: tuple[TaskModel, ...]
     transfers_beside_compute: float
     jitter: float
+    slowness: tuple[float, ...]
 
 
 def time_tasks(config: RunConfig, machinery: Machinery, rates: ClusterConfig, budget_s: float) -> TaskTimes:
@@ -60,17 +66,19 @@ def time_tasks(config: RunConfig, machinery: Machinery, rates: ClusterConfig, bu
     try:
         runs = _Runs(sample, machinery, stack)
         rounds = _rounds(runs, budget)
-        alone = runs.measure(rounds)
+        slowness, alone = _apart(runs.measure(rounds))
         beside, slowed, cold = alone, 1.0, 1.0
         if machinery.layout.ep_size > 1 and machinery.device.type == "cpu":
             cold = _cold(runs, rounds, machinery)
-            beside, slowed = _beside(runs, rounds, machinery)
+            crowded, slowed = _beside(runs, rounds, machinery)
+            beside = _divided(crowded, slowness)
     finally:
         stack.close()
     found = TaskTimes(
         tasks=tuple(_behind_transfers(model, cold) for model in _models(runs, alone, beside, rates)),
         transfers_beside_compute=slowed,
         jitter=_jitter(alone),
+        slowness=slowness,
     )
     return machinery.control.gather(found, "comparing measured tasks")[0]
 
@@ -251,6 +259,24 @@ def _alike(
         key = (task.layer, task.op, task.phase, nominal_s)
         found.setdefault(key, ([], nominal_s))[0].append(number)
     return found
+
+
+def _apart(times: list[Seconds]) -> tuple[tuple[float, ...], list[Seconds]]:
+    """By rank how many times longer it computes than the median rank, and all times without that.
+
+    Empty where ranks are alike; of an even number of ranks the faster of the middle two is the median.
+    """
+    per_rank = np.sum([np.median(seconds, axis=1).sum(axis=1) for seconds in times], axis=0)
+    if per_rank.max() <= ALIKE * per_rank.min():
+        return (), times
+    slowness = tuple(float(ratio) for ratio in per_rank / median_low(per_rank))
+    return slowness, _divided(times, slowness)
+
+
+def _divided(times: list[Seconds], slowness: tuple[float, ...]) -> list[Seconds]:
+    if not slowness:
+        return times
+    return [seconds / np.array(slowness)[:, None, None] for seconds in times]
 
 
 def _jitter(times: list[Seconds]) -> float:
