@@ -37,6 +37,7 @@ RESULT = DriftsResult(
             planned_s=2.0,
             noticed_after=17,
             loss_distance=3e-7,
+            end_loss_distance=1e-8,
             said=("plan changes",),
         ),
     )

@@ -24,6 +24,13 @@ def test_json_holds_the_schedule_itself(capsys: pytest.CaptureFixture[str]) -> N
     assert Schedule.parse(found["schedule_text"]).name == "flowmoe"
 
 
+def test_degrees_of_both_directions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "fsmoe", "--microbatches", "1", "--chunks", "4", "--backward-chunks", "2"]) == 0
+    assert "4 chunks forward and 2 backward" in capsys.readouterr().out
+    assert main(["schedule", "flowmoe", "--backward-chunks", "2"]) == 0
+    assert "flowmoe ignores backward_chunks = 2" in capsys.readouterr().out
+
+
 def test_unknown_name_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "flowmo"]) == 2
     error = capsys.readouterr().err

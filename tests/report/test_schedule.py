@@ -49,6 +49,17 @@ def describe(
     )
 
 
+def test_degrees_apart_are_said_and_shown() -> None:
+    description = describe_schedule(
+        "fsmoe", layers=1, microbatches=1, chunks=3, backward_chunks=2, all_reduce_chunks=1
+    )
+    assert "1 microbatch, 3 chunks forward and 2 backward per MoE layer" in description.to_text()
+    lines = description.grid.splitlines()
+    forward, backward = lines.index("forward"), lines.index("backward")
+    assert "D0.2" in "\n".join(lines[forward:backward])
+    assert "D0.1" in "\n".join(lines[backward:]) and "D0.2" not in "\n".join(lines[backward:])
+
+
 def test_text_of_a_schedule() -> None:
     description = describe_schedule("sequential", layers=1, microbatches=2, chunks=1, all_reduce_chunks=3)
     text = description.to_text()

@@ -99,6 +99,9 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--chunks", type=_count, metavar="C", help="chunks per MoE layer (the schedule's usual)"
     )
     schedule.add_argument(
+        "--backward-chunks", type=_count, metavar="C", help="the same on the way back (as many as forward)"
+    )
+    schedule.add_argument(
         "--all-reduce-chunks", type=_count, default=4, metavar="K", help="chunks per layer's all-reduce (4)"
     )
     schedule.add_argument("--json", action="store_true", help="print one JSON object")

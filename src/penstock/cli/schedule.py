@@ -19,6 +19,7 @@ def print_schedule(options: argparse.Namespace) -> int:
         layers=options.layers,
         microbatches=options.microbatches,
         chunks=options.chunks,
+        backward_chunks=options.backward_chunks,
         all_reduce_chunks=options.all_reduce_chunks,
         width=min(max(columns, NARROWEST), WIDEST),
     )

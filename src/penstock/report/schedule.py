@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -154,19 +154,30 @@ def describe_schedule(
     layers: int,
     microbatches: int,
     chunks: int | None,
+    backward_chunks: int | None = None,
     all_reduce_chunks: int,
     cluster: ClusterConfig | None = None,
     width: int = 110,
 ) -> ScheduleDescription:
-    """Plan and simulate schedule `name` on a small representative step. Without `cluster`, a slow link."""
+    """Plan and simulate schedule `name` on a small representative step. Without `cluster`, a slow link.
+
+    chunks: None = the schedule's usual; backward_chunks: None = as many as forward.
+    """
     system = _system(name)
-    counts = {"layers": layers, "microbatches": microbatches, "chunks": chunks}
+    counts = {
+        "layers": layers,
+        "microbatches": microbatches,
+        "chunks": chunks,
+        "backward_chunks": backward_chunks,
+    }
     for key, value in {**counts, "all_reduce_chunks": all_reduce_chunks}.items():
         if value is not None and value < 1:
             raise ConfigError(key, value, "must be at least 1", "Use 1 or more.")
     cluster = cluster or ClusterConfig(link_bytes_per_s=SLOW_LINK_BYTES_PER_S)
     workload = _workload(layers, microbatches)
-    pieces = _pieces(workload, microbatches, chunks, all_reduce_chunks)
+    pieces = replace(
+        _pieces(workload, microbatches, chunks, all_reduce_chunks), backward_chunks=backward_chunks
+    )
     run = _run(system, workload, cluster, pieces)
     baseline = _run(SCHEDULES[BASELINE], workload, cluster, pieces)
     return ScheduleDescription(
@@ -272,6 +283,7 @@ def _notes(name: str, shape: StepShape, pieces: Pieces, all_reduce_chunks: int) 
     used = {
         "microbatches": (shape.microbatches, pieces.microbatches),
         "chunks": (shape.chunks, pieces.chunks),
+        "backward_chunks": (shape.backward_chunks, pieces.backward_chunks),
         "all_reduce_chunks": (max(shape.all_reduce_chunks), all_reduce_chunks),
     }
     for key, (ran, asked) in used.items():
@@ -288,9 +300,10 @@ def _cluster_text(cluster: ClusterConfig) -> str:
 
 def _pieces_text(shape: StepShape) -> str:
     microbatches = _count(shape.microbatches, "microbatch", "microbatches")
-    chunks = _count(shape.chunks, "chunk")
+    chunks, backward = _count(shape.chunks, "chunk"), shape.backward_chunks
+    apart = "" if backward == shape.chunks else f" forward and {backward} backward"
     reduced = _count(max(shape.all_reduce_chunks), "all-reduce chunk")
-    return f"{microbatches}, {chunks} per MoE layer, {reduced} per layer"
+    return f"{microbatches}, {chunks}{apart} per MoE layer, {reduced} per layer"
 
 
 def _count(number: int, noun: str, plural: str = "") -> str:
