@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.peers
+TWO_AT_ONCE := --numprocesses 2 --dist loadgroup
 
 .PHONY: run test quick lint bench clean
 
@@ -12,10 +13,10 @@ run: $(INSTALLED)  ## install, then train configs/tiny.toml; RUN="train.steps=50
 	$(BIN)/penstock train configs/tiny.toml $(RUN)
 
 test: lint $(PEERS)  ## install, then lint, type-check and run every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TWO_AT_ONCE)
 
 quick: $(INSTALLED)  ## the tests to run while editing: under a minute
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m "not slow"
 
 lint: $(INSTALLED)  ## style and strict types
 	$(BIN)/ruff check .

@@ -25,6 +25,14 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("quick")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs in one process, where there are several: a file, whose tests share runs, and all namespaces."""
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        emulated = file.startswith("tests/emulate/") or "emulation" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("namespaces" if emulated else file))
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pools]:
     """`ranks(4)` is a pool of four processes that have joined over Gloo."""
