@@ -68,3 +68,14 @@ def test_a_slower_rank_holds_up_all() -> None:
     cluster = ProfiledCluster.build(replace(FILE, rates=ClusterConfig(flops_per_s=2e10)))
     even, uneven = (problem(cluster=cluster, slowness=s) for s in ((), (1.0, 1.0, 2.0, 1.0)))
     assert seconds(uneven, FLOWMOE) > 1.2 * seconds(even, FLOWMOE)
+
+
+def test_it_does_not_matter_which_rank_is_slower() -> None:
+    """Company is not read off one rank: the slow one has other company than those that wait for it."""
+    crowded = profiled(beside=1.6, transfers=1.3)
+    alike, first, third = (
+        seconds(replace(crowded, slowness=slowness), FLOWMOE)
+        for slowness in ((1.0, 1.0, 1.0, 1.0), (2.0, 1.0, 1.0, 1.0), (1.0, 1.0, 2.0, 1.0))
+    )
+    assert alike == pytest.approx(seconds(crowded, FLOWMOE))
+    assert first == pytest.approx(third) and first > 1.1 * alike

@@ -27,10 +27,11 @@ DRAWS = 4
 LEAST_FACTOR = 0.1
 """No task takes less than this part of its mean, however much tasks scatter."""
 
-Shares = Mapping[Task, float]
-"""Which part of a task's time the other side, computation or transfers, is busy on the same rank."""
+Shares = Mapping[Task, Any]
+"""Which part of a task's time the other side, computation or transfers, is busy on the same rank: one number
+for all ranks, or one for each."""
 
-CompanyCost = Callable[[Task, float], Any]
+CompanyCost = Callable[[Task, Any], Any]
 """Seconds of a task that has company for such a share of its time."""
 
 
@@ -52,12 +53,17 @@ def alone(problem: Problem) -> Problem:
     return replace(problem, cluster=replace(problem.cluster, company=0.0))
 
 
-def settle(plan: StepPlan, cost: CompanyCost, ranks: Ranks | None = None) -> Shares:
-    """Every task's share of company in the timeline that its duration with that share leads to."""
+def settle(
+    plan: StepPlan, cost: CompanyCost, ranks: Ranks | None = None, slowness: tuple[float, ...] = ()
+) -> Shares:
+    """Every task's share of company in the timeline that its duration with that share leads to.
+
+    slowness: by rank, see Problem; only ranks of one speed have the same company.
+    """
     shares: Shares = dict.fromkeys(plan.graph.tasks, 1.0)
     for _ in range(PASSES):
         now = partial(_at_share, cost, shares)
-        shares = company(simulate(plan.schedule, plan.graph, now, ranks))
+        shares = _of_each_speed(simulate(plan.schedule, plan.graph, now, ranks), slowness)
     return shares
 
 
@@ -65,9 +71,18 @@ def _at_share(cost: CompanyCost, shares: Shares, task: Task) -> Any:
     return cost(task, shares[task])
 
 
-def company(timeline: Timeline) -> Shares:
-    """For every task the share of its time in which the other side was busy, on rank 0."""
-    spans = {task: (float(i.start[0]), float(i.end[0])) for task, i in timeline.times.items()}
+def _of_each_speed(timeline: Timeline, slowness: tuple[float, ...]) -> Shares:
+    """Company on one rank of every speed, to a tenth, and from it on all ranks."""
+    if not slowness:
+        return company(timeline)
+    _, firsts, speed_of = np.unique(np.round(slowness, 1), return_index=True, return_inverse=True)
+    found = [company(timeline, int(rank)) for rank in firsts]
+    return {task: np.array([shares[task] for shares in found])[speed_of] for task in found[0]}
+
+
+def company(timeline: Timeline, rank: int = 0) -> dict[Task, float]:
+    """For every task the share of its time in which the other side was busy, on this rank."""
+    spans = {task: (float(i.start[rank]), float(i.end[rank])) for task, i in timeline.times.items()}
     computes = {task: task.lane is Lane.COMPUTE for task in spans}
     busy = {
         side: _union(span for task, span in spans.items() if computes[task] is side) for side in (True, False)
@@ -105,7 +120,7 @@ def _between(problem: Problem, choice: Choice, plan: StepPlan) -> RankCost:
         alone_s = apart(task)
         return alone_s + share * (beside(task) - alone_s)
 
-    shares = settle(plan, cost, problem.ranks)
+    shares = settle(plan, cost, problem.ranks, problem.slowness)
     return lambda task: cost(task, shares[task])
 
 
