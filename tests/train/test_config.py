@@ -16,7 +16,7 @@ from penstock.topology import ParallelConfig
 from penstock.train.config import OutputConfig, RunConfig, TrainConfig
 from penstock.train.corpus import DataConfig
 from penstock.train.optimizer import OptimizerConfig
-from penstock.train.plan_config import PlanConfig
+from penstock.train.plan_config import PlanConfig, given_schedule
 
 CUTTING = {"flowmoe", "penstock"}
 
@@ -160,3 +160,25 @@ def test_every_section_is_saved(tmp_path: Path, section: str) -> None:
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
     assert load(RunConfig, path) == config
+
+
+# ---- who decides -------------------------------------------------------------------------------------------
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny.toml"
+
+
+@pytest.mark.parametrize(
+    ("settings", "source"),
+    [
+        ([], "auto"),
+        (["train.steps=5", "schedule.refine_after=0"], "auto"),
+        (["schedule.name=sequential"], "given"),
+        (["schedule.name = flowmoe", "train.steps=5"], "given"),
+        (["schedule.microbatches=4"], "given"),
+        (["schedule.name=sequential", "plan.source=auto"], "auto"),
+        (["plan.source=mine.json", "schedule.chunks=2"], "mine.json"),
+    ],
+)
+def test_who_names_a_schedule_gets_it(settings: list[str], source: str) -> None:
+    """The ready configuration plans by itself, but not against what is asked for beside it."""
+    assert load(RunConfig, TINY, given_schedule(settings)).plan.source == source

@@ -24,6 +24,7 @@ from penstock.train.assemble import pick_device
 from penstock.train.checkpoint import CheckpointError, complete_checkpoints
 from penstock.train.config import RunConfig
 from penstock.train.launcher import Place
+from penstock.train.plan_config import given_schedule
 from penstock.train.trainer import DivergedError, OnStep, Trainer
 from penstock.virtual import RecordedModel, RoutingRecorder
 
@@ -42,7 +43,7 @@ def train(
 
     A wrong configuration is refused before any process starts.
     """
-    config = load(RunConfig, path, overrides)
+    config = load(RunConfig, path, given_schedule(overrides))
     info = detect(os.environ)
     if emulate is not None and (info is None or info.launcher != "penstock"):
         return _start_emulated(config, emulate, given, info)

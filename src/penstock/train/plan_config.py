@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,17 @@ from penstock.plan.tuner import TunerName
 GIVEN, AUTO = "given", "auto"
 DROPPED_STEPS = 2
 """The first steps behind a change of plan: they allocate, and caches are cold."""
+
+
+def given_schedule(overrides: Sequence[str]) -> Sequence[str]:
+    """What `section.key=value` settings mean for the plan: to name a part of section [schedule] is to decide.
+
+    `schedule.name=sequential` would otherwise be overruled by a configuration that plans.
+    `schedule.refine_after` decides nothing, and whoever sets plan.source says it all.
+    """
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    decides = any(key.startswith("schedule.") and key != "schedule.refine_after" for key in keys)
+    return [*overrides, f"plan.source={GIVEN}"] if decides and "plan.source" not in keys else overrides
 
 
 @dataclass(frozen=True, kw_only=True)
