@@ -2,49 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from torch import Tensor
 
-import penstock.dispatch
-import penstock.moe
 from penstock import MoELayer
-from penstock.cli import main
-from penstock.dispatch import HierarchicalDispatch2D, Place
-from penstock.graph import Lane, Op, StepShape
-from penstock.graph.task import SPECS
+from penstock.dispatch import Place
 from penstock.models import ModelConfig
-from penstock.moe import (
-    Bfloat16Rows,
-    Hook,
-    Int8Rows,
-    MergedOrder,
-    ModuleExperts,
-    MoEConfig,
-    SampleKeys,
-    SigmoidGate,
-    SoftmaxGate,
-    SortOrder,
-    SwiGLUExperts,
-    Tokens,
-)
+from penstock.moe import ModuleExperts, MoEConfig, SampleKeys, SoftmaxGate, SortOrder, SwiGLUExperts
 from penstock.runtime import PipelinedStack
-from penstock.schedule import SCHEDULES, Pieces, ScheduleConfig, plan_step, unit_cost
+from penstock.schedule import SCHEDULES, ScheduleConfig
 from penstock.train.assemble import build_stack
 from penstock.train.config import RunConfig
 from tests.dispatch.test_legs import exchanged, permuted, tables
+from tests.support.formulas import FORMULAS, SLOTS, mixed, softmax, swiglu
+from tests.support.pages import CHOICES, EXPERTS, EXTENDING, HIDDEN, MOE_LAYER, README, blocks, run_block
 from tests.support.parity import (
     Case,
     StepResult,
@@ -59,25 +39,7 @@ from tests.support.parity import (
 )
 from tests.support.ranks import Pools
 
-ROOT = Path(__file__).parent.parent
-EXTENDING, README = ROOT / "docs" / "extending.md", ROOT / "README.md"
-MOE_LAYER = ROOT / "docs" / "moe-layer.md"
-HIDDEN, WIDTH, EXPERTS, CHOICES, SLOTS = 64, 12, 8, 2, 3
-"""64 and 8 are the sizes that the documentation writes out."""
-
-
-@cache
-def blocks(path: Path, heading: str) -> list[str]:
-    """The Python of one section."""
-    (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", path.read_text(), re.M | re.S)
-    return re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
-
-
-def run_block(code: str, **known: Any) -> dict[str, Any]:
-    """What a block defines."""
-    namespace = dict(known)
-    exec(code, namespace)
-    return namespace
+WIDTH = 12
 
 
 @cache
@@ -112,91 +74,6 @@ def layer_with(part: str, number: int = 0, ep_size: int = 1, ep_rank: int = 0) -
 
 
 # ---- against formulas --------------------------------------------------------------------------------------
-
-
-def mixed(
-    x_TM: Tensor,
-    scores_TE: Tensor,
-    expert: Callable[[int, Tensor], Tensor],
-    slots: float = float("inf"),
-    surest_first: bool = False,
-) -> Tensor:
-    """Token by token, choice by choice: the two best experts, weights that sum to one."""
-    values, indices = scores_TE.topk(CHOICES)
-    values = values / values.sum(-1, keepdim=True)
-    queue: Sequence[int] = range(len(x_TM))
-    if surest_first:
-        queue = sorted(queue, key=lambda t: -float(values[t].detach().max()))
-    taken, out = [0] * EXPERTS, [torch.zeros_like(x) for x in x_TM]
-    for choice in range(CHOICES):
-        for t in queue:
-            e = int(indices[t, choice])
-            taken[e] += 1
-            if taken[e] <= slots:
-                out[t] = out[t] + values[t, choice] * expert(e, x_TM[t])
-    return torch.stack(out)
-
-
-def softmax(layer: MoELayer, x_TM: Tensor) -> Tensor:
-    return (x_TM @ layer.gate.get_parameter("weight").T).softmax(-1)
-
-
-def swiglu(layer: MoELayer, e: int, x_M: Tensor) -> Tensor:
-    gate, up, down = (layer.experts.get_parameter(name)[e] for name in ("w_gate", "w_up", "w_down"))
-    return (F.silu(x_M @ gate) * (x_M @ up)) @ down
-
-
-def distances(layer: MoELayer, x_TM: Tensor) -> Tensor:
-    points = layer.gate.get_parameter("points")
-    logits = [[-(x - point).square().sum().sqrt() for point in points] for x in x_TM]
-    return mixed(x_TM, torch.stack([torch.stack(row) for row in logits]).softmax(-1), partial(swiglu, layer))
-
-
-def squared_relu(layer: MoELayer, x_TM: Tensor) -> Tensor:
-    up, down = layer.experts.get_parameter("w_up"), layer.experts.get_parameter("w_down")
-    return mixed(x_TM, softmax(layer, x_TM), lambda e, x_M: (x_M @ up[e]).clamp(min=0) ** 2 @ down[e])
-
-
-def modules(layer: MoELayer, x_TM: Tensor) -> Tensor:
-    def expert(e: int, x_M: Tensor) -> Tensor:
-        name = f"expert_modules.{e}"
-        norm = F.layer_norm(
-            x_M,
-            (HIDDEN,),
-            layer.experts.get_parameter(f"{name}.0.weight"),
-            layer.experts.get_parameter(f"{name}.0.bias"),
-        )
-        narrow = F.silu(norm @ layer.experts.get_parameter(f"{name}.1.weight").T)
-        return narrow @ layer.experts.get_parameter(f"{name}.3.weight").T
-
-    return mixed(x_TM, softmax(layer, x_TM), expert)
-
-
-def clipped(layer: MoELayer, x_TM: Tensor) -> Tensor:
-    def expert(e: int, x_M: Tensor) -> Tensor:
-        out_M = swiglu(layer, e, x_M)
-        out_M.register_hook(lambda grad_M: grad_M * min(1.0, 0.01 / float(grad_M.norm())))
-        return out_M
-
-    return mixed(x_TM, softmax(layer, x_TM), expert)
-
-
-def surest_first(layer: MoELayer, x_TM: Tensor) -> Tensor:
-    return mixed(x_TM, softmax(layer, x_TM), partial(swiglu, layer), slots=SLOTS, surest_first=True)
-
-
-def usual(layer: MoELayer, x_TM: Tensor) -> Tensor:
-    return mixed(x_TM, softmax(layer, x_TM), partial(swiglu, layer))
-
-
-FORMULAS: dict[str, Callable[[MoELayer, Tensor], Tensor]] = {
-    "gate": distances,
-    "experts": squared_relu,
-    "module": modules,
-    "hook": clipped,
-    "order": surest_first,
-    "dispatch": usual,
-}
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -415,165 +292,3 @@ def test_examples_import_from_few_packages() -> None:
             "penstock.models.huggingface",
             "penstock.runtime.exchange",
         }
-
-
-def test_padding_of_the_page() -> None:
-    (code,) = blocks(MOE_LAYER, "Padding")
-    out = run_block(code)["out"]
-    assert not out[1, 6:].any() and out[1, :6].any(1).all() and out[0].any(1).all()
-
-
-def test_hugging_face_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (code,) = blocks(MOE_LAYER, "From Hugging Face")
-    assert run_block(code)["difference"] < 1e-5
-
-
-def run_several(rank: int) -> dict[str, Tensor]:
-    """What the block about several ranks leaves on this one: parameters (p), gradients (g) and tokens (x)."""
-    (code,) = blocks(MOE_LAYER, "By itself, on several ranks")
-    made = run_block(code)
-    found = {"x": made["x"]}
-    for name, parameter in made["layer"].named_parameters():
-        key = f"{name} of {rank}" if name.startswith("experts.") else name
-        found |= {f"p {key}": parameter.detach(), f"g {key}": parameter.grad}
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_several_ranks_of_the_page(ranks: Pools, world_size: int) -> None:
-    """Gradients are those of one process that has all experts and all tokens."""
-    results = ranks(world_size).run(run_several)
-    layer = MoELayer(
-        gate=SigmoidGate(HIDDEN, EXPERTS, CHOICES),
-        order=SortOrder(EXPERTS),
-        expert=SwiGLUExperts(HIDDEN, 128, EXPERTS),
-    )
-
-    def whole(kind: str, name: str) -> Tensor:
-        if name.startswith("experts."):
-            return torch.cat([result[f"{kind} {name} of {rank}"] for rank, result in enumerate(results)])
-        assert all(torch.equal(result[f"{kind} {name}"], results[0][f"{kind} {name}"]) for result in results)
-        return results[0][f"{kind} {name}"]  # type: ignore[no-any-return]  # a tensor of another process
-
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            parameter.copy_(whole("p", name))
-    out = layer(torch.cat([result["x"] for result in results]))
-    assert layer.losses is not None
-    (out.square().mean() + 0.01 * layer.losses.balance + 0.001 * layer.losses.z).backward()
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None
-        check_close(whole("g", name), parameter.grad, 1e-5, name)
-
-
-def test_the_refusal_is_a_real_one(capsys: pytest.CaptureFixture[str]) -> None:
-    command, said = re.findall(r"^\$ penstock (.*)\n(penstock: .*)\n```", MOE_LAYER.read_text(), re.M)[0]
-    words = [word.replace("configs/", f"{ROOT / 'configs'}/") for word in command.split()]
-    assert main(words) == 2
-    assert capsys.readouterr().err.strip() == said
-
-
-def test_the_picture_is_a_real_one() -> None:
-    shape = StepShape(
-        moe_layers=(True,), dispatch=HierarchicalDispatch2D().ops, shared_experts=True, exchange_counts=True
-    )
-    pieces = Pieces(
-        microbatches=2,
-        chunks=1,
-        all_reduce_chunk_bytes=1024,
-        all_reduce_bytes=(1024,),
-        expert_all_reduce_bytes=(0,),
-    )
-    plan = plan_step(SCHEDULES["flowmoe"], shape, pieces, lambda _: unit_cost)
-    assert plan.schedule.grid(plan.graph, width=106).partition("\n")[2].strip() in MOE_LAYER.read_text()
-
-
-def rows_of(heading: str) -> list[list[str]]:
-    """Cells of the tables of a section, without the first table's two header lines."""
-    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", MOE_LAYER.read_text(), re.M | re.S)
-    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip(" `") for cell in row] for row in rows]
-
-
-def test_the_parts_exist_and_tasks_are_on_their_lanes() -> None:
-    for _, name, _, _, where in rows_of("Parts")[2:]:
-        assert hasattr(penstock.moe, name) or hasattr(penstock.dispatch, name), name
-        for part in where.split(";"):
-            *ops, lane = re.split(r", | and ", re.sub(r" \(and W\)", "", part.strip()))
-            if lane in set(Lane):
-                assert {SPECS[Op(op)].lane for op in ops} == {lane}, (name, part)
-
-
-def test_defaults_of_the_configuration() -> None:
-    found: dict[str, str] = {}
-    for keys, defaults, _ in rows_of("From the configuration")[2:]:
-        found.update(zip(re.findall(r"\w+", keys), defaults.split(", "), strict=True))
-    assert found == {field.name: as_toml(field.default) for field in fields(MoEConfig)}
-
-
-def as_toml(value: object) -> str:
-    return {str: f'"{value}"', bool: str(value).lower(), type(None): "none"}.get(type(value), str(value))
-
-
-def test_what_one_copy_per_rank_saves() -> None:
-    for case, without, independent, distinct, counted, saved in rows_of("One copy per rank")[2:]:
-        experts, choices, ranks = (int(number) for number in case.split(", "))
-        torch.manual_seed(0)
-        with torch.no_grad():
-            choice = SoftmaxGate(HIDDEN, experts, choices)(20 * torch.randn(4096, HIDDEN), Tokens())
-        rows = MergedOrder(experts, choices, ranks).plan(choice, 1).chunk_rows[0] / 4096
-        assert SortOrder(experts).plan(choice, 1).chunk_rows[0] == int(without) * 4096
-        assert float(counted) == pytest.approx(rows, abs=0.01)
-        assert float(saved.removesuffix("%")) == pytest.approx(100 * (1 - rows / choices), abs=1)
-        others = math.comb(experts - experts // ranks, choices) / math.comb(experts, choices)
-        assert float(distinct) == pytest.approx(ranks * (1 - others), abs=0.006)
-        assert float(independent) == pytest.approx(ranks * (1 - (1 - 1 / ranks) ** choices), abs=0.006)
-
-
-def test_bytes_and_errors_of_compression() -> None:
-    rows_RM = torch.randn(1000, 1024, generator=torch.Generator().manual_seed(0))
-    hooks = {"none (float32)": Hook(), "bfloat16": Bfloat16Rows(), "int8": Int8Rows(1024)}
-    for name, _, small, large, measured in rows_of("Compression")[2:]:
-        config = MoEConfig(compression=None if name.startswith("none") else name)  # type: ignore[arg-type]  # a name
-        assert [config.row_bytes(hidden, 4) for hidden in (1024, 4096)] == [int(small), int(large)]
-        leaving = hooks[name].before_dispatch(rows_RM)
-        assert leaving.nbytes == 1000 * int(small)
-        error = (hooks[name].after_dispatch(leaving) - rows_RM).norm() / rows_RM.norm()
-        assert float(measured.removesuffix("%")) == pytest.approx(100 * float(error), abs=0.01)
-
-
-def test_what_splitting_does_to_balance() -> None:
-    anything, own = balance_tokens()
-    group = ""
-    for first, name, *values in rows_of("Balance")[7:]:
-        tokens = own if first.startswith("each") or (not first and group == "own") else anything
-        group = "own" if tokens is own else ""
-        found = [balance_of(tokens, name, pieces) for pieces in (1, 2, 4, 8)]
-        assert [float(value) for value in values] == pytest.approx(found, abs=2e-3)
-
-
-def balance_tokens() -> tuple[Tensor, Tensor]:
-    """8 samples of 128 tokens: of 256 symbols, and each of 16 symbols of its own."""
-    generator = torch.Generator().manual_seed(0)
-    anything = torch.randint(256, (8, 128), generator=generator)
-    own = [
-        torch.randint(256, (16,), generator=generator)[torch.randint(16, (128,), generator=generator)]
-        for _ in range(8)
-    ]
-    return anything, torch.stack(own)
-
-
-def balance_of(tokens: Tensor, group: str, pieces: int) -> float:
-    config = RunConfig(
-        model=ModelConfig(num_layers=1, hidden_size=64, seq_len=128),
-        moe=MoEConfig(num_experts=16, moe_ffn_hidden_size=16, aux_loss_group=group),  # type: ignore[arg-type]  # a name
-        schedule=ScheduleConfig(name="flowmoe", microbatches=pieces),
-    )
-    stack = build_stack(config, machinery(1, 1, 0))
-    with torch.no_grad():
-        stack.model.get_parameter("blocks.0.feed_forward.gate.weight").mul_(25)
-    stack(tokens, tokens)
-    assert stack.statistics is not None
-    return float(stack.statistics.aux)

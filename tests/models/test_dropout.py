@@ -9,22 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.models.dropout import CounterDropout
-from penstock.moe import SampleKeys
 from penstock.moe.counter import uniform_bits
-
-SHAPE = (5, 7, 6)
-
-
-def keys(ids: list[int], seed: int = 0) -> SampleKeys:
-    return SampleKeys(seed, torch.tensor(ids, dtype=torch.int64))
+from tests.support.samples import SHAPE, keys, sample_ids, seeds
 
 
 def ones(samples: int = 5, length: int = 7, hidden: int = 6) -> Tensor:
     return torch.ones(samples, length, hidden)
-
-
-sample_ids = st.lists(st.integers(0, 2**63 - 1), min_size=5, max_size=5, unique=True)
-seeds = st.integers(0, 2**32 - 1)
 
 
 @given(sample_ids, seeds, st.integers(1, 4))
@@ -43,30 +33,6 @@ def test_the_share_of_zeros_is_p(p: float) -> None:
     dropped, count = float((out == 0).double().mean()), out.numel()
     assert abs(dropped - p) < 5 * (p * (1 - p) / count) ** 0.5  # five standard deviations, a fixed draw
     torch.testing.assert_close(out[out != 0], torch.full((1,), 1 / (1 - p)).expand(int((out != 0).sum())))
-
-
-def test_every_row_and_column_is_dropped_alike() -> None:
-    """No sample, token or feature is preferred: each of their means is near one half."""
-    kept = (uniform_bits(torch.Size((64, 64, 64)), 1, keys(list(range(64)))) >= 2**31).double()
-    for dim in ((1, 2), (0, 2), (0, 1)):
-        assert (kept.mean(dim) - 0.5).abs().max() < 5 * 0.5 / 64
-
-
-@given(sample_ids, seeds)
-def test_places_samples_and_seeds_draw_different_masks(ids: list[int], seed: int) -> None:
-    base = uniform_bits(torch.Size(SHAPE), 3, keys(ids, seed))
-    assert not torch.equal(uniform_bits(torch.Size(SHAPE), 4, keys(ids, seed)), base)
-    assert not torch.equal(uniform_bits(torch.Size(SHAPE), 3, keys(ids, seed ^ 1)), base)
-    for i in range(5):
-        for j in range(i):
-            assert not torch.equal(base[i], base[j])
-
-
-@pytest.mark.parametrize("high", [0, 1, 2**20])
-def test_all_bits_of_a_sample_number_count(high: int) -> None:
-    shape = torch.Size((2, *SHAPE[1:]))
-    first, second = uniform_bits(shape, 0, keys([(high << 32) + 5, ((high + 1) << 32) + 5]))
-    assert not torch.equal(first, second)
 
 
 def test_different_masks_are_independent() -> None:

@@ -11,16 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.moe.counter import SampleKeys, normal, uniform_bits
+from tests.support.samples import SHAPE, keys, sample_ids, seeds
 
-SHAPE = (5, 7, 6)
-sample_ids = st.lists(st.integers(0, 2**63 - 1), min_size=5, max_size=5, unique=True)
-seeds = st.integers(0, 2**32 - 1)
 LARGE = torch.Size((64, 64, 64))
 Draw = Callable[[torch.Size, int, SampleKeys], Tensor]
-
-
-def keys(ids: list[int], seed: int = 0) -> SampleKeys:
-    return SampleKeys(seed, torch.tensor(ids, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("draw", [uniform_bits, normal])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.config import ConfigError
 from penstock.graph import Group
-from penstock.topology import Layout, ParallelConfig, build_mesh, lane_groups
+from penstock.topology import Layout, ParallelConfig, lane_groups
 from tests.support.ranks import Pools
 
 
@@ -147,22 +147,18 @@ def test_ranks_per_node_must_divide_the_world() -> None:
         Layout.build(ParallelConfig(ranks_per_node=3), 4, 0, 4)
 
 
-def real_groups(rank: int, world_size: int, ep_size: int) -> tuple[dict[Group, list[int]], tuple[int, ...]]:
+def real_groups(rank: int, world_size: int, ep_size: int) -> dict[Group, list[int]]:
     import torch.distributed as dist
 
     layout = Layout(world_size=world_size, ep_size=ep_size, rank=rank)
-    groups = {kind: dist.get_process_group_ranks(g) for kind, g in lane_groups(layout, 60.0).items()}
-    mesh = build_mesh(layout, "cpu")
-    assert mesh.mesh_dim_names == ("edp", "ep")
-    return groups, (mesh.size(0), mesh.size(1), mesh.get_local_rank("edp"), mesh.get_local_rank("ep"))
+    return {kind: dist.get_process_group_ranks(g) for kind, g in lane_groups(layout, 60.0).items()}
 
 
 @pytest.mark.parametrize("ep_size", [1, 2, 4])
-def test_process_groups_and_mesh_follow_the_layout(ranks: Pools, ep_size: int) -> None:
-    for rank, (groups, mesh) in enumerate(ranks(4).run(real_groups, 4, ep_size)):
+def test_process_groups_follow_the_layout(ranks: Pools, ep_size: int) -> None:
+    for rank, groups in enumerate(ranks(4).run(real_groups, 4, ep_size)):
         layout = Layout(world_size=4, ep_size=ep_size, rank=rank)
         assert set(groups) == {Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS}
         for kind, members in groups.items():
             assert members in layout.members(kind)
             assert rank in members
-        assert mesh == (layout.edp_size, ep_size, rank // ep_size, layout.ep_rank)

@@ -1,7 +1,7 @@
 """Ranks: how a process joins the others, and which ranks form which group."""
 
 from penstock.topology.control import CommunicationError, Control
-from penstock.topology.groups import INTER_GROUPS, Layout, ParallelConfig, build_mesh, lane_groups
+from penstock.topology.groups import INTER_GROUPS, Layout, ParallelConfig, lane_groups
 from penstock.topology.join import ProcessInfo, detect, join, leave
 from penstock.topology.nodes import find_node_size
 
@@ -12,7 +12,6 @@ __all__ = [
     "Layout",
     "ParallelConfig",
     "ProcessInfo",
-    "build_mesh",
     "detect",
     "find_node_size",
     "join",

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.config import ConfigError
 from penstock.graph import Group
@@ -142,11 +141,6 @@ class Layout:
             size, starts = self.ep_node_size, range(0, self.world_size, self.ep_size)
             return [list(ranks[i + place : i + self.ep_size : size]) for i in starts for place in range(size)]
         return [[rank] for rank in ranks]
-
-
-def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The device mesh with the axis names that users know: `edp`, `ep`."""
-    return init_device_mesh(device_type, (layout.edp_size, layout.ep_size), mesh_dim_names=("edp", "ep"))
 
 
 INTER_GROUPS = (Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from penstock.cost import FittedCluster, StepCost
 from penstock.dispatch import DISPATCHES
@@ -17,7 +18,7 @@ from penstock.topology import Layout
 from penstock.train.assemble import base_shape, gradient_bytes, workload
 from penstock.train.config import RunConfig
 
-NAMES: tuple[DispatchName, ...] = ("flat", "hierarchical_1d", "hierarchical_2d")
+NAMES: tuple[DispatchName, ...] = tuple(name for name in get_args(DispatchName) if name in DISPATCHES)
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ FLOWMOE_MICROBATCHES = 2
 FLOWMOE_CUTS = (1, 2, 4, 8, 16)
 """A block's gradients in so many all-reduce chunks: the grid over S_p."""
 
-
-FEW_LAYERS = 4
-"""So many tell enough of a long model."""
+TUNED_LAYERS = 4
+"""FlowMoE is tuned on so many of the lowest layers of a long model."""
 
 
 def sequential_choice(problem: Problem) -> Choice:
@@ -77,10 +76,10 @@ def flowmoe_choice(problem: Problem, microbatches: int | None = None) -> Choice:
     R is a divisor of the batch; a batch of one sample is not cut at all. A model of many layers is tuned on
     the lowest of them.
     """
-    long = problem.shape.num_layers > FEW_LAYERS
-    short = problem.only(tuple(range(FEW_LAYERS))) if long else problem
+    long = problem.shape.num_layers > TUNED_LAYERS
+    short = problem.only(tuple(range(TUNED_LAYERS))) if long else problem
     choices = list(_flowmoe_grid(problem, microbatches))
-    return min(choices, key=lambda choice: _simulated_s(short, choice))
+    return min(choices, key=lambda choice: _slowest_s(short, choice))
 
 
 def flowmoe_published_choice(problem: Problem) -> Choice:
@@ -145,7 +144,7 @@ def _whole(pair: tuple[int, int]) -> bool:
     return lcm(*pair) <= max(MOST_SLICES, *pair)
 
 
-def _simulated_s(problem: Problem, choice: Choice) -> float:
+def _slowest_s(problem: Problem, choice: Choice) -> float:
     """Seconds of a step in which every rank is as slow as the slowest, which costs as little as one rank."""
     plan = problem.plan(choice)
     cost = problem.cost(choice, plan.graph.shape)

@@ -1,0 +1,84 @@
+"""What ExpertParallel and layers with it refuse, and what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+import penstock
+from penstock.config import ConfigError
+from penstock.moe import GeluExperts, MergedOrder, MoELayer, SoftmaxGate, SortOrder
+from penstock.runtime.exchange import ExpertParallel
+from tests.support.exchange import CHOICES, EXPERTS, HIDDEN, Case, exchange_of, model_of, numbers
+from tests.support.ranks import Pools
+
+
+def test_without_a_process_group() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match=r"call torch\.distributed\.init_process_group before"):
+        penstock.ExpertParallel(num_experts=8)
+
+
+def refusal(rank: int, num_experts: int, options: dict[str, int], dispatch: str) -> str:
+    """What a rank is told."""
+    del rank
+    try:
+        exchange = ExpertParallel(num_experts=num_experts, **options)
+        case = Case(world=4, dispatch=dispatch)
+        model_of(case, exchange)
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_experts", "options", "dispatch", "told"),
+    [
+        (6, {}, "flat", ("moe.num_experts = 6", "evenly by 4 ranks", "Nearest valid: 8")),
+        (8, {"ep_size": 3}, "flat", ("ep_size = 3", "must divide", "Nearest valid: 2")),
+        (8, {"ep_size": 0}, "flat", ("ep_size = 0", "Use 1 or more")),
+        (8, {"ranks_per_node": 3}, "flat", ("ranks_per_node = 3", "must divide", "Nearest valid: 2")),
+        (8, {}, "hierarchical_1d", ("hierarchical_1d", "over several nodes", "Use flat")),
+        (8, {"ep_size": 2, "ranks_per_node": 2}, "hierarchical_2d", ("over several nodes", "Use flat")),
+        (8, {"ep_size": 1}, "hierarchical_2d", ("over several nodes", "Use flat")),
+    ],
+)
+def test_layouts_that_do_not_fit(
+    ranks: Pools, num_experts: int, options: dict[str, int], dispatch: str, told: tuple[str, ...]
+) -> None:
+    for message in ranks(4).run(refusal, num_experts, options, dispatch):
+        assert all(part in message for part in told), message
+
+
+def mismatched(rank: int, what: str) -> str:
+    """A layer whose parts were built for another number of ranks; ranks with different numbers of tokens."""
+    exchange = exchange_of(None, None)
+    gate, order, local = SoftmaxGate(HIDDEN, EXPERTS, CHOICES), SortOrder(EXPERTS), EXPERTS // 2
+    try:
+        if what == "experts":
+            MoELayer(gate=gate, order=order, expert=GeluExperts(HIDDEN, 5, EXPERTS), exchange=exchange)
+        if what == "order":
+            merged = MergedOrder(EXPERTS, CHOICES, 1)
+            MoELayer(gate=gate, order=merged, expert=GeluExperts(HIDDEN, 5, local), exchange=exchange)
+        if what in ("index", "einsum"):
+            layer = model_of(Case(world=2, order=what), exchange).layer
+            layer(numbers(8 + 8 * rank, HIDDEN, seed=0))
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("experts", ("num_experts = 8", "2 rank(s) with 8 experts each hold 16")),
+        ("order", ("MergedOrder was built for ranks = 1", "ranks = 2")),
+        ("index", ("different numbers of tokens", "`valid`")),
+        ("einsum", ("different numbers of tokens", "`valid`")),
+    ],
+)
+def test_parts_and_batches_that_do_not_fit(ranks: Pools, what: str, told: tuple[str, ...]) -> None:
+    for message in ranks(2).run(mismatched, what):
+        assert all(part in message for part in told), message

@@ -1,0 +1,201 @@
+"""A small model with an MoE layer over ranks, or whole in one process, as the tests of exchanges use it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.dispatch import DISPATCHES
+from penstock.moe import (
+    EinsumOrder,
+    ExpertBias,
+    ExpertChoiceGate,
+    Experts,
+    Gate,
+    GeluExperts,
+    Hook,
+    IndexOrder,
+    MergedOrder,
+    ModuleExperts,
+    MoELayer,
+    Order,
+    SharedExpert,
+    SigmoidGate,
+    SoftmaxGate,
+    SortOrder,
+    SwiGLUExperts,
+)
+from penstock.moe.config import BalanceGroup
+from penstock.moe.layer import LayerLosses
+from penstock.runtime.exchange import ExpertParallel
+
+IN, HIDDEN, OUT, EXPERTS, CHOICES = 4, 6, 3, 8, 3
+SAMPLES, LENGTH = 2, 5
+AUX, Z, RATE = 0.3, 0.07, 0.25
+CAPACITY = {"capacity_factor": 0.75, "min_capacity": 1}
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A training step.
+
+    ep_size: none = all ranks. node: ranks per node, for hierarchical dispatches. passes: accumulated before
+    the step. samples: of each rank, if not all have equally many. idle: experts that no token of the first
+    rank likes.
+    """
+
+    world: int
+    ep_size: int | None = None
+    node: int | None = None
+    gate: str = "softmax"
+    order: str = "sort"
+    dispatch: str = "flat"
+    experts: str = "gelu"
+    balance: BalanceGroup = "global"
+    padded: bool = False
+    hooked: bool = False
+    reentrant: bool | None = None
+    passes: int = 1
+    no_sync: bool = False
+    samples: tuple[int, ...] = ()
+    idle: tuple[int, ...] = ()
+    prepare: Callable[[Model], Model] | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of every rank."""
+        return self.samples or (SAMPLES,) * self.world
+
+
+class Model(nn.Sequential):
+    """Linear, MoE layer, Linear; hands the mask on to the layer, and its losses with the output."""
+
+    reentrant: bool | None = None
+
+    @property
+    def layer(self) -> MoELayer:
+        layer = self[1]
+        assert isinstance(layer, MoELayer)
+        return layer
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, LayerLosses]:
+        def run(h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            out, losses = self[1](h, valid), self.layer.losses
+            assert losses is not None
+            return out, losses.balance, losses.z
+
+        h = self[0](x)
+        made = run(h) if self.reentrant is None else checkpoint(run, h, use_reentrant=self.reentrant)
+        return self[2](made[0]), LayerLosses(*made[1:])
+
+
+class Bent(Hook):
+    """Something that is not linear, at every place."""
+
+    def before_dispatch(self, rows_RM: Tensor) -> Tensor:
+        return rows_RM * 2
+
+    def after_dispatch(self, rows_RM: Tensor) -> Tensor:
+        return rows_RM.tanh()
+
+    def before_combine(self, rows_RM: Tensor) -> Tensor:
+        return rows_RM.sinh()
+
+    def after_combine(self, rows_RM: Tensor) -> Tensor:
+        return rows_RM.square()
+
+
+def gate_of(case: Case) -> Gate:
+    if case.gate == "expert_choice":
+        return ExpertChoiceGate(HIDDEN, EXPERTS, top_k=CHOICES, **CAPACITY)  # type: ignore[arg-type]
+    if case.gate == "sigmoid":
+        return SigmoidGate(HIDDEN, EXPERTS, CHOICES, bias=ExpertBias(EXPERTS, RATE))
+    return SoftmaxGate(HIDDEN, EXPERTS, CHOICES)
+
+
+def order_of(case: Case, ep_size: int) -> Order:
+    if case.order == "merged":
+        return MergedOrder(EXPERTS, CHOICES, ep_size)
+    if case.order == "sort":
+        return SortOrder(EXPERTS)
+    made = IndexOrder if case.order == "index" else EinsumOrder
+    return made(EXPERTS, **CAPACITY)  # type: ignore[arg-type]  # a table of settings
+
+
+def experts_of(case: Case, local: int) -> Experts:
+    if case.experts == "module":
+        return ModuleExperts(lambda: nn.Linear(HIDDEN, HIDDEN), local)
+    return (SwiGLUExperts if case.experts == "swiglu" else GeluExperts)(HIDDEN, 5, local)
+
+
+def model_of(case: Case, exchange: ExpertParallel | None) -> Model:
+    """The model with this rank's experts; every tensor is drawn by its name in the whole model."""
+    ep_size = 1 if exchange is None else exchange.ep_size
+    layer = MoELayer(
+        gate=gate_of(case),
+        order=order_of(case, ep_size),
+        expert=experts_of(case, EXPERTS // ep_size),
+        dispatch=DISPATCHES[case.dispatch],
+        hooks=(Bent(),) if case.hooked else (),
+        shared=SharedExpert(GeluExperts(HIDDEN, 3, 1)),
+        exchange=exchange,
+        balance=case.balance,
+    )
+    model = Model(nn.Linear(IN, HIDDEN), layer, nn.Linear(HIDDEN, OUT)).double()
+    model.reentrant = case.reentrant if exchange is not None else None
+    for name, tensor in logical(model, dict(model.named_parameters())).items():
+        tensor.detach().copy_(numbers(*tensor.shape, seed=zlib.crc32(name.encode())))
+    return model
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def logical(model: Model, tensors: Tensors) -> Tensors:
+    """Names in the whole model; what belongs to experts cut into them."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        if not name.startswith("1.experts."):
+            found[name] = tensor
+            continue
+        for stem, number, part in model.layer.experts.split(name, tensor):
+            found[f"{stem}.{model.layer.first_expert + number}"] = part
+    return found
+
+
+def batch(case: Case, turn: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, targets, and which tokens are no padding, of one rank in one pass."""
+    size = case.sizes[rank]
+    x = numbers(size, LENGTH, IN, seed=100 * turn + rank)
+    if case.idle and rank == 0:
+        x = torch.zeros_like(x)  # all tokens alike: they choose the same experts
+    ends = torch.randint(1, LENGTH + 1, (size, 1), generator=torch.Generator().manual_seed(rank + turn))
+    valid = torch.arange(LENGTH) < (ends if case.padded else torch.full_like(ends, LENGTH))
+    return x, numbers(size, LENGTH, OUT, seed=999 + turn), valid
+
+
+def task_loss(out: Tensor, target: Tensor, valid: Tensor) -> Tensor:
+    """A mean over one rank's tokens."""
+    square = (out - target).square().mean(-1) * valid
+    return square.sum() / valid.sum().clamp(min=1)
+
+
+@cache
+def exchange_of(ep_size: int | None, node: int | None) -> ExpertParallel:
+    """Kept, since a pool runs many cases."""
+    return ExpertParallel(num_experts=EXPERTS, ep_size=ep_size, ranks_per_node=node)
+
+
+def rank_loss(wrapped: nn.Module, data: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    x, target, valid = data
+    out, losses = wrapped(x, None if valid.all() else valid)
+    loss: Tensor = task_loss(out, target, valid) + AUX * losses.balance + Z * losses.z
+    return loss

@@ -1,0 +1,200 @@
+"""What docs/moe-layer.md shows: its code runs, its tables and its picture are true."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import Tensor
+
+import penstock.dispatch
+import penstock.moe
+from penstock import MoELayer
+from penstock.cli import main
+from penstock.dispatch import HierarchicalDispatch2D
+from penstock.graph import Lane, Op, StepShape
+from penstock.graph.task import SPECS
+from penstock.models import ModelConfig
+from penstock.moe import (
+    Bfloat16Rows,
+    Hook,
+    Int8Rows,
+    MergedOrder,
+    MoEConfig,
+    SigmoidGate,
+    SoftmaxGate,
+    SortOrder,
+    SwiGLUExperts,
+    Tokens,
+)
+from penstock.schedule import SCHEDULES, Pieces, ScheduleConfig, plan_step, unit_cost
+from penstock.train.assemble import build_stack
+from penstock.train.config import RunConfig
+from tests.support.pages import CHOICES, EXPERTS, HIDDEN, MOE_LAYER, ROOT, blocks, run_block
+from tests.support.parity import check_close, machinery
+from tests.support.ranks import Pools
+
+
+def test_padding_of_the_page() -> None:
+    (code,) = blocks(MOE_LAYER, "Padding")
+    out = run_block(code)["out"]
+    assert not out[1, 6:].any() and out[1, :6].any(1).all() and out[0].any(1).all()
+
+
+def test_hugging_face_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (code,) = blocks(MOE_LAYER, "From Hugging Face")
+    assert run_block(code)["difference"] < 1e-5
+
+
+def run_several(rank: int) -> dict[str, Tensor]:
+    """What the block about several ranks leaves on this one: parameters (p), gradients (g) and tokens (x)."""
+    (code,) = blocks(MOE_LAYER, "By itself, on several ranks")
+    made = run_block(code)
+    found = {"x": made["x"]}
+    for name, parameter in made["layer"].named_parameters():
+        key = f"{name} of {rank}" if name.startswith("experts.") else name
+        found |= {f"p {key}": parameter.detach(), f"g {key}": parameter.grad}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_several_ranks_of_the_page(ranks: Pools, world_size: int) -> None:
+    """Gradients are those of one process that has all experts and all tokens."""
+    results = ranks(world_size).run(run_several)
+    layer = MoELayer(
+        gate=SigmoidGate(HIDDEN, EXPERTS, CHOICES),
+        order=SortOrder(EXPERTS),
+        expert=SwiGLUExperts(HIDDEN, 128, EXPERTS),
+    )
+
+    def whole(kind: str, name: str) -> Tensor:
+        if name.startswith("experts."):
+            return torch.cat([result[f"{kind} {name} of {rank}"] for rank, result in enumerate(results)])
+        assert all(torch.equal(result[f"{kind} {name}"], results[0][f"{kind} {name}"]) for result in results)
+        return results[0][f"{kind} {name}"]  # type: ignore[no-any-return]  # a tensor of another process
+
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(whole("p", name))
+    out = layer(torch.cat([result["x"] for result in results]))
+    assert layer.losses is not None
+    (out.square().mean() + 0.01 * layer.losses.balance + 0.001 * layer.losses.z).backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None
+        check_close(whole("g", name), parameter.grad, 1e-5, name)
+
+
+def test_the_refusal_is_a_real_one(capsys: pytest.CaptureFixture[str]) -> None:
+    command, said = re.findall(r"^\$ penstock (.*)\n(penstock: .*)\n```", MOE_LAYER.read_text(), re.M)[0]
+    words = [word.replace("configs/", f"{ROOT / 'configs'}/") for word in command.split()]
+    assert main(words) == 2
+    assert capsys.readouterr().err.strip() == said
+
+
+def test_the_picture_is_a_real_one() -> None:
+    shape = StepShape(
+        moe_layers=(True,), dispatch=HierarchicalDispatch2D().ops, shared_experts=True, exchange_counts=True
+    )
+    pieces = Pieces(
+        microbatches=2,
+        chunks=1,
+        all_reduce_chunk_bytes=1024,
+        all_reduce_bytes=(1024,),
+        expert_all_reduce_bytes=(0,),
+    )
+    plan = plan_step(SCHEDULES["flowmoe"], shape, pieces, lambda _: unit_cost)
+    assert plan.schedule.grid(plan.graph, width=106).partition("\n")[2].strip() in MOE_LAYER.read_text()
+
+
+def rows_of(heading: str) -> list[list[str]]:
+    """Cells of the tables of a section, without the first table's two header lines."""
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", MOE_LAYER.read_text(), re.M | re.S)
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip(" `") for cell in row] for row in rows]
+
+
+def test_the_parts_exist_and_tasks_are_on_their_lanes() -> None:
+    for _, name, _, _, where in rows_of("Parts")[2:]:
+        assert hasattr(penstock.moe, name) or hasattr(penstock.dispatch, name), name
+        for part in where.split(";"):
+            *ops, lane = re.split(r", | and ", re.sub(r" \(and W\)", "", part.strip()))
+            if lane in set(Lane):
+                assert {SPECS[Op(op)].lane for op in ops} == {lane}, (name, part)
+
+
+def test_defaults_of_the_configuration() -> None:
+    found: dict[str, str] = {}
+    for keys, defaults, _ in rows_of("From the configuration")[2:]:
+        found.update(zip(re.findall(r"\w+", keys), defaults.split(", "), strict=True))
+    assert found == {field.name: as_toml(field.default) for field in fields(MoEConfig)}
+
+
+def as_toml(value: object) -> str:
+    return {str: f'"{value}"', bool: str(value).lower(), type(None): "none"}.get(type(value), str(value))
+
+
+def test_what_one_copy_per_rank_saves() -> None:
+    for case, without, independent, distinct, counted, saved in rows_of("One copy per rank")[2:]:
+        experts, choices, ranks = (int(number) for number in case.split(", "))
+        torch.manual_seed(0)
+        with torch.no_grad():
+            choice = SoftmaxGate(HIDDEN, experts, choices)(20 * torch.randn(4096, HIDDEN), Tokens())
+        rows = MergedOrder(experts, choices, ranks).plan(choice, 1).chunk_rows[0] / 4096
+        assert SortOrder(experts).plan(choice, 1).chunk_rows[0] == int(without) * 4096
+        assert float(counted) == pytest.approx(rows, abs=0.01)
+        assert float(saved.removesuffix("%")) == pytest.approx(100 * (1 - rows / choices), abs=1)
+        others = math.comb(experts - experts // ranks, choices) / math.comb(experts, choices)
+        assert float(distinct) == pytest.approx(ranks * (1 - others), abs=0.006)
+        assert float(independent) == pytest.approx(ranks * (1 - (1 - 1 / ranks) ** choices), abs=0.006)
+
+
+def test_bytes_and_errors_of_compression() -> None:
+    rows_RM = torch.randn(1000, 1024, generator=torch.Generator().manual_seed(0))
+    hooks = {"none (float32)": Hook(), "bfloat16": Bfloat16Rows(), "int8": Int8Rows(1024)}
+    for name, _, small, large, measured in rows_of("Compression")[2:]:
+        config = MoEConfig(compression=None if name.startswith("none") else name)  # type: ignore[arg-type]  # a name
+        assert [config.row_bytes(hidden, 4) for hidden in (1024, 4096)] == [int(small), int(large)]
+        leaving = hooks[name].before_dispatch(rows_RM)
+        assert leaving.nbytes == 1000 * int(small)
+        error = (hooks[name].after_dispatch(leaving) - rows_RM).norm() / rows_RM.norm()
+        assert float(measured.removesuffix("%")) == pytest.approx(100 * float(error), abs=0.01)
+
+
+def test_what_splitting_does_to_balance() -> None:
+    anything, own = balance_tokens()
+    group = ""
+    for first, name, *values in rows_of("Balance")[7:]:
+        tokens = own if first.startswith("each") or (not first and group == "own") else anything
+        group = "own" if tokens is own else ""
+        found = [balance_of(tokens, name, pieces) for pieces in (1, 2, 4, 8)]
+        assert [float(value) for value in values] == pytest.approx(found, abs=2e-3)
+
+
+def balance_tokens() -> tuple[Tensor, Tensor]:
+    """8 samples of 128 tokens: of 256 symbols, and each of 16 symbols of its own."""
+    generator = torch.Generator().manual_seed(0)
+    anything = torch.randint(256, (8, 128), generator=generator)
+    own = [
+        torch.randint(256, (16,), generator=generator)[torch.randint(16, (128,), generator=generator)]
+        for _ in range(8)
+    ]
+    return anything, torch.stack(own)
+
+
+def balance_of(tokens: Tensor, group: str, pieces: int) -> float:
+    config = RunConfig(
+        model=ModelConfig(num_layers=1, hidden_size=64, seq_len=128),
+        moe=MoEConfig(num_experts=16, moe_ffn_hidden_size=16, aux_loss_group=group),  # type: ignore[arg-type]  # a name
+        schedule=ScheduleConfig(name="flowmoe", microbatches=pieces),
+    )
+    stack = build_stack(config, machinery(1, 1, 0))
+    with torch.no_grad():
+        stack.model.get_parameter("blocks.0.feed_forward.gate.weight").mul_(25)
+    stack(tokens, tokens)
+    assert stack.statistics is not None
+    return float(stack.statistics.aux)
