@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs in one process, where there are several: a file, whose tests share runs, and all namespaces."""
+    """What runs in one process, if there are several: a file, whose tests share runs; all namespaces."""
     for item in items:
         file = item.nodeid.partition("::")[0]
         emulated = file.startswith("tests/emulate/") or "emulation" in getattr(item, "fixturenames", ())

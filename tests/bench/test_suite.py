@@ -14,14 +14,14 @@ from penstock.bench.suite import SUITE, Outcome, Run, run_one, run_suite, write_
 from penstock.bench.text import text_of
 from tests.bench.results import NINE, result
 from tests.bench.test_document import MACHINE
-from tests.cli.test_bench import SMALL
+from tests.cli.test_bench import QUICK
 
 pytestmark = pytest.mark.slow
 
 TINY = Run(
     name="tiny",
     title="A tiny run",
-    arguments=(*SMALL, "compare.warmup=1", "--schedules", "sequential,flowmoe"),
+    arguments=(*QUICK, "--schedules", "sequential,flowmoe"),
     note="To see whether it works.",
     seconds=20,
 )

@@ -77,6 +77,35 @@ def test_a_plan_is_saved_shown_and_can_be_replayed(
     PlanFile.read(path).step_plan(problem)
 
 
+def test_a_plan_that_was_edited_is_not_explained_by_its_old_lines(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    run([*SMALL, "--out", str(path)], capsys)
+    shown = run(["plan", "--show", str(path)], capsys)
+    assert "Edited" not in shown
+    table = json.loads(path.read_text())
+    table["choice"] |= {"schedule": "flowmoe", "microbatches": 7}
+    path.write_text(json.dumps({**table, "schedule": None}))
+    again = run(["plan", "--show", str(path)], capsys)
+    note = again[again.index("Edited") : again.index("Plan  ")]
+    assert "flowmoe: 7 microbatches" in note and "lines below are of the plan before" in " ".join(
+        note.split()
+    )
+    assert again.endswith(shown[shown.index("Plan  ") :])
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+def test_no_number_that_json_lacks_is_planned_with(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, number: str
+) -> None:
+    path = tmp_path / "cluster.json"
+    rates = f'{{"link_latency_s": {number}}}'
+    path.write_text(f'{{"name": "mine", "nodes": 2, "ranks_per_node": 1, "rates": {rates}}}')
+    words = ["plan", "--model", "GPT2-Tiny-MoE", "--cluster", str(path), "--json"]
+    assert "rates.link_latency_s = " in refused(words, capsys)
+
+
 def test_a_training_configuration_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = Path(__file__).parents[2] / "configs" / "tiny.toml"
     words = [
@@ -101,9 +130,31 @@ def test_a_training_configuration_is_planned(capsys: pytest.CaptureFixture[str])
         ([*SMALL, "--batch", "0"], "--batch = 0"),
         ([*SMALL, "--memory-gib", "-1"], "--memory-gib = -1"),
         ([*SMALL, "--memory-gib", "0.01"], "no plan fits"),
+        ([*SMALL, "--memory-gib", "inf"], "--memory-gib = inf: must be positive and finite"),
+        ([*SMALL, "--memory-gib", "nan"], "--memory-gib = nan: must be positive and finite"),
+        ([*SMALL, "--memory-gib", "1e300"], "must be positive and finite"),
         (["plan", "--show", "nowhere.json"], "nowhere.json: cannot be read"),
         (["plan", "configs/tiny.toml", "--batch", "2", "--cluster", "fsmoe-testbed-b"], "section.key=value"),
+        (["plan", "--show", "p.json", "--model", "Mixtral-7B"], '--model = "Mixtral-7B": --show prints'),
+        (["plan", "--show", "p.json", "--cluster", "fsmoe-testbed-b"], '--cluster = "fsmoe-testbed-b"'),
+        (["plan", "--show", "p.json", "--out", "q.json"], '--out = "q.json"'),
+        (["plan", "--show", "p.json", "--memory-gib", "2"], "--memory-gib = 2.0"),
+        (["plan", "--show", "p.json", "--ep-size", "2"], "--ep-size = 2"),
+        (["plan", "configs/tiny.toml", "--show", "p.json"], 'CONFIG = "configs/tiny.toml"'),
     ],
 )
 def test_what_is_wrong_is_answered(words: list[str], answer: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer in refused(words, capsys)
+
+
+def test_a_busiest_rank_costs_time(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = []
+    for imbalance in ("1", "2"):
+        assert main([*SMALL, "--imbalance", imbalance, "--json"]) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["predicted_s"])
+    assert seconds[1] > 1.1 * seconds[0]
+    assert main([*SMALL, "--imbalance", "2"]) == 0
+    assert "gets 2 times the mean" in " ".join(capsys.readouterr().out.split())
+    assert main([*SMALL, "--imbalance", "99"]) == 2
+    error = capsys.readouterr().err
+    assert "--imbalance = 99.0" in error and "Use 1 for even routing" in error

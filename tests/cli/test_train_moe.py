@@ -1,17 +1,22 @@
-"""The MoE layer's parts from the configuration of `penstock train`."""
+"""The MoE layer's parts from the configuration of `penstock train`.
+
+Where the command itself makes no difference, ranks that have loaded torch already run what it runs.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.dispatch import DISPATCHES
-from tests.support.runs import losses, run, start, wait_until, write_config
+from penstock.report import RunSummary
+from tests.support.ranks import Pools
+from tests.support.runs import losses, run, write_config
+from tests.support.training import train_on
 
 pytestmark = pytest.mark.slow
 
@@ -24,61 +29,51 @@ DEEPSEEK = (
     "moe.aux_loss_group=sequence",
 )
 
-NODES = ("parallel.processes=4", "parallel.ranks_per_node=2")
+
+def trained(ranks: Pools, folder: Path, *settings: str, processes: int = 2) -> tuple[RunSummary, str]:
+    """Summary of a run in `folder`, and what its first rank said."""
+    folder.mkdir(exist_ok=True)
+    write_config(folder)
+    first, *_ = told = ranks(processes).run(train_on, processes, folder, list(settings), None)
+    assert all(each.refused is None for each in told), first.refused
+    assert first.summary is not None
+    return first.summary, first.said
 
 
-def result_of(folder: Path, *settings: str) -> tuple[dict[str, Any], str]:
-    """JSON of a run and what it said beside it."""
-    ranks = "parallel.processes=2"
-    done = run("train", write_config(folder), "--json", ranks, *settings)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found, done.stderr
-
-
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_hierarchical_runs_lose_like_flat_ones_and_auto_says_why(tmp_path: Path) -> None:
+def test_hierarchical_runs_lose_like_flat_ones_and_auto_says_why(ranks: Pools, tmp_path: Path) -> None:
     """Rows take another way and are summed in the same order: the same bits."""
     seen = []
     for name in (*DISPATCHES, "auto"):
         folder = tmp_path / name
-        folder.mkdir()
-        settings = ("train.steps=3", *NODES, f"moe.dispatch={name}")
-        found, said = result_of(folder, *settings)
-        assert found["dispatch"] == name or (name == "auto" and found["dispatch"] in DISPATCHES)
+        settings = ("train.steps=3", "parallel.ranks_per_node=2", f"moe.dispatch={name}")
+        found, said = trained(ranks, folder, *settings, processes=4)
+        assert found.dispatch == name or (name == "auto" and found.dispatch in DISPATCHES)
         seen.append(losses(folder / "run"))
-    assert all(other == seen[0] for other in seen)
+    assert all(other == seen[0] for other in seen) and len(seen[0]) == 3
     (line,) = [line for line in said.splitlines() if "by the measured links" in line]
-    assert f"dispatch {found['dispatch']}:" in line and all(name in line for name in DISPATCHES)
+    assert f"dispatch {found.dispatch}:" in line and all(name in line for name in DISPATCHES)
     assert 'dispatch = "auto"' in (tmp_path / "auto" / "run" / "config.toml").read_text()
 
 
-def test_loss_free_balance_goes_on_where_it_was(tmp_path: Path) -> None:
-    """The bias is saved with the model: a run that was stopped ends with the losses of one that was not."""
-    folders, settings = [], (*DEEPSEEK, "parallel.processes=2")
-    for name in ("whole", "stopped"):
-        folder = tmp_path / name
-        folder.mkdir()
-        folders.append(folder / "run")
-        config = write_config(folder)
-        if name == "whole":
-            assert run("train", config, *settings).returncode == 0
-            continue
-        process = start("train", config, *settings, stderr=folder / "stderr")
-        wait_until(lambda: len(losses(folders[1])) >= 5, process)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=60) == 0
-        assert run("train", config, *settings, "train.resume=true").returncode == 0
-    assert losses(folders[0]) == losses(folders[1])
+def test_loss_free_balance_goes_on_where_it_was(ranks: Pools, tmp_path: Path) -> None:
+    """The bias is saved with the model: a run that was cut short ends with the losses of one that was not."""
+    trained(ranks, tmp_path, *DEEPSEEK, "train.checkpoint_every=7", "train.steps=12")
+    folder = tmp_path / "run"
+    expected = losses(folder)
+    shutil.rmtree(folder / "checkpoints" / "step-00000012")
+    _, said = trained(ranks, tmp_path, *DEEPSEEK, "train.steps=12", "train.resume=true")
+    assert "step-00000007" in said
+    assert losses(folder) == expected and len(expected) == 12
 
 
 def test_losses_carry_the_name_of_their_group(tmp_path: Path) -> None:
-    found, said = result_of(tmp_path, "train.steps=2", *DEEPSEEK)
-    assert found["dispatch"] == "flat" and "by the measured links" not in said  # one node: nothing to choose
-    for step in metrics_of(tmp_path):
+    done = run("train", write_config(tmp_path), "--json", "train.steps=2", *DEEPSEEK)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["dispatch"] == "flat"
+    assert "by the measured links" not in done.stderr  # one node: nothing to choose
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        step = json.loads(line)
         assert {key for key in step if key.startswith("aux_loss")} == {"aux_loss_sequence"}
         assert step["aux_loss_sequence"] > 0 and step["z_loss"] > 0
 
@@ -90,12 +85,12 @@ def test_losses_carry_the_name_of_their_group(tmp_path: Path) -> None:
         ("moe.gate=cosine", "moe.compression=int8", "moe.expert=gelu"),
     ],
 )
-def test_parts_by_name(tmp_path: Path, settings: tuple[str, ...]) -> None:
-    found, _ = result_of(tmp_path, "train.steps=10", *settings)
-    assert found["last_loss"] < found["first_loss"] - 0.1
+def test_parts_by_name(ranks: Pools, tmp_path: Path, settings: tuple[str, ...]) -> None:
+    found, _ = trained(ranks, tmp_path, "train.steps=10", *settings)
+    assert found.last_loss < found.first_loss - 0.1
 
 
-def test_gates_that_look_ahead_are_allowed_with_a_warning(tmp_path: Path) -> None:
-    found, said = result_of(tmp_path, "train.steps=3", "moe.gate=soft")
+def test_gates_that_look_ahead_are_allowed_with_a_warning(ranks: Pools, tmp_path: Path) -> None:
+    found, said = trained(ranks, tmp_path, "train.steps=3", "moe.gate=soft")
     assert "looks at later tokens, too" in said
-    assert found["steps"] == 3
+    assert found.steps == 3

@@ -9,27 +9,26 @@ from typing import Any
 import pytest
 
 from penstock.cost import ClusterFile
+from penstock.report import RunSummary
+from tests.support.ranks import Pools
 from tests.support.runs import losses, run, write_config
+from tests.support.training import train_on
 
 pytestmark = pytest.mark.slow
 
-TWO = ("parallel.processes=2", "parallel.timeout_s=60", "train.steps=6", "train.resume=false")
 LABELS = ("Plan ", "Time ", "Binding ", "Next ", "Change ")
-
-
-def result_of(config: Path, *settings: str) -> tuple[dict[str, Any], str]:
-    """JSON of a run and what it said beside it."""
-    done = run("train", config, "--json", *TWO, *settings)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)  # exactly one object, whatever libraries print
-    return found, done.stderr
+SIX = "train.steps=6"
 
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    """A run by the command: its folder, its JSON and what it said beside it."""
     folder = tmp_path_factory.mktemp("plan")
-    found, said = result_of(write_config(folder), "plan.source=auto", "plan.profile_s=3")
-    return folder, found, said
+    settings = ("parallel.timeout_s=60", SIX, "plan.source=auto", "plan.profile_s=2")
+    done = run("train", write_config(folder), "--json", *settings)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)  # exactly one object, whatever libraries print
+    return folder, found, done.stderr
 
 
 def test_it_says_what_was_chosen_and_why_in_five_lines(planned: tuple[Path, dict[str, Any], str]) -> None:
@@ -47,7 +46,16 @@ def test_the_cluster_was_measured_here(planned: tuple[Path, dict[str, Any], str]
     assert file.links and file.tasks
 
 
-def test_the_plan_and_the_cluster_serve_again(planned: tuple[Path, dict[str, Any], str]) -> None:
+def trained(ranks: Pools, folder: Path, *settings: str) -> tuple[RunSummary, str]:
+    """The same on ranks that have loaded torch already: summary, and what the first one said."""
+    first, _ = ranks(2).run(train_on, 2, folder, [SIX, *settings], None)
+    assert first.summary is not None, first.refused
+    return first.summary, first.said
+
+
+def test_the_plan_and_the_cluster_serve_again(
+    ranks: Pools, planned: tuple[Path, dict[str, Any], str]
+) -> None:
     """Neither is measured or searched for a second time; the losses are the same."""
     folder, found, _ = planned
     expected = losses(folder / "run")
@@ -55,24 +63,17 @@ def test_the_plan_and_the_cluster_serve_again(planned: tuple[Path, dict[str, Any
     kept.mkdir()
     for name in ("plan", "cluster"):
         Path(outputs[name]).rename(kept / f"{name}.json")
-    config = folder / "tiny.toml"
-    again, said = result_of(config, f"plan.source={kept / 'plan.json'}")
-    assert again["schedule"] == found["schedule"] and "measuring the cluster" not in said
-    assert again["outputs"]["cluster"] is None
+    again, said = trained(ranks, folder, f"plan.source={kept / 'plan.json'}")
+    assert again.schedule == found["schedule"] and "measuring the cluster" not in said
+    assert again.cluster is None
     assert losses(folder / "run") == pytest.approx(expected, rel=1e-5)
-    searched, said = result_of(config, "plan.source=auto", f"plan.cluster={kept / 'cluster.json'}")
+    searched, said = trained(ranks, folder, "plan.source=auto", f"plan.cluster={kept / 'cluster.json'}")
     assert "measuring the cluster" not in said and "warning" not in said
-    assert searched["outputs"]["cluster"] is not None
-
-
-def test_a_given_schedule_leaves_no_plan(tmp_path: Path) -> None:
-    found, said = result_of(write_config(tmp_path))
-    assert (found["outputs"]["plan"], found["outputs"]["cluster"]) == (None, None)
-    assert not any(line.startswith("Plan ") for line in said.splitlines())
+    assert searched.cluster is not None
 
 
 def test_a_plan_file_that_is_not_there(tmp_path: Path) -> None:
-    done = run("train", write_config(tmp_path), *TWO, "plan.source=nowhere.json")
+    done = run("train", write_config(tmp_path), "plan.source=nowhere.json")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1  # every rank finds the same fault; once is enough
     assert done.stderr.startswith("penstock: nowhere.json: cannot be read")

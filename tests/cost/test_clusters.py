@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import subprocess
+import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,7 @@ from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, ProfiledCluster, StepCost
 from penstock.cost.cluster_file import ClusterFile, Fit, KernelModel, LinkModel, Machine, TaskModel
 from penstock.cost.clusters import find_cluster, names
-from penstock.graph import StepShape, build_graph
+from penstock.graph import Group, Lane, Op, Phase, StepShape, build_graph
 from penstock.schedule import SCHEDULES, ScheduleConfig
 from tests.cost.test_step import workload
 
@@ -52,6 +56,8 @@ LINK = {
     "alpha_s": 0.0,
     "beta_s_per_byte": 1e-9,
 }
+TASK = {"op": "AT", "phase": "F", "alpha_s": 0.0, "scale": 1.0}
+KERNEL = {"name": "copy", "unit": "byte", "alpha_s": 0.0, "beta_s_per_unit": 1e-10}
 
 
 def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -130,19 +136,102 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
         ({"links": [{"collective": "all_to_many"}]}, "links[0].collective"),
         ({"links": [LINK | {"beta_s_per_byte": 0.0}]}, "links[0].beta_s_per_byte"),
         ({"links": [LINK | {"alpha_s": -1e-6}]}, "links[0].alpha_s"),
-        ({"tasks": [{"op": "AT", "phase": "F", "alpha_s": 0.0, "scale": -1.0}]}, "tasks[0].scale"),
+        ({"tasks": [TASK | {"scale": -1.0}]}, "tasks[0].scale"),
         ({"jitter": -0.1}, "jitter"),
         ({"slowness": [1.0]}, "slowness"),
         ({"slowness": [1.0, 0.0]}, "slowness"),
+        ({"memory_bytes": 0}, "memory_bytes"),
+        ({"memory_bytes": -1}, "memory_bytes"),
     ],
 )
 def test_a_bad_file_is_refused_by_name_and_key(tmp_path: Path, change: dict[str, object], key: str) -> None:
-    path = tmp_path / "bad.json"
+    caught = refusal(tmp_path, change)
+    assert key in caught.key
+
+
+def refusal(folder: Path, change: dict[str, object]) -> ConfigError:
+    """What is said of a file with the change."""
+    path = folder / "bad.json"
     MEASURED.save(path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ConfigError) as caught:
         find_cluster(str(path))
-    assert str(path) in caught.value.key and key in caught.value.key
+    assert str(path) in caught.value.key
+    return caught.value
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "links[0].alpha_s",
+        "links[0].beta_s_per_byte",
+        "tasks[0].alpha_s",
+        "tasks[0].scale",
+        "tasks[0].beside",
+        "kernels[0].alpha_s",
+        "kernels[0].beta_s_per_unit",
+        "rates.flops_per_s",
+        "rates.link_latency_s",
+        "transfers_beside_compute",
+        "jitter",
+    ],
+)
+def test_what_is_not_finite_is_refused(tmp_path: Path, key: str, value: float) -> None:
+    """JSON of Python's has words for them; a search among such numbers would not end, or be wrong."""
+    section, _, name = key.rpartition(".")
+    whole = {"links[0]": LINK, "tasks[0]": TASK, "kernels[0]": KERNEL}
+    if section in whole:
+        change: dict[str, object] = {section.removesuffix("[0]"): [whole[section] | {name: value}]}
+    else:
+        change = {section: {name: value}} if section else {name: value}
+    caught = refusal(tmp_path, change)
+    assert caught.key.endswith("bad.json." + key)
+    assert "must be" in caught.why and caught.hint
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_slowness_is_finite(tmp_path: Path, value: float) -> None:
+    assert "finite number above 0 for each of the 2 ranks" in str(
+        refusal(tmp_path, {"slowness": [1.0, value]})
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "hint"),
+    [
+        ({"links": [LINK | {"group": "worlds"}]}, "links[0].group", "Nearest: world."),
+        ({"links": [LINK | {"group": ""}]}, "links[0].group", "Nearest: "),
+        ({"links": [LINK | {"lane": "Inter"}]}, "links[0].lane", "Nearest: inter."),
+        ({"links": [LINK | {"op": "DD"}]}, "links[0].op", "Nearest: D."),
+        ({"tasks": [TASK | {"op": "ATT"}]}, "tasks[0].op", "Nearest: AT."),
+        ({"tasks": [TASK | {"op": ""}]}, "tasks[0].op", "Nearest: "),
+        ({"tasks": [TASK | {"phase": "f"}]}, "tasks[0].phase", "All: F, B, I, W."),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest(
+    tmp_path: Path, change: dict[str, object], key: str, hint: str
+) -> None:
+    """It would match nothing, and the plan would rest on the rates instead."""
+    caught = refusal(tmp_path, change)
+    assert key in caught.key and hint in caught.hint
+
+
+def test_every_name_that_a_profile_writes_is_taken() -> None:
+    for group, lane, op in product(Group, Lane, ("", *Op)):
+        link = replace(MEASURED.links[0], group=str(group), lane=str(lane), op=str(op))
+        assert replace(MEASURED, links=(link,)).links == (link,)
+    for op, phase in product(Op, Phase):
+        replace(MEASURED.tasks[0], op=str(op), phase=str(phase))
+
+
+def test_cluster_files_need_no_torch() -> None:
+    program = (
+        "import sys; from penstock.cost.clusters import find_cluster\n"
+        "find_cluster('fsmoe-testbed-b'); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]"])

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cost import ClusterConfig, StepCost, Workload
+from penstock.cost import ClusterConfig, StepCost, UnevenRanks, Workload
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Lane, Op, Phase, StepShape, Task, build_graph
 from penstock.graph.dependencies import TRANSFERS
@@ -184,3 +185,31 @@ def test_soft_slots_are_counted_by_sample() -> None:
     work = replace(workload(StepShape(moe_layers=(True,))), slots_per_sample=3)
     rows = [work.rows(m, 2, c, 2) for m in range(2) for c in range(2)]
     assert rows == [4 * n for n in (5, 4, 3, 3)]  # 3 and 2 samples of 3 slots each, in two chunks, 4 experts
+
+
+# ---- ranks that differ -------------------------------------------------------------------------------------
+
+
+def test_a_popular_rank_computes_longer_and_holds_up_transfers() -> None:
+    """Twice the rows take twice the time but for the fixed part; the other tasks stay as they are."""
+    shape = StepShape(moe_layers=(True,))
+    even = StepCost(shape, workload(shape), CLUSTER)
+    uneven = UnevenRanks(even, load=(2.0, 1.0, 0.5, 0.5))
+    for task in build_graph(shape).tasks:
+        usual_s, found = even(task), np.asarray(uneven(task))
+        if task.op is Op.EXPERTS:
+            fixed_s = CLUSTER.task_overhead_s
+            np.testing.assert_allclose(found - fixed_s, (usual_s - fixed_s) * np.array([2.0, 1.0, 0.5, 0.5]))
+        elif task.op in (Op.DISPATCH, Op.COMBINE):
+            start_s = CLUSTER.all_to_all(2).alpha_s
+            assert found - start_s == pytest.approx(2 * (usual_s - start_s))
+        else:
+            assert found == pytest.approx(usual_s)
+
+
+def test_a_slow_rank_with_few_tokens() -> None:
+    shape = StepShape(moe_layers=(True,))
+    even = StepCost(shape, workload(shape), replace(CLUSTER, task_overhead_s=1e-12))
+    both = UnevenRanks(even, slowness=(1.0, 4.0), load=(1.5, 0.5))
+    for task in (t for t in build_graph(shape).tasks if t.op is Op.EXPERTS):
+        np.testing.assert_allclose(both(task), even(task) * np.array([1.5, 2.0]), rtol=1e-6)

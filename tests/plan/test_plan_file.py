@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import ConfigError
-from penstock.plan import Candidate, Choice, PlanFile, Problem, evaluate
+from penstock.plan import Candidate, Choice, PlanFile, Problem, evaluate, register, unregister
 from penstock.plan.dimensions import space
+from penstock.plan.words import choice_words
 from penstock.schedule import TAIL, Partition, Portion, Slot
 from tests.plan.problems import problem, problems
 
@@ -58,6 +61,34 @@ def test_what_is_saved_is_read_and_replayed(
     assert replayed.graph.shape == found.plan.graph.shape
 
 
+@dataclass(frozen=True)
+class Further:
+    """A dimension whose values stand under `more`."""
+
+    name: str
+    value: str | int | float
+
+    def values(self, problem: Problem, choice: Choice) -> Sequence[str | int | float]:
+        del problem, choice
+        return (self.value,)
+
+    def apply(self, choice: Choice, value: str | int | float) -> Choice:
+        return replace(choice, more=(*choice.more, (self.name, value)))
+
+
+FURTHER = (Further("tp", 2), Further("placement", "sample"), Further("share", 0.5))
+
+
+@pytest.fixture
+def further() -> Iterator[None]:
+    for dimension in FURTHER:
+        register(dimension)
+    yield
+    for dimension in FURTHER:
+        unregister(dimension.name)
+
+
+@pytest.mark.usefixtures("further")
 def test_partitions_and_registered_decisions_survive(tmp_path: Path) -> None:
     each = problem()
     half = Portion(size_bytes=1 << 19, slot=TAIL)
@@ -65,7 +96,7 @@ def test_partitions_and_registered_decisions_survive(tmp_path: Path) -> None:
     choice = Choice(
         schedule="fsmoe",
         partition=Partition(((Portion(size_bytes=1 << 20, slot=TAIL),), (gap, half))),
-        more=(("tp", 2), ("placement", "sample"), ("share", 0.5)),
+        more=tuple((each.name, each.value) for each in FURTHER),
     )
     found = evaluate(each, choice)
     file = saved(tmp_path / "plan.json", each, found)
@@ -101,6 +132,16 @@ def test_an_order_of_ones_own_is_run_as_it_stands(path: Path) -> None:
 def put(section: str | None, key: str, value: object) -> Edit:
     def edit(table: dict[str, Any]) -> None:
         (table if section is None else table[section])[key] = value
+
+    return edit
+
+
+def portions(layers: int) -> Edit:
+    """FSMoE without any gradient to reduce, for so many layers: ranks would drift apart."""
+
+    def edit(plain: dict[str, Any]) -> None:
+        plain["schedule"] = None
+        plain["choice"] |= {"schedule": "fsmoe", "partition": {"portions": [[]] * layers}}
 
     return edit
 
@@ -142,6 +183,8 @@ def test_a_wrong_value_is_named_when_it_is_read(path: Path, edit: Edit, words: t
         (put("choice", "dispatch", "hierarchical_2d"), ("choice.dispatch", "Use one of flat")),
         (put("choice", "microbatches", 8), ("choice.microbatches = 8", "Nearest valid: 4")),
         (put("sizes", "layers", 3), ("sizes.layers = 3", "this step has 2")),
+        (portions(1), ("choice.partition", "1 layers", "has 2")),
+        (portions(2), ("choice.partition.portions[0]", "0 bytes", "layer 0 has", "null")),
     ],
 )
 def test_what_does_not_fit_is_named_when_it_is_replayed(
@@ -152,6 +195,48 @@ def test_what_does_not_fit_is_named_when_it_is_replayed(
         file.step_plan(problem(), path.name)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_decision_that_nobody_registered_is_refused(path: Path) -> None:
+    more = [{"name": "tp", "value": "2"}]
+    with pytest.raises(ConfigError, match=r'plan.json.choice.more\[0\].name = "tp": no such dimension'):
+        edited(path, put("choice", "more", more))
+    own = [{"name": "microbatches", "value": "2"}]
+    with pytest.raises(ConfigError, match="into the choice itself"):
+        edited(path, put("choice", "more", own))
+
+
+def test_a_decision_that_is_registered_no_more_is_refused_when_it_is_replayed(tmp_path: Path) -> None:
+    each = problem()
+    register(FURTHER[0])
+    try:
+        file = saved(tmp_path / "plan.json", each, evaluate(each, Choice(more=(("tp", 2),))))
+        file.step_plan(each)
+        with pytest.raises(ConfigError, match=r'more\[0\].name = "pp": .* Registered: tp\.'):
+            edited(tmp_path / "plan.json", put("choice", "more", [{"name": "pp", "value": "2"}]))
+    finally:
+        unregister(FURTHER[0].name)
+    with pytest.raises(ConfigError, match=r"mine\.choice\.more\[0\]\.name"):
+        file.step_plan(each, "mine")
+
+
+@pytest.mark.parametrize("key", ["predicted_s", "lower_bound_s"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_times_are_finite(path: Path, key: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"{key} = {value}: must be finite"):
+        edited(path, put(None, key, value))
+    with pytest.raises(ConfigError, match=r"predicted_s = 0\.0: must be finite and above 0"):
+        edited(path, put(None, "predicted_s", 0))
+
+
+def test_an_explanation_is_of_one_choice(path: Path) -> None:
+    words = choice_words(PlanFile.read(path).choice.choice)
+    edited(path, put(None, "why", [f"Plan     {words}", "Time     1 ms"]))
+    assert PlanFile.read(path).explains_choice
+    assert not edited(path, put("choice", "dispatch", "hierarchical_1d")).explains_choice
+    assert not edited(path, put("choice", "microbatches", 4)).explains_choice
+    assert edited(path, put(None, "why", ["order frozen again"])).explains_choice, "it explains nothing"
+    assert edited(path, put(None, "why", [])).explains_choice
 
 
 def test_what_is_no_plan_file(tmp_path: Path) -> None:

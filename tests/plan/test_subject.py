@@ -9,8 +9,9 @@ import pytest
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster, names
+from penstock.graph import Op
 from penstock.models import PRESETS
-from penstock.plan import MODELS, Choice, evaluate, published_problem
+from penstock.plan import MODELS, Choice, estimate_memory, evaluate, published_problem
 from penstock.plan.subject import Overrides
 
 TESTBED_A, TESTBED_B = find_cluster("fsmoe-testbed-a"), find_cluster("fsmoe-testbed-b")
@@ -63,7 +64,7 @@ def test_overrides_win() -> None:
     assert (work.world_size, work.ep_size, work.ranks_per_node, work.num_experts) == (8, 4, 2, 8)
     expert = 2 * 256 * 512 * 4
     assert work.expert_all_reduce_bytes == (2 * expert,) * 3, "two experts per rank have replicas"
-    assert any("links as on the 2 x 8 devices" in note for note in subject.notes)
+    assert any("links worked out from those of the 2 x 8 devices" in note for note in subject.notes)
 
 
 def test_one_table_for_planner_and_trainer() -> None:
@@ -99,6 +100,28 @@ def test_sizes_are_positive() -> None:
         Overrides(seq_len=0)
 
 
-def test_one_rank_has_nobody_to_reduce_with() -> None:
-    work = published_problem("GPT2-Tiny-MoE", one_rank(), Overrides(top_k=1)).problem.workload
-    assert work.world_size == 1 and not any(work.all_reduce_bytes)
+def test_one_group_reduces_in_no_time_and_still_holds_its_weights() -> None:
+    alone = published_problem("GPT2-Tiny-MoE", one_rank(), Overrides(top_k=1)).problem
+    assert alone.workload.world_size == 1
+    choice = Choice()
+    plan = alone.plan(choice)
+    cost = alone.cost(choice, plan.graph.shape)
+    assert {cost(task) for task in plan.graph.tasks if task.op is Op.ALL_REDUCE} == {0.0}
+    replicated = sum(alone.workload.all_reduce_bytes)
+    with_weights, without = (
+        estimate_memory(replace(alone, workload=work), choice).weights_bytes
+        for work in (alone.workload, replace(alone.workload, all_reduce_bytes=(0,) * alone.shape.num_layers))
+    )
+    assert with_weights - without == replicated > 0
+
+
+def test_shards_are_as_slow_as_their_slowest() -> None:
+    """Eight nodes of four: the ranks of a node share attention and experts."""
+    slow = tuple(3.0 if rank == 9 else 1.0 for rank in range(32))
+    each = published_problem("Mixtral-7B", replace(TESTBED_B, slowness=slow))
+    assert each.problem.slowness == (1.0, 1.0, 3.0, *(1.0,) * 5)
+    usual = evaluate(published_problem("Mixtral-7B", TESTBED_B).problem, Choice())
+    assert evaluate(each.problem, Choice()).predicted_s > 1.3 * usual.predicted_s
+    elsewhere = published_problem("Mixtral-7B", replace(TESTBED_B, slowness=slow), Overrides(nodes=4))
+    assert elsewhere.problem.slowness == ()
+    assert any("slower ranks" in note for note in elsewhere.notes)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from penstock.moe import ModuleExperts, MoEConfig, MoELayer
 from penstock.moe.build import GATES, build_order, build_shared, dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.schedule import ScheduleConfig
+from penstock.schedule import penstock as searching
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
 from penstock.train.clip import clip_grad_norm
@@ -142,9 +145,21 @@ def stack_of(rank: int, case: Case) -> PipelinedStack:
     ep_size = case.ep_size or case.world_size
     found = machinery(case.world_size, ep_size, rank, case.node_size or 0)
     make_moe = partial(module_layer, case, ep_size, rank % ep_size) if case.module_experts else None
-    stack = build_stack(case.config, found, case.dtype, make_moe)
+    with short_search():
+        stack = build_stack(case.config, found, case.dtype, make_moe)
     prepare(stack, case)
     return stack
+
+
+@contextmanager
+def short_search() -> Iterator[None]:
+    """Every order must give the same step, so the search for a good one stops early, on all ranks alike."""
+    most = searching.MOST_EVALUATIONS
+    searching.MOST_EVALUATIONS = searching.LEAST_EVALUATIONS
+    try:
+        yield
+    finally:
+        searching.MOST_EVALUATIONS = most
 
 
 def module_layer(case: Case, ep_size: int, ep_rank: int, layer: int) -> MoELayer:
@@ -222,8 +237,20 @@ def logical(stack: PipelinedStack, tensors: Weights) -> Weights:
 
 
 def reference_step(case: Case) -> StepResult:
-    """The same step by the reference, in one process."""
-    alone = replace(case, world_size=1, ep_size=1, node_size=None, moe=replace(case.moe, dispatch="flat"))
+    """The same step by the reference, in one process. Of a schedule it has only the pieces to know."""
+    dispatch = replace(case.moe, dispatch="flat")
+    return _reference_step(replace(case, ep_size=None, node_size=None, moe=dispatch, schedule=_pieces(case)))
+
+
+def _pieces(case: Case) -> ScheduleConfig:
+    if case.schedule.name in ("flowmoe", "penstock"):
+        return ScheduleConfig(name="flowmoe", microbatches=case.schedule.microbatches)
+    return ScheduleConfig(name="sequential")
+
+
+@lru_cache(maxsize=16)
+def _reference_step(case: Case) -> StepResult:
+    alone = replace(case, world_size=1, ep_size=1, schedule=ScheduleConfig(name="sequential"))
     stack = stack_of(0, alone)
     weights = {n: p.detach().clone().requires_grad_() for n, p in stack.model.named_parameters()}
     tokens, labels = batch_of(case)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
+import pickle
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +14,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 TIMEOUT_S = 120.0
-MOST_THREADS = 150
+MOST_THREADS = 60
+PRELOADED = ["torch._dynamo", "penstock.train.trainer", "tests.support.ranks", "tests.support.parity"]
+"""What every rank has imported from the start: a server does it once, and ranks are forked off it."""
 
 
 @dataclass
@@ -21,6 +27,32 @@ class RankFailed:
     """What a rank sends instead of a result."""
 
     text: str
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as the bytes of arrays: multiprocessing would open a file and a connection for each."""
+
+    def reducer_override(self, found: Any) -> Any:
+        if type(found) is torch.Tensor and found.device.type == "cpu" and found.dtype in EXACT_IN_NUMPY:
+            return _tensor, (found.detach().numpy(), found.requires_grad)
+        return NotImplemented
+
+
+EXACT_IN_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
+
+
+def _tensor(array: Any, requires_grad: bool) -> torch.Tensor:
+    return torch.from_numpy(array).requires_grad_(requires_grad)
+
+
+def send(pipe: Connection, message: Any) -> None:
+    written = io.BytesIO()
+    _Pickler(written, pickle.HIGHEST_PROTOCOL).dump(message)
+    pipe.send_bytes(written.getbuffer())
+
+
+def receive(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())
 
 
 class RankPool:
@@ -32,7 +64,8 @@ class RankPool:
     def __init__(self, world_size: int) -> None:
         from torch._C._distributed_c10d import TCPStore
 
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.world_size, self.alive = world_size, True
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._pipes: list[Connection] = []
@@ -49,7 +82,7 @@ class RankPool:
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Results by rank; AssertionError with the traceback of every rank that failed."""
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            send(pipe, (function, arguments))
         results = [self._receive(rank) for rank in range(self.world_size)]
         failures = [r.text for r in results if isinstance(r, RankFailed)]
         if failures:
@@ -60,7 +93,7 @@ class RankPool:
     def _receive(self, rank: int) -> Any:
         try:
             if self._pipes[rank].poll(TIMEOUT_S):
-                return self._pipes[rank].recv()
+                return receive(self._pipes[rank])
         except (EOFError, ConnectionResetError):
             return RankFailed(f"rank {rank} died with exit code {self.processes[rank].exitcode}")
         return RankFailed(f"rank {rank} did not answer within {TIMEOUT_S} s")
@@ -80,7 +113,6 @@ class RankPool:
 
 def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-    import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
 
@@ -91,13 +123,13 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
     )
     while True:
         try:
-            function, arguments = pipe.recv()
+            function, arguments = receive(pipe)
         except EOFError:
             return
         try:
-            pipe.send(function(rank, *arguments))
+            send(pipe, function(rank, *arguments))
         except Exception:
-            pipe.send(RankFailed(f"rank {rank}:\n{traceback.format_exc()}"))
+            send(pipe, RankFailed(f"rank {rank}:\n{traceback.format_exc()}"))
 
 
 class Pools:

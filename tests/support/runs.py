@@ -11,6 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from penstock.cli import main
+
 TINY = """
 [model]
 num_layers = 2
@@ -23,7 +27,7 @@ num_experts = 4
 moe_ffn_hidden_size = 24
 
 [parallel]
-processes = 4
+processes = 2
 timeout_s = 20
 
 [data]
@@ -76,6 +80,26 @@ def run(*arguments: str | Path, timeout_s: float = 150) -> subprocess.CompletedP
         env=clean_environ(),
         check=False,
     )
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """What `penstock` says as it refuses, before it starts any rank; in this process, which has torch."""
+    words = list(map(str, arguments))
+    capsys.readouterr()  # what an earlier command said
+    with pytest.MonkeyPatch.context() as environ:
+        for name in os.environ.keys() - clean_environ().keys():
+            environ.delenv(name)
+        code = main(words)
+    found = capsys.readouterr()
+    check_refusal(code, found.out, found.err)
+    return found.err
+
+
+def check_refusal(code: int, out: str, error: str) -> None:
+    """Bad usage, said once and not by every rank."""
+    assert code == 2, error
+    assert out == "" and "Traceback" not in error
+    assert error.count("penstock: ") == 1, error
 
 
 def start(*arguments: str | Path, stderr: Path) -> subprocess.Popen[bytes]:

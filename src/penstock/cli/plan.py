@@ -7,28 +7,37 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from penstock.cli.codes import FAILED
+from penstock.cli.out import check_out, save_out
 from penstock.config import UNSET, ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.plan import MemoryBudget, PlanFile, Subject, explain, find_plan, published_problem
 from penstock.plan import Progress as Step
 from penstock.plan.subject import Overrides
-from penstock.plan.words import milliseconds
+from penstock.plan.words import choice_words, milliseconds
 from penstock.report.plan import PlanReport, saved_plan
 
 NARROWEST, WIDEST = 60, 130
 SIZES = ("layers", "batch", "seq_len", "top_k", "num_experts", "nodes", "ranks_per_node", "ep_size")
 """Sizes that a user may give instead of the published ones."""
+
+SEARCHED = ("config", "model", "cluster", "out", "memory_gib", "imbalance", *SIZES)
+"""What says how to search for a plan."""
+
+EXAMPLE = "plan.json"
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,41 +67,71 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--memory-gib", type=float, metavar="X", help="refuse plans that need more per rank (the cluster's)"
     )
     for name in SIZES:
-        option = "--" + name.replace("_", "-")
-        plan.add_argument(option, type=int, metavar="N", help="instead of the published or described number")
+        plan.add_argument(
+            _option(name), type=int, metavar="N", help="instead of the published or described number"
+        )
+    plan.add_argument(
+        "--imbalance",
+        type=float,
+        metavar="X",
+        help="the busiest rank's experts get X times the mean number of tokens (1: even routing)",
+    )
     plan.add_argument("--json", action="store_true", help="print one JSON object")
     plan.set_defaults(run=plan_command)
 
 
 def plan_command(options: argparse.Namespace, given: object) -> int:
-    """Exit code: 0, or 2 by way of ConfigError."""
+    """Exit code: 0, 1 if the plan could not be saved, or 2 by way of ConfigError."""
     del given
     width = min(max(shutil.get_terminal_size((110, 24)).columns, NARROWEST), WIDEST)
     if options.show is not None:
-        file = PlanFile.read(options.show)
-        print(
-            json.dumps(file.to_dict()) if options.json else saved_plan(file, str(options.show), width), end=""
-        )
-        return 0
-    subject = _subject(options)
+        return _show(options, width)
+    subject = _loaded(_subject(options), options.imbalance)
     memory = _memory(options.memory_gib, subject.memory_bytes)
+    if options.out is not None:
+        check_out(options.out, EXAMPLE)
     started = time.monotonic()
     with _progress() as progress:
         found = find_plan(subject.problem, memory=memory, progress=progress)
         explanation = explain(subject.problem, found, memory)
     seconds = time.monotonic() - started
-    if options.out is not None:
-        PlanFile.of(
-            subject.problem,
-            found.best,
-            model=subject.title,
-            cluster=subject.cluster_name,
-            why=explanation.lines,
-        ).save(options.out)
-    saved = None if options.out is None else str(options.out)
+    file = PlanFile.of(
+        subject.problem,
+        found.best,
+        model=subject.title,
+        cluster=subject.cluster_name,
+        why=explanation.lines,
+    )
+    saved = str(options.out) if options.out is not None and save_out(file.save, options.out) else None
     report = PlanReport(subject=subject, found=found, explanation=explanation, seconds=seconds, saved=saved)
     print(json.dumps(report.to_dict()) if options.json else report.to_text(width), end="")
+    return FAILED if options.out is not None and saved is None else 0
+
+
+def _show(options: argparse.Namespace, width: int) -> int:
+    """Print a saved plan. What belongs to a search is refused, since nothing would come of it."""
+    for name in SEARCHED:
+        if getattr(options, name) is not None:
+            option = "CONFIG" if name == "config" else _option(name)
+            value = getattr(options, name)
+            why, hint = "--show prints a saved plan and searches for none", "Leave one of the two out."
+            raise ConfigError(option, str(value) if isinstance(value, Path) else value, why, hint)
+    file = PlanFile.read(options.show)
+    if options.json:
+        print(json.dumps(file.to_dict()), end="")
+        return 0
+    if not file.explains_choice:
+        note = (
+            f"Edited   since it was explained, by hand or while it was run: the plan is now "
+            f"{choice_words(file.choice.choice)}; the lines below are of the plan before"
+        )
+        file = replace(file, why=(note, *file.why))
+    print(saved_plan(file, str(options.show), width), end="")
     return 0
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _subject(options: argparse.Namespace) -> Subject:
@@ -114,13 +153,21 @@ def _subject(options: argparse.Namespace) -> Subject:
     return _configured(options, file)
 
 
+def _loaded(subject: Subject, imbalance: float | None) -> Subject:
+    """The same with a busiest rank, which has nothing to do with how it was described."""
+    if imbalance is None:
+        return subject
+    note = f"the busiest rank of every expert group gets {imbalance:g} times the mean number of tokens"
+    problem = subject.problem.with_imbalance(imbalance)
+    return replace(subject, problem=problem, notes=(*subject.notes, note))
+
+
 def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
     """The problem of a training run on this cluster's ranks."""
     for name in SIZES:
         if getattr(options, name) is not None:
-            option = "--" + name.replace("_", "-")
             why = "goes with --model; a configuration has settings"
-            raise ConfigError(option, getattr(options, name), why, "Write it as section.key=value.")
+            raise ConfigError(_option(name), getattr(options, name), why, "Write it as section.key=value.")
     from penstock.config import load
     from penstock.topology import Layout
     from penstock.train.config import RunConfig
@@ -140,9 +187,10 @@ def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
 def _memory(wanted_gib: float | None, known_bytes: int | None) -> MemoryBudget | None:
     if wanted_gib is None:
         return None if known_bytes is None else MemoryBudget(bytes=known_bytes)
-    if not wanted_gib > 0:
-        raise ConfigError("--memory-gib", wanted_gib, "must be positive", "Such as 11.")
-    return MemoryBudget(bytes=int(wanted_gib * 2**30))
+    wanted_bytes = wanted_gib * 2**30
+    if not 0 < wanted_bytes < math.inf:
+        raise ConfigError("--memory-gib", wanted_gib, "must be positive and finite", "Such as 11.")
+    return MemoryBudget(bytes=int(wanted_bytes))
 
 
 @contextmanager

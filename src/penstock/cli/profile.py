@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock.cli.codes import BAD_USAGE, FAILED
+from penstock.cli.out import check_out, save_out
 from penstock.cli.ranks import start_ranks
 from penstock.cli.train import end_of_rank
 from penstock.config import ConfigError, load, to_dict
@@ -33,6 +35,7 @@ from penstock.topology import (
 from penstock.topology.join import ALONE
 from penstock.train.assemble import build_machinery, pick_device
 from penstock.train.config import RunConfig
+from penstock.train.planning import decided
 from penstock.train.profile import profile_run
 
 DEFAULTS = (
@@ -47,6 +50,8 @@ DEFAULTS = (
 )
 """The model that `penstock bench` runs, small enough for one core per rank. It has an expert per rank."""
 
+EXAMPLE = "cluster.json"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
@@ -58,10 +63,8 @@ class Wanted:
     json: bool
 
     def __post_init__(self) -> None:
-        if not self.budget_s > 0:
-            raise ConfigError("--budget", self.budget_s, "measuring takes time", "Use 60.")
-        if self.out.is_dir():
-            raise ConfigError("--out", str(self.out), "is a folder", "Name a file, such as cluster.json.")
+        if not 0 < self.budget_s < math.inf:
+            raise ConfigError("--budget", self.budget_s, "measuring takes time, and has to end", "Use 60.")
 
 
 def profile(
@@ -79,6 +82,8 @@ def profile(
         raise ConfigError("--emulate", str(emulate.shape), why, hint)
     config, ranks = _configured(path, overrides, info, emulate)
     Layout.build(config.parallel, ranks, 0, config.moe.num_experts)  # refused before any process starts
+    if info is None:
+        check_out(wanted.out, EXAMPLE)
     start = partial(start_ranks, given, ranks, config.parallel.timeout_s)
     if info is None and emulate is not None:
         with Cluster(emulate) as cluster:
@@ -110,7 +115,9 @@ def _be_rank(config: RunConfig, info: ProcessInfo, wanted: Wanted) -> int:
         keep_freed_memory()
         device = pick_device(info.local_rank)
         join(info, config.parallel.timeout_s, device)
-        node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
+        control = Control(info.rank, info.world_size)
+        decided(control, partial(check_out, wanted.out, EXAMPLE), "looking where the cluster file is to be")
+        node_size = find_node_size(control, info.local_rank)
         layout = Layout.build(config.parallel, info.world_size, info.rank, config.moe.num_experts, node_size)
         machinery = build_machinery(layout, device, config.parallel, config.train.precision)
         file = profile_run(
@@ -130,11 +137,15 @@ def _be_rank(config: RunConfig, info: ProcessInfo, wanted: Wanted) -> int:
 
 def _finish(file: ClusterFile, wanted: Wanted) -> int:
     """Save first: what is printed is of less worth than what was measured."""
+    if not save_out(file.save, wanted.out):
+        return FAILED
     try:
-        file.save(wanted.out)
         figure = None if wanted.plot is None else draw_profile(file, wanted.plot)
     except OSError as error:
-        print(f"penstock: {error.filename} could not be written: {error.strerror}", file=sys.stderr)
+        print(
+            f"penstock: {error.filename or wanted.plot} could not be written: {error.strerror}",
+            file=sys.stderr,
+        )
         return FAILED
     if wanted.json:
         print(json.dumps(to_dict(file)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from penstock.config import ConfigError
@@ -43,8 +44,9 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not value > 0:
-                raise ConfigError(field.name, value, "must be positive", f"The default is {field.default}.")
+            if not 0 < value < math.inf:
+                why = "must be finite" if value == math.inf else "must be positive"
+                raise ConfigError(field.name, value, why, f"The default is {field.default}.")
 
     def all_to_all(self, ranks: int) -> AlphaBeta:
         """Argument: bytes of the buffer each rank sends, its own share included."""

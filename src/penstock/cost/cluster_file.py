@@ -6,14 +6,17 @@ JSON that people can read and write. `links` and `tasks` may be empty: the rates
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
 from penstock.config import UNSET, ConfigError, from_dict, to_dict
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.json_file import write_json
+from penstock.graph import Group, Lane, Op, Phase
 
 VERSION = 1
 
@@ -32,13 +35,22 @@ Collective = Literal[
 
 
 def _check(model: object, *, positive: Sequence[str], not_negative: Sequence[str]) -> None:
-    """Raises ConfigError that names the field."""
+    """Raises ConfigError that names the field. Neither infinity nor NaN is a measurement."""
     for key in positive:
-        if (value := getattr(model, key)) <= 0:
-            raise ConfigError(key, value, "must be above 0", "Measure it again, or correct the number.")
+        if not 0 < (value := getattr(model, key)) < math.inf:
+            why = "must be a finite number above 0"
+            raise ConfigError(key, value, why, "Measure it again, or correct the number.")
     for key in not_negative:
-        if (value := getattr(model, key)) < 0:
-            raise ConfigError(key, value, "must not be negative", "Use 0 or more.")
+        if not 0 <= (value := getattr(model, key)) < math.inf:
+            raise ConfigError(key, value, "must be finite and not negative", "Use 0 or more.")
+
+
+def _check_name(key: str, value: str, names: Iterable[str], what: str) -> None:
+    """Raises ConfigError with the nearest name: a model with a wrong one would never be looked up."""
+    known = list(map(str, names))
+    if value not in known:
+        near = get_close_matches(value, known, n=1, cutoff=0.0)[0]
+        raise ConfigError(key, value, f"no such {what}", f"Nearest: {near}. All: {', '.join(known)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +85,9 @@ class LinkModel:
 
     def __post_init__(self) -> None:
         _check(self, positive=("ranks", "beta_s_per_byte"), not_negative=("alpha_s",))
+        _check_name("lane", self.lane, Lane, "lane")
+        if self.op:
+            _check_name("op", self.op, Op, "op of a task")
 
     @property
     def model(self) -> AlphaBeta:
@@ -95,6 +110,8 @@ class TaskModel:
 
     def __post_init__(self) -> None:
         _check(self, positive=("scale", "beside"), not_negative=("alpha_s",))
+        _check_name("op", self.op, Op, "op of a task")
+        _check_name("phase", self.phase, Phase, "phase")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +126,9 @@ class KernelModel:
     alpha_s: float
     beta_s_per_unit: float
     fit: Fit | None = None
+
+    def __post_init__(self) -> None:
+        _check(self, positive=("beta_s_per_unit",), not_negative=("alpha_s",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +177,14 @@ class ClusterFile:
             if getattr(self, key) < 1:
                 raise ConfigError(key, getattr(self, key), "a cluster has ranks", "Use 1 or more.")
         _check(self, positive=("transfers_beside_compute",), not_negative=("jitter",))
-        if self.slowness and (len(self.slowness) != self.ranks or min(self.slowness) <= 0):
-            why = f"needs a number above 0 for each of the {self.ranks} ranks"
+        for number, link in enumerate(self.links):  # outside a file, "" stands for several groups at once
+            _check_name(f"links[{number}].group", link.group, Group, "group of ranks")
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            hint = "Leave it out if it is not known."
+            raise ConfigError("memory_bytes", self.memory_bytes, "must be above 0", hint)
+        right = all(0 < factor < math.inf for factor in self.slowness)
+        if self.slowness and not (right and len(self.slowness) == self.ranks):
+            why = f"needs a finite number above 0 for each of the {self.ranks} ranks"
             raise ConfigError("slowness", list(self.slowness), why, "Use [] if all are alike.")
 
     @property

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
-from penstock.cost.cluster_file import ClusterFile, TaskModel
+from penstock.cost.cluster_file import ClusterFile, LinkModel, TaskModel
 from penstock.graph import Group, Op, Phase
 from penstock.graph.task import AWAY
 
@@ -31,13 +33,11 @@ class ProfiledCluster(ClusterConfig):
 
     def all_to_all(self, ranks: int) -> AlphaBeta:
         found = self.file.link("all_to_all", Group.EXPERT)
-        return self._beside(super().all_to_all(ranks) if found is None else found.model)
+        return self._of_size(super().all_to_all, ranks, [] if found is None else [found])
 
     def all_reduce(self, ranks: int) -> AlphaBeta:
-        for link in self.file.links:
-            if link.collective == "all_reduce" and link.ranks == ranks:
-                return self._beside(link.model)
-        return self._beside(super().all_reduce(ranks))
+        found = [link for link in self.file.links if (link.collective, link.lane) == ("all_reduce", "inter")]
+        return self._of_size(super().all_reduce, ranks, found)
 
     def leg(self, dispatch: str, op: Op, nodes: int, node_size: int) -> AlphaBeta:
         if dispatch == "flat":
@@ -45,11 +45,12 @@ class ProfiledCluster(ClusterConfig):
         for link in self.file.links:
             if link.collective == dispatch and link.op == AWAY.get(op, op):
                 return self._beside(link.model)
-        return super().leg(dispatch, op, nodes, node_size)
+        return self._beside(super().leg(dispatch, op, nodes, node_size))
 
     def shards(self, ranks: int, *, scatters: bool) -> AlphaBeta:
         found = self.file.link("reduce_scatter" if scatters else "all_gather", Group.NODE)
-        return self._beside(super().shards(ranks, scatters=scatters) if found is None else found.model)
+        by_rates = partial(super().shards, scatters=scatters)
+        return self._of_size(by_rates, ranks, [] if found is None else [found])
 
     def compute_s(self, op: Op, phase: Phase, flops: float, moved_bytes: float) -> float:
         model = self._task(op, phase)
@@ -60,6 +61,25 @@ class ProfiledCluster(ClusterConfig):
 
     def _task(self, op: Op, phase: Phase) -> TaskModel | None:
         return next((x for x in self.file.tasks if (x.op, x.phase) == (op, phase)), None)
+
+    def _of_size(
+        self, by_rates: Callable[[int], AlphaBeta], ranks: int, links: Sequence[LinkModel]
+    ) -> AlphaBeta:
+        """The line of a group of so many ranks: as measured, or else of the nearest size, with the start-up
+        and the bytes per rank that the collective has among `ranks`; without any, by the rates."""
+        usable = [link for link in links if link.ranks > 1]
+        if ranks == 1 or not usable:
+            return self._beside(by_rates(ranks))
+        nearest = min(usable, key=lambda link: abs(link.ranks - ranks))
+        if nearest.ranks == ranks:
+            return self._beside(nearest.model)
+        here, there = by_rates(ranks), by_rates(nearest.ranks)
+        return self._beside(
+            AlphaBeta(
+                alpha_s=nearest.alpha_s * here.alpha_s / there.alpha_s,
+                beta_s_per_byte=nearest.beta_s_per_byte * here.beta_s_per_byte / there.beta_s_per_byte,
+            )
+        )
 
     def _beside(self, alone: AlphaBeta) -> AlphaBeta:
         factor = 1 + self.company * (self.file.transfers_beside_compute - 1)

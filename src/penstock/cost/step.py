@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,30 +59,41 @@ class StepCost:
         first: dict[object, int] = {}
         return [first.setdefault(kind, i) for i, kind in enumerate(zip(*columns, strict=True))]
 
-    def communication_s(self, task: Task) -> float:
+    def communication_s(self, task: Task, load: float = 1.0) -> float:
+        """load: how many times as many rows as with even routing."""
         work, cluster = self.workload, self.cluster
         if task.op is Op.COUNTS:
             sent = work.num_experts * self.shape.slices * COUNT_BYTES
             return cluster.all_to_all(work.ep_size).seconds(sent)
         if task.op in TRANSFERS:
             if task.lane is Lane.INTRA and work.shard_size > 1:
-                return self._between_shards_s(task)
+                return self._between_shards_s(task, load)
             leg = cluster.leg(work.dispatch, task.op, work.nodes, work.ranks_per_node)
-            return leg.seconds(work.wire_bytes(self._rows(task)))
+            return leg.seconds(load * work.wire_bytes(self._rows(task)))
         if task.op is Op.STATISTICS:
             size = sum(self.shape.moe_layers) * 2 * work.num_experts * STATISTICS_BYTES
             return cluster.all_reduce(work.world_size).seconds(size)
         return self._all_reduce_s(task)
 
-    def _between_shards_s(self, task: Task) -> float:
+    def _between_shards_s(self, task: Task, load: float) -> float:
         """Rows to all shards of their experts (all-gather), or sums back (reduce-scatter)."""
         work = self.workload
         scatters = (task.op is Op.COMBINE_GATHER) is task.forward
-        gathered = work.wire_bytes(self._rows(task)) * work.shard_size
+        gathered = load * work.wire_bytes(self._rows(task)) * work.shard_size
         return self.cluster.shards(work.shard_size, scatters=scatters).seconds(gathered)
 
     def compute_s(self, task: Task) -> float:
-        return self.cluster.compute_s(task.op, task.phase, *self.forward_work(task)) + self._sharded_s(task)
+        seconds: float = self._computed_s(task, 1.0)
+        return seconds
+
+    def loaded_s(self, task: Task, load: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Of experts with so many times as many rows as with even routing, each."""
+        return np.asarray(self._computed_s(task, load))
+
+    def _computed_s(self, task: Task, load: Any) -> Any:
+        flops, moved_bytes = self.forward_work(task)
+        alone_s = self.cluster.compute_s(task.op, task.phase, load * flops, load * moved_bytes)
+        return alone_s + self._sharded_s(task)
 
     def _sharded_s(self, task: Task) -> float:
         """Collectives of tensor parallelism, during which its ranks compute nothing.
@@ -134,14 +146,20 @@ class StepCost:
 
 @dataclass(frozen=True)
 class UnevenRanks:
-    """Any cost on ranks that compute at different speeds: an array [ranks] for compute tasks.
+    """A cost on ranks that differ: an array [ranks] for compute tasks.
 
-    slowness: by rank, how many times longer its computation takes.
+    slowness: by rank, how many times longer its computation takes. load: by rank, how many times as many
+    tokens its experts get as with even routing; a transfer takes as long as the busiest rank's. Empty: alike.
     """
 
     even: StepCost
-    slowness: tuple[float, ...]
+    slowness: tuple[float, ...] = ()
+    load: tuple[float, ...] = ()
 
     def __call__(self, task: Task) -> float | npt.NDArray[np.float64]:
-        seconds = self.even(task)
-        return seconds * np.array(self.slowness) if task.lane is Lane.COMPUTE else seconds
+        if task.lane is not Lane.COMPUTE:
+            busiest = max(1.0, *self.load) if self.load and task.op in TRANSFERS else 1.0
+            return self.even(task) if busiest == 1.0 else self.even.communication_s(task, busiest)
+        loaded = self.load and task.op is Op.EXPERTS
+        seconds = self.even.loaded_s(task, np.array(self.load)) if loaded else self.even(task)
+        return seconds * np.array(self.slowness) if self.slowness else seconds

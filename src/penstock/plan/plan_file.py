@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,8 +13,10 @@ from penstock.config import UNSET, ConfigError, from_dict, to_dict
 from penstock.cost.json_file import write_json
 from penstock.graph import ScheduleError, build_graph
 from penstock.plan.choice import Choice
+from penstock.plan.dimensions import DIMENSIONS
 from penstock.plan.problem import Problem
 from penstock.plan.search import Candidate
+from penstock.plan.words import choice_words
 from penstock.schedule import SCHEDULES, Partition, Schedule, StepPlan
 from penstock.schedule.penstock import PriorityName
 
@@ -146,6 +149,11 @@ class PlanFile:
         if self.version != VERSION:
             hint = f"Make it again with `penstock plan --out`; this version writes {VERSION}."
             raise ConfigError("version", self.version, "is a version that cannot be read here", hint)
+        hint = "Correct the number, or make the file again with `penstock plan --out`."
+        if not 0 < self.predicted_s < math.inf:
+            raise ConfigError("predicted_s", self.predicted_s, "must be finite and above 0", hint)
+        if not 0 <= self.lower_bound_s < math.inf:
+            raise ConfigError("lower_bound_s", self.lower_bound_s, "must be finite and not negative", hint)
 
     @staticmethod
     def of(
@@ -183,10 +191,18 @@ class PlanFile:
             hint = "Correct that line, or make the file again with `penstock plan --out`."
             raise ConfigError(str(path), UNSET, f"is not valid JSON: {error}", hint) from error
         try:
-            return from_dict(PlanFile, table, str(path))
+            file = from_dict(PlanFile, table, str(path))
         except ScheduleError as error:
             hint = "Correct the portion, or set partition to null."
             raise ConfigError(f"{path}.choice.partition", UNSET, str(error), hint) from error
+        file._check_more(str(path))
+        return file
+
+    @property
+    def explains_choice(self) -> bool:
+        """Whether the explanation, if there is one, is that of the choice: either may have changed since."""
+        said = next((line for line in self.why if line.startswith("Plan ")), None)
+        return said is None or said.removeprefix("Plan ").strip() == choice_words(self.choice.choice)
 
     def step_plan(self, problem: Problem, name: str = "plan") -> StepPlan:
         """What to run. Raises ConfigError if the file does not fit the problem, or its order not its choice.
@@ -194,6 +210,7 @@ class PlanFile:
         name: what messages call the file, such as its path.
         """
         choice = self.choice.choice
+        self._check_more(name)
         self._check(problem, choice, name)
         try:
             if self.schedule is None:
@@ -206,6 +223,16 @@ class PlanFile:
             raise ConfigError(f"{name}.{key}", UNSET, f"{error}", ORDER_ANEW) from error
         return StepPlan(graph, schedule)
 
+    def _check_more(self, name: str) -> None:
+        """Every further decision is one that somebody registered: any other would decide nothing."""
+        known = [dimension for dimension in DIMENSIONS if dimension not in PLAIN]
+        for number, more in enumerate(self.choice.more):
+            if more.name not in known:
+                key, why = f"{name}.choice.more[{number}].name", "no such dimension is registered"
+                have = f"Registered: {', '.join(known)}." if known else "Register it first, or take it out."
+                own = "Write it into the choice itself, beside more."
+                raise ConfigError(key, more.name, why, own if more.name in PLAIN else have)
+
     def _check(self, problem: Problem, choice: Choice, name: str) -> None:
         for key, value in to_dict(PlanSizes.of(problem)).items():
             if (planned := getattr(self.sizes, key)) != value:
@@ -215,7 +242,22 @@ class PlanFile:
             hint = f"Use one of {', '.join(problem.dispatches)}."
             key = f"{name}.choice.dispatch"
             raise ConfigError(key, choice.dispatch, "these ranks cannot dispatch so", hint)
+        self._check_partition(problem, choice, name)
         samples = problem.workload.batch
         if choice.microbatches > samples:
             key, why = f"{name}.choice.microbatches", f"a batch of {samples} samples has no more pieces"
             raise ConfigError(key, choice.microbatches, why, f"Nearest valid: {samples}.")
+
+    @staticmethod
+    def _check_partition(problem: Problem, choice: Choice, name: str) -> None:
+        """Every gradient is reduced, once: a byte left out would let the ranks drift apart in silence."""
+        if choice.partition is None:
+            return
+        sizes, parts = problem.workload.all_reduce_bytes, choice.partition.parts
+        key, hint = f"{name}.choice.partition", "Correct the portions, or set partition to null."
+        if len(parts) != len(sizes):
+            raise ConfigError(key, f"{len(parts)} layers", f"this step has {len(sizes)}", hint)
+        for layer, (size, portions) in enumerate(zip(sizes, parts, strict=True)):
+            if sum(portions) != size:
+                why = f"layer {layer} has {size} bytes of gradients to reduce"
+                raise ConfigError(f"{key}.portions[{layer}]", f"{sum(portions)} bytes", why, hint)

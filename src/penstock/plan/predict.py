@@ -24,6 +24,9 @@ from penstock.simulate import RankCost, Ranks, Seconds, Timeline, simulate
 
 PASSES = 3
 DRAWS = 4
+DRAWN_RANKS = 256
+"""Fewer draws where each has so many ranks already."""
+
 LEAST_FACTOR = 0.1
 """No task takes less than this part of its mean, however much tasks scatter."""
 
@@ -42,7 +45,8 @@ def predict_s(problem: Problem, choice: Choice, plan: StepPlan) -> float:
         return problem.simulate(choice, plan).iteration_s
     cost = _between(problem, choice, plan)
     jitter, ranks = cluster.file.jitter, problem.ranks
-    costs = [_drawn(cost, jitter, ranks.world_size, seed) for seed in range(DRAWS)] if jitter else [cost]
+    draws = max(1, min(DRAWS, DRAWN_RANKS // ranks.world_size))
+    costs = [_drawn(cost, jitter, ranks.world_size, seed) for seed in range(draws)] if jitter else [cost]
     return float(np.mean([simulate(plan.schedule, plan.graph, each, ranks).iteration_s for each in costs]))
 
 
@@ -54,16 +58,16 @@ def alone(problem: Problem) -> Problem:
 
 
 def settle(
-    plan: StepPlan, cost: CompanyCost, ranks: Ranks | None = None, slowness: tuple[float, ...] = ()
+    plan: StepPlan, cost: CompanyCost, ranks: Ranks | None = None, paces: tuple[float, ...] = ()
 ) -> Shares:
     """Every task's share of company in the timeline that its duration with that share leads to.
 
-    slowness: by rank, see Problem; only ranks of one speed have the same company.
+    paces: by rank, see Problem; only ranks of one pace have the same company.
     """
     shares: Shares = dict.fromkeys(plan.graph.tasks, 1.0)
     for _ in range(PASSES):
         now = partial(_at_share, cost, shares)
-        shares = _of_each_speed(simulate(plan.schedule, plan.graph, now, ranks), slowness)
+        shares = _of_each_pace(simulate(plan.schedule, plan.graph, now, ranks), paces)
     return shares
 
 
@@ -71,13 +75,13 @@ def _at_share(cost: CompanyCost, shares: Shares, task: Task) -> Any:
     return cost(task, shares[task])
 
 
-def _of_each_speed(timeline: Timeline, slowness: tuple[float, ...]) -> Shares:
-    """Company on one rank of every speed, to a tenth, and from it on all ranks."""
-    if not slowness:
+def _of_each_pace(timeline: Timeline, paces: tuple[float, ...]) -> Shares:
+    """Company on one rank of every pace, to a tenth, and from it on all ranks."""
+    if not paces:
         return company(timeline)
-    _, firsts, speed_of = np.unique(np.round(slowness, 1), return_index=True, return_inverse=True)
+    _, firsts, pace_of = np.unique(np.round(paces, 1), return_index=True, return_inverse=True)
     found = [company(timeline, int(rank)) for rank in firsts]
-    return {task: np.array([shares[task] for shares in found])[speed_of] for task in found[0]}
+    return {task: np.array([shares[task] for shares in found])[pace_of] for task in found[0]}
 
 
 def company(timeline: Timeline, rank: int = 0) -> dict[Task, float]:
@@ -120,7 +124,7 @@ def _between(problem: Problem, choice: Choice, plan: StepPlan) -> RankCost:
         alone_s = apart(task)
         return alone_s + share * (beside(task) - alone_s)
 
-    shares = settle(plan, cost, problem.ranks, problem.slowness)
+    shares = settle(plan, cost, problem.ranks, problem.paces)
     return lambda task: cost(task, shares[task])
 
 

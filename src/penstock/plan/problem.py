@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, StepCost, UnevenRanks, Workload
 from penstock.dispatch import DISPATCHES
 from penstock.graph import StepShape
@@ -19,6 +20,7 @@ class Problem:
 
     shape: uncut, of any dispatch. dispatches: those that the ranks can run.
     slowness: by rank, how many times longer its computation takes than the cluster says; empty = none.
+    load: by rank, how many times as many tokens its experts get as with even routing; empty = even.
     """
 
     shape: StepShape
@@ -26,11 +28,33 @@ class Problem:
     cluster: ClusterConfig
     dispatches: tuple[str, ...] = ("flat",)
     slowness: tuple[float, ...] = ()
+    load: tuple[float, ...] = ()
 
     @cached_property
     def ranks(self) -> Ranks:
         work = self.workload
         return Ranks(work.world_size, work.ep_size, work.ranks_per_node)
+
+    @property
+    def paces(self) -> tuple[float, ...]:
+        """A number by rank: those with the same are taken to wait alike. Empty: all do."""
+        if self.slowness and self.load:
+            return tuple(slow * load for slow, load in zip(self.slowness, self.load, strict=True))
+        return self.slowness or self.load
+
+    def with_imbalance(self, ratio: float) -> Problem:
+        """The same with one popular rank in every expert group, whose experts get `ratio` times the mean.
+
+        The others share what is left. Raises ConfigError for what no rank can get.
+        """
+        size = self.workload.ep_size
+        if not 1 <= ratio <= size:
+            why = f"the busiest of {size} ranks gets 1 to {size} times the mean"
+            raise ConfigError("--imbalance", ratio, why, "Use 1 for even routing.")
+        if ratio == 1:
+            return self
+        group = (ratio, *((size - ratio) / (size - 1),) * (size - 1))
+        return replace(self, load=group * (self.workload.world_size // size))
 
     def workload_of(self, choice: Choice) -> Workload:
         return replace(self.workload, dispatch=choice.dispatch)
@@ -38,7 +62,7 @@ class Problem:
     def cost(self, choice: Choice, cut: StepShape) -> Cost:
         """Seconds of every task of a step cut so, per rank where ranks differ."""
         even = StepCost(cut, self.workload_of(choice), self.cluster)
-        return UnevenRanks(even, self.slowness) if self.slowness else even
+        return UnevenRanks(even, self.slowness, self.load) if self.slowness or self.load else even
 
     def plan(self, choice: Choice) -> StepPlan:
         """The graph and the frozen order that a choice means."""

@@ -96,11 +96,12 @@ class FoundPlan:
 def evaluate(problem: Problem, choice: Choice) -> Candidate:
     """Order, simulate and bound one choice."""
     plan = problem.plan(choice)
+    bound = alone(problem).bound(choice, plan)
     return Candidate(
         choice=choice,
         plan=plan,
-        predicted_s=predict_s(problem, choice, plan),
-        bound=alone(problem).bound(choice, plan),
+        predicted_s=max(bound.seconds, predict_s(problem, choice, plan)),  # scatter may shorten, too
+        bound=bound,
         memory_bytes=estimate_memory(problem, choice).total_bytes,
     )
 
@@ -110,7 +111,7 @@ def find_plan(
     *,
     memory: MemoryBudget | None = None,
     progress: Callable[[Progress], None] | None = None,
-    budget_s: float = 30.0,
+    budget_s: float = 20.0,
     effort: Effort = "usual",
 ) -> FoundPlan:
     """The fastest plan that fits `memory`. Raises ConfigError if none does.
@@ -238,20 +239,24 @@ class _Search:
     def _finish(self) -> None:
         """The best in full, then with the best order that local search finds."""
         finalists = self._screen.ranked()[:FINALISTS]
-        for number, choice in enumerate(finalists if self._screen is not self._full else ()):
-            self._full.look(choice)
-            self._report("the best in full", number + 1, len(finalists), self._full)
         gapped = [choice for choice in self._screen.ranked() if choice.schedule == FSMoE.name][:1]
-        for choice in map(self._with_partition, [*finalists, *gapped]):
-            self._full.look(choice)
+        whole = finalists if self._screen is not self._full else []
+        looks = [*whole, *map(self._with_partition, [*finalists, *gapped])]
+        for number, choice in enumerate(looks):
+            self._look_in_time(choice)
+            self._report("the best in full", number + 1, len(looks), self._full)
         own = [choice for choice in self._full.ranked() if choice.schedule == Penstock.name]
         best = list(dict.fromkeys(replace(choice, priority="search") for choice in own))
         for number, choice in enumerate(best[: SEARCHED[self._effort]]):
-            if time.monotonic() < self._end:
-                self._full.look(choice)
-            else:
-                self._complete = False
+            self._look_in_time(choice)
             self._report("better orders", number + 1, SEARCHED[self._effort], self._full)
+
+    def _look_in_time(self, choice: Choice) -> None:
+        """What has been looked at in full so far is an answer already."""
+        if time.monotonic() < self._end:
+            self._full.look(choice)
+        else:
+            self._complete = False
 
     def _with_partition(self, choice: Choice) -> Choice:
         """The same with the gradients in the gaps that FSMoE's planner has chosen for this model."""

@@ -99,7 +99,10 @@ def published_problem(name: str, file: ClusterFile, overrides: Overrides | None 
     model = changes.applied(published)
     nodes, per_node = changes.nodes or file.nodes, changes.ranks_per_node or file.ranks_per_node
     if (nodes, per_node) != (file.nodes, file.ranks_per_node):
-        notes.append(f"links as on the {file.nodes} x {file.ranks_per_node} devices that the file describes")
+        devices = f"{file.nodes} x {file.ranks_per_node}"
+        notes.append(f"links worked out from those of the {devices} devices that the file describes")
+        if file.slowness:
+            notes.append("slower ranks of the file are left out: this cluster has others")
     if model.sharded and per_node > 1:
         notes.append("for planning only: the trainer does not shard experts yet")
     return Subject(
@@ -137,8 +140,14 @@ def _problem(
         dispatch=SHARDED_OPS if sharded else (Op.DISPATCH,),
     )
     dispatches = tuple(DISPATCHES) if spans else (FLAT,)
-    slowness = cluster.file.slowness if cluster.file.ranks == work.world_size else ()
+    slowness = _slowest_shards(cluster.file.slowness, work) if cluster.file.ranks == nodes * per_node else ()
     return Problem(shape=shape, workload=work, cluster=cluster, dispatches=dispatches, slowness=slowness)
+
+
+def _slowest_shards(slowness: tuple[float, ...], work: Workload) -> tuple[float, ...]:
+    """By group of shards, which wait for the slowest of them; a rank alone is such a group."""
+    size = work.shard_size
+    return tuple(max(slowness[first : first + size]) for first in range(0, len(slowness), size))
 
 
 def _words(sizes: Mapping[str, int]) -> str:
@@ -173,7 +182,7 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
         world_size=groups,
         ep_size=ep_size,
         element_bytes=ELEMENT_BYTES,
-        all_reduce_bytes=(replicated if groups > 1 else 0,) * model.num_layers,
+        all_reduce_bytes=(replicated,) * model.num_layers,
         expert_all_reduce_bytes=(replicas,) * model.num_layers,
         node_size=per_node if shards == 1 and ep_size % per_node == 0 else 0,
         shard_size=shards,

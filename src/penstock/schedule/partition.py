@@ -45,6 +45,8 @@ class Partition:
             for portion in portions:
                 if portion.size_bytes < 1:
                     raise ScheduleError(f"layer {layer}: a portion of {portion.size_bytes} bytes is none")
+                if portion.slot.layer < 0:
+                    raise ScheduleError(f"layer {layer}: there is no layer {portion.slot.layer} with a gap")
                 if portion.slot.part != "tail" and portion.slot.layer >= layer:
                     raise ScheduleError(
                         f"layer {layer}: no gradients yet in a gap of layer {portion.slot.layer}"

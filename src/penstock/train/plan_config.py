@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +59,9 @@ class PlanConfig:
         ):
             if getattr(self, key) < least:
                 raise ConfigError(key, getattr(self, key), why, f"Use {least} or more.")
-        if not self.profile_s > 0:
-            raise ConfigError("profile_s", self.profile_s, "measuring takes time", "Use 15.")
+        if not 0 < self.profile_s < math.inf:
+            why = "measuring takes time, and has to end"
+            raise ConfigError("profile_s", self.profile_s, why, "Use 15.")
         if not self.drift_threshold > 0:
             why = "every step differs a little from the one before"
             raise ConfigError("drift_threshold", self.drift_threshold, why, "Use 0.15.")

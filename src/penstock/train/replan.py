@@ -45,8 +45,8 @@ def replan(
     if diagnosis.links_changed and machinery.layout.world_size > 1:
         budget_s = LINKS_SHARE * config.plan.profile_s
         file = remeasured(file, measure_links(config, machinery, budget_s))
-    slowness = _slowness(planned, diagnosis)
-    problem = run_problem(config, machinery.layout, file, slowness)
+    file = replace(file, slowness=_slowness(planned, diagnosis))
+    problem = run_problem(config, machinery.layout, file)
     now = replace(planned, problem=problem, file=file)
     verdict = decided(
         machinery.control, lambda: _decide(config, now, file, diagnosis, say), "choosing another plan"

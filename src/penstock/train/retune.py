@@ -6,6 +6,7 @@ the slowest rank, which every rank hears anyway; so ranks exchange something onl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -16,11 +17,15 @@ from penstock.plan import Choice, Problem
 from penstock.plan.tuner import Sample, SizeRange, Tuner, build_tuner
 from penstock.plan.words import mib, milliseconds
 from penstock.schedule import Cost, Pieces, StepPlan, System, plan_step
+from penstock.simulate import simulate
 from penstock.topology import Control
 from penstock.train.plan_config import DROPPED_STEPS, PlanConfig
 from penstock.train.planning import Order, Planned, decided
 
 PURPOSE = "choosing a size of all-reduce chunks"
+STARTS = 9
+"""Sizes that are simulated before the first is run."""
+
 REDUCTIONS = (Op.ALL_REDUCE, Op.EXPERT_ALL_REDUCE)
 
 
@@ -46,12 +51,26 @@ def sized(problem: Problem, choice: Choice, size_bytes: int, kinds: dict[Kind, f
     kinds: measured seconds; those of reductions hold for another size and do not count.
     """
     choice = replace(choice, all_reduce_chunk_bytes=size_bytes)
+    return plan_step(
+        choice.system, problem.uncut(choice), problem.pieces(choice), _costs(problem, choice, kinds)
+    )
+
+
+def best_simulated(problem: Problem, choice: Choice, sizes: SizeRange, kinds: dict[Kind, float]) -> int:
+    """The size that promises most, of some between the ends of `sizes`: where a search had better begin."""
+
+    def simulated_s(size_bytes: int) -> float:
+        plan = sized(problem, choice, size_bytes, kinds)
+        cost = _costs(problem, choice, kinds)(plan.graph.shape)
+        return simulate(plan.schedule, plan.graph, cost, problem.ranks).iteration_s
+
+    places = (number / (STARTS - 1) for number in range(STARTS))
+    return min(dict.fromkeys([choice.all_reduce_chunk_bytes, *map(sizes.at, places)]), key=simulated_s)
+
+
+def _costs(problem: Problem, choice: Choice, kinds: dict[Kind, float]) -> Callable[[StepShape], Cost]:
     others = {kind: seconds for kind, seconds in kinds.items() if kind[1] not in REDUCTIONS}
-
-    def cost(cut: StepShape) -> Cost:
-        return MeasuredCost(others, problem.cost(choice, cut))
-
-    return plan_step(choice.system, problem.uncut(choice), problem.pieces(choice), cost)
+    return lambda cut: MeasuredCost(others, problem.cost(choice, cut))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +83,7 @@ class Turn:
 
 
 class Tuning:
-    """One search for the best size, from the size of the present plan on.
+    """One search for the best size, from the one on that promises most by simulation.
 
     `turn` is called by all ranks together: at the beginning, and whenever `note` says that a sample is
     complete. It gives the plan to run from then on.
@@ -79,10 +98,11 @@ class Tuning:
         self._tuner: Tuner | None = None
         if control.rank == 0:
             work = planned.problem.workload
+            sizes = SizeRange.of((*work.all_reduce_bytes, *work.expert_all_reduce_bytes))
             self._tuner = build_tuner(
                 config.tuner,
-                start_bytes=planned.choice.all_reduce_chunk_bytes,
-                sizes=SizeRange.of((*work.all_reduce_bytes, *work.expert_all_reduce_bytes)),
+                start_bytes=best_simulated(planned.problem, planned.choice, sizes, kinds),
+                sizes=sizes,
                 samples=config.samples,
                 seed=seed,
             )

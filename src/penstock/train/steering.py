@@ -160,8 +160,11 @@ class Steering:
             return False
         before = self.planned.choice
         planned = replan(self.config, self._stack.machinery, self.planned, diagnosis, self._say)
+        plan = self._asked.plan
         if planned.choice == before:
             self._calm_down()
+        else:
+            self._watch = Watch(plan.drift_threshold, plan.drift_steps, DROPPED_STEPS)
         self._tuned = self._asked.plan.tuner is None
         self._adopt(planned, settle=self._refines)
         return True

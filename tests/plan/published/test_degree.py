@@ -87,11 +87,11 @@ def test_the_exact_degree_is_that_of_brute_force_by_simulation(phase: Phase) -> 
     simulated = np.array([simulated_s(cases, degree, phase) for degree in DEGREES])
     formula = np.array([[makespan_s(part, r, reduce_s) for part, reduce_s in cases] for r in DEGREES])
     np.testing.assert_allclose(formula, simulated, rtol=1e-12)
-    for i, (part, reduce_s) in enumerate(cases):
-        found = exact(part, reduce_s, DEGREES)
-        best_s = simulated[:, i].min()
-        assert found.seconds == pytest.approx(best_s, rel=1e-12)
-        assert simulated[found.chunks - 1, i] == pytest.approx(best_s, rel=1e-12)
+    found = [exact(part, reduce_s, DEGREES) for part, reduce_s in cases]
+    best_s = simulated.min(axis=0)
+    chosen_s = simulated[[degree.chunks - 1 for degree in found], np.arange(CASES)]
+    np.testing.assert_allclose([degree.seconds for degree in found], best_s, rtol=1e-12)
+    np.testing.assert_allclose(chosen_s, best_s, rtol=1e-12)
 
 
 @given(seed=st.integers(0, 2**32), degree=st.integers(1, 8))

@@ -30,7 +30,7 @@ from penstock.train.assemble import build_stack, first_plan, workload
 from penstock.train.config import RunConfig
 from penstock.train.profiling.sample import PURPOSE, Budget
 
-MOST_ROUNDS = 5
+MOST_ROUNDS = 12
 SLACK = 1.25
 """How much more traffic is started than seems enough."""
 

@@ -1,0 +1,49 @@
+"""Where a command saves what it found: tried before the work, since the work may take minutes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from penstock.config import ConfigError
+
+
+def check_out(path: Path, example: str) -> Path:
+    """`path`, whose folder is made. Raises ConfigError if no file can be written there; leaves none, and one
+    that is there stays as it is.
+
+    example: a name for the hint.
+    """
+    why, cause = None, None
+    try:
+        why = _obstacle(path)
+        if why is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=path.parent, prefix=path.name):  # as long as write_json's other name
+                return path
+    except OSError as error:
+        why, cause = f"cannot be written ({error.strerror})", error
+    hint = f"Name a file in a folder of yours, such as {example}."
+    raise ConfigError("--out", str(path), why, hint) from cause
+
+
+def save_out(save: Callable[[Path], None], path: Path) -> bool:
+    """Whether `save` could write to `path`; if not, stderr says why."""
+    try:
+        save(path)
+    except OSError as error:
+        print(f"penstock: {path} could not be written: {error.strerror}", file=sys.stderr)
+        return False
+    return True
+
+
+def _obstacle(path: Path) -> str | None:
+    """What is there already and no file, if anything is."""
+    if path.is_dir():
+        return "is a folder"
+    if path.exists() and not path.is_file():
+        return "is a device or the like, which a file would replace"
+    above = next((folder for folder in path.parents if folder.exists()), None)
+    return None if above is None or above.is_dir() else f"{above} is a file, not a folder"

@@ -1,0 +1,91 @@
+"""`--out` of plan and profile: what cannot be written is refused before the work, and nothing is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.out import check_out, save_out
+from penstock.config import ConfigError
+from penstock.train.plan_config import PlanConfig
+from tests.support.runs import refused
+
+PLAN = ("plan", "--model", "GPT2-Tiny-MoE", "--cluster", "flowmoe-cluster-2", "--layers", "1", "--batch", "2")
+PROFILE = ("profile",)
+
+BAD = [
+    ("", "is a folder"),
+    ("folder", "is a folder"),
+    ("file/plan.json", "file is a file, not a folder"),
+    ("file/deep/plan.json", "file is a file, not a folder"),
+    ("x" * 300, "cannot be written (File name too long)"),
+    ("x" * 250, "cannot be written (File name too long)"),
+    ("folder/" + "x" * 300 + "/plan.json", "cannot be written (File name too long)"),
+    ("/dev/null", "is a device or the like"),
+    ("/proc/plan.json", "cannot be written (No such file or directory)"),
+]
+"""Places below a folder, unless they are absolute. Who runs tests as root may write in any real folder."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, str | None]:
+    return {
+        str(path.relative_to(folder)): path.read_text() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.parametrize("command", [PLAN, PROFILE], ids=["plan", "profile"])
+@pytest.mark.parametrize(("place", "why"), BAD)
+def test_a_place_that_cannot_be_written_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...], place: str, why: str
+) -> None:
+    before = contents(folder)
+    said = refused(capsys, *command, "--out", folder / place)
+    assert said.startswith("penstock: --out = ") and why in said and "Name a file" in said
+    assert contents(folder) == before
+
+
+def test_the_place_is_tried_and_left_as_it_was(folder: Path) -> None:
+    before = contents(folder)
+    file = folder / "file"
+    changed_ns = file.stat().st_mtime_ns
+    assert check_out(file, "plan.json") == file
+    assert check_out(folder / "new.json", "plan.json") == folder / "new.json"
+    assert (contents(folder), file.stat().st_mtime_ns) == (before, changed_ns)
+    check_out(folder / "deep" / "er" / "plan.json", "plan.json")
+    assert contents(folder) == {**before, "deep": None, "deep/er": None}
+
+
+def test_a_name_alone_is_a_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    before = contents(folder)
+    check_out(Path("plan.json"), "plan.json")
+    assert contents(folder) == before
+
+
+def test_what_becomes_impossible_meanwhile_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def save(path: Path) -> None:
+        path.write_text("found")
+
+    assert save_out(save, folder / "plan.json") and (folder / "plan.json").read_text() == "found"
+    assert not save_out(save, folder / "folder")
+    assert f"{folder / 'folder'} could not be written: Is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "0", "-1"])
+def test_a_budget_ends(capsys: pytest.CaptureFixture[str], seconds: str) -> None:
+    assert "--budget = " in refused(capsys, "profile", f"--budget={seconds}")
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 0.0])
+def test_a_run_measures_for_some_time(seconds: float) -> None:
+    with pytest.raises(ConfigError, match=r"profile_s = .*has to end"):
+        PlanConfig(profile_s=seconds)
