@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.peers
-TWO_AT_ONCE := --numprocesses 2 --dist loadgroup
+TWO_AT_ONCE := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: run test quick lint bench clean
 

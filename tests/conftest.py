@@ -25,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("quick")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What runs in one process, if there are several: a file, whose tests share runs; all namespaces."""
     for item in items:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from penstock.train.metrics import StepMetrics, read_metrics
 from penstock.train.plan_config import PlanConfig
 from penstock.train.retune import best_simulated
 from penstock.train.trainer import PLAN_DIGITS, Trainer
+from penstock.train.trials import TRIAL_STEPS
 from tests.plan.problems import problem
 from tests.support.ranks import Pools
 from tests.support.runs import write_config
@@ -90,6 +92,19 @@ def test_the_run_leaves_its_cluster_and_its_plan(planned: tuple[Path, list[Told]
 def test_losses_do_not_depend_on_the_plan(planned: tuple[Path, list[Told]], given: Path) -> None:
     folder, _ = planned
     assert losses(folder) == pytest.approx(losses(given)[:8], rel=1e-5)
+
+
+def test_a_long_run_tries_the_best_plans(ranks: Pools, tmp_path: Path) -> None:
+    """Both in turns of six steps, then the faster; all ranks agree, and it is said and saved."""
+    folder = folder_of(tmp_path, "run", RANKS)
+    told = run(ranks, folder, *auto(folder), "plan.trials=2", "plan.watch=false", "train.steps=120")
+    assert told[0].plans == told[1].plans
+    runs = [(plan, len(list(group))) for plan, group in groupby(told[0].plans)]
+    assert [count for _, count in runs[:2]] == [TRIAL_STEPS] * 2
+    assert told[0].said.count(f"tried for {TRIAL_STEPS} steps each: ") == 1
+    paper = PlanFile.read(folder / "run" / "plan.json")
+    assert any(line.endswith(f"{paper.choice.schedule} is kept") for line in paper.why)
+    assert told[0].summary is not None and told[0].summary.schedule == paper.choice.schedule
 
 
 def test_a_plan_file_runs_as_it_is(ranks: Pools, planned: tuple[Path, list[Told]], tmp_path: Path) -> None:

@@ -67,8 +67,8 @@ class Explanation:
         best = self.best
         reached = 100 * best.bound_s / best.predicted_s
         return (
-            f"{milliseconds(best.predicted_s)} forward and backward predicted; no order of these tasks takes less "
-            f"than {milliseconds(best.bound_s)} ({reached:.0f} % reached), no cut less than "
+            f"{milliseconds(best.predicted_s)} forward and backward predicted; no order of these tasks takes "
+            f"less than {milliseconds(best.bound_s)} ({reached:.0f} % reached), no cut less than "
             f"{milliseconds(self.lower_bound_s)}"
         )
 

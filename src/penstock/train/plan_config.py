@@ -32,7 +32,8 @@ class PlanConfig:
 
     source: "given" = section [schedule] says; "auto" = measured, searched and explained at the start; else
     the path of a plan file to be run as it is. cluster: a cluster file, by name or path; none = measure.
-    profile_s: how long to measure at the start, and again when links have changed.
+    profile_s: how long to measure at the start, and again when links have changed. trials: so many of the
+    most promising plans are run for some steps each, and the fastest is kept; 1 = the prediction decides.
     tuner: what tunes the size of all-reduce chunks while training; none = nothing does. samples: how many
     sizes it tries, sample_steps: how many steps with each.
     watch: notice when steps take another time than they did. drift_threshold: by which part they must
@@ -42,6 +43,7 @@ class PlanConfig:
     source: str = GIVEN
     cluster: str | None = None
     profile_s: float = 15.0
+    trials: int = 3
     tuner: TunerName | None = None
     samples: int = 8
     sample_steps: int = 10
@@ -53,6 +55,7 @@ class PlanConfig:
         if not self.source:
             raise ConfigError("source", self.source, "names nothing", "Use given, auto, or a plan file.")
         for key, least, why in (
+            ("trials", 1, "the chosen plan itself is one"),
             ("samples", 2, "one sample compares nothing"),
             ("sample_steps", DROPPED_STEPS + 1, f"the first {DROPPED_STEPS} of them do not count"),
             ("drift_steps", 4, "so few steps are noise"),

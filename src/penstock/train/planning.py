@@ -6,8 +6,8 @@ differently would deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,6 +44,9 @@ from penstock.train.profiling.machine import here
 SEARCH_S = 10.0
 """How long rank 0 may search while the others wait; less where they would give up first."""
 
+WORTH_TRYING = 1.3
+"""A plan that is predicted to take longer than so many times the best is not tried."""
+
 UNUSED = (
     "warning: section [schedule] (name {name}) is not used, since plan.source = {source} decides; "
     "plan.source=given uses it"
@@ -56,10 +59,21 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rival:
+    """A plan that was not chosen."""
+
+    choice: Choice
+    plan: StepPlan
+    predicted_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Planned:
     """A plan in use, and what it is the answer to. The same on all ranks.
 
-    file: of the cluster, if a file describes it. lines: what people are told of the choice.
+    file: of the cluster, if a file describes it. lines: what people are told of the choice. rivals: others
+    that may turn out to be faster, the most promising first. misses: by schedule that has been tried, how
+    many times as long a step has taken as it promised to.
     """
 
     problem: Problem
@@ -67,6 +81,18 @@ class Planned:
     plan: StepPlan
     file: ClusterFile | None = None
     lines: tuple[str, ...] = ()
+    rivals: tuple[Rival, ...] = ()
+    misses: Mapping[str, float] = field(default_factory=dict)
+
+    def expected_s(self, candidate: Candidate) -> float:
+        """What is predicted, as far off as with its schedule before; as with all on average if it is new."""
+        misses = self.misses.values()
+        usual = sum(misses) / len(misses) if misses else 1.0
+        return candidate.predicted_s * self.misses.get(candidate.choice.schedule, usual)
+
+    @property
+    def predicted_s(self) -> float:
+        return predict_s(self.problem, self.choice, self.plan)
 
     def noting(self, line: str) -> Planned:
         """The same with one more line on how it came about."""
@@ -79,7 +105,7 @@ class Planned:
         candidate = Candidate(
             choice=self.choice,
             plan=self.plan,
-            predicted_s=predict_s(self.problem, self.choice, self.plan),
+            predicted_s=self.predicted_s,
             bound=alone(self.problem).bound(self.choice, self.plan),
             memory_bytes=estimate_memory(self.problem, self.choice).total_bytes,
         )
@@ -151,14 +177,36 @@ def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
     file = cluster_of(config, machinery, say)
     problem = run_problem(config, machinery.layout, file)
 
-    def decide() -> tuple[Choice, Order, tuple[str, ...]]:
+    def decide() -> tuple[list[tuple[Choice, Order, float]], tuple[str, ...]]:
         found, lines = find(problem, file, config.parallel.timeout_s, say)
-        return found.best.choice, Order.of(found.best.plan), lines
+        promising = [found.best, *_rivals(found, config.plan.trials - 1)]
+        return [(each.choice, Order.of(each.plan), each.predicted_s) for each in promising], lines
 
-    choice, order, lines = decided(machinery.control, decide, "choosing a plan")
+    promising, lines = decided(machinery.control, decide, "choosing a plan")
     for line in lines:
         say(line)
-    return Planned(problem=problem, choice=choice, plan=order.plan, file=file, lines=lines)
+    best, *rivals = [
+        Rival(choice=choice, plan=order.plan, predicted_s=seconds) for choice, order, seconds in promising
+    ]
+    return Planned(
+        problem=problem, choice=best.choice, plan=best.plan, file=file, lines=lines, rivals=tuple(rivals)
+    )
+
+
+def _rivals(found: FoundPlan, most: int) -> list[Candidate]:
+    """The best of as many other schedules, and of them that with the fewest pieces in any case.
+
+    Of the dispatch that was chosen, since the model is built for it.
+    """
+    best, firsts = found.best, {found.best.choice.schedule: found.best}
+    for other in found.others:
+        near = other.predicted_s <= WORTH_TRYING * best.predicted_s
+        if near and other.choice.dispatch == best.choice.dispatch:
+            firsts.setdefault(other.choice.schedule, other)
+    others = list(firsts.values())[1:]
+    simplest = sorted(others, key=lambda each: len(each.plan.graph.tasks))[: min(1, most)]
+    rest = [each for each in others if each not in simplest][: max(0, most - 1)]
+    return [*rest, *simplest]
 
 
 def replay(config: RunConfig, machinery: Machinery, path: Path, say: Say) -> Planned:

@@ -67,20 +67,21 @@ def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagn
     """On rank 0 only: the best plan found, or the present choice ordered anew if that is as good."""
     old = evaluate(now.problem, now.choice)
     found, lines = find(now.problem, file, config.parallel.timeout_s, say)
-    changes = found.best.predicted_s < WORTH * old.predicted_s
-    best = found.best if changes else old
+    new = min((found.best, *found.others), key=now.expected_s)
+    changes = now.expected_s(new) < WORTH * now.expected_s(old)
+    best = new if changes else old
     line = f"{diagnosis.text}: "
     if changes:
         line += (
-            f"plan changes from {choice_words(now.choice)} ({milliseconds(old.predicted_s)} per step "
-            f"predicted) to {choice_words(best.choice)} ({milliseconds(best.predicted_s)})"
+            f"plan changes from {choice_words(now.choice)} ({milliseconds(now.expected_s(old))} per step "
+            f"expected) to {choice_words(best.choice)} ({milliseconds(now.expected_s(best))})"
         )
     else:
         line += (
             f"the plan stays {choice_words(best.choice)}, ordered anew "
-            f"({milliseconds(best.predicted_s)} per step predicted)"
+            f"({milliseconds(now.expected_s(best))} per step expected)"
         )
-    why = lines if changes else now.lines
+    why = lines if best is found.best else now.lines if best is old else (line,)
     return Verdict(choice=best.choice, order=Order.of(best.plan), why=why, line=line)
 
 

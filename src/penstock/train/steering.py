@@ -1,5 +1,7 @@
 """Keeping the plan right between steps: a better order, the tuner, the watch. In this order::
 
+    first plan ─► try others ─┐
+                              ▼
     plan adopted ─► settle: freeze the order from measured durations ─► tune ─► watch ─► plan again ─┐
                       ▲                                                                              │
                       └──────────────────────────────────────────────────────────────────────────────┘
@@ -25,6 +27,7 @@ from penstock.train.planning import Planned, Say, decided, with_choice
 from penstock.train.refine import refine
 from penstock.train.replan import replan
 from penstock.train.retune import Tuning, reads_chunk_bytes
+from penstock.train.trials import Trials, worth_while
 from penstock.train.watch import Drift, Watch
 
 CALIBRATION_STEPS = 8
@@ -48,7 +51,8 @@ class Steering:
         self._tuning: Tuning | None = None
         plan = config.plan
         self._watch = Watch(plan.drift_threshold, plan.drift_steps, DROPPED_STEPS)
-        self._begin(settle=self._refines)
+        self._trials = Trials(planned) if worth_while(planned, config.train.steps) else None
+        self._begin(settle=self._refines and self._trials is None)
 
     @property
     def config(self) -> RunConfig:
@@ -61,6 +65,8 @@ class Steering:
         Not to be called behind the last step: nothing would run by what it decides.
         """
         self._steps += 1
+        if self._trials is not None:
+            return self._try(self._trials, slowest_s)
         if self._settling:
             return self._settle(records)
         if self._tuning is not None:
@@ -68,6 +74,19 @@ class Steering:
         if not self._tuned:
             return self._begin_tuning()
         return self._look(slowest_s, records)
+
+    # ---- trials --------------------------------------------------------------------------------------------
+
+    def _try(self, trials: Trials, slowest_s: float) -> bool:
+        if not trials.note(slowest_s):
+            return False
+        planned = trials.turn
+        if trials.done:
+            self._trials = None
+            planned = planned.noting(trials.line)
+            self._say(trials.line)
+        self._adopt(planned, settle=trials.done and self._refines)
+        return True
 
     # ---- a plan is new -------------------------------------------------------------------------------------
 

@@ -1,0 +1,72 @@
+"""Trials of plans: turns of equal length, the fastest is kept, and what was promised is remembered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.plan import Choice, evaluate
+from penstock.train.plan_config import DROPPED_STEPS
+from penstock.train.planning import Planned, Rival
+from penstock.train.trials import TRIAL_STEPS, Trials, worth_while
+from tests.plan.problems import problem
+
+EACH = problem()
+CHOICES = tuple(Choice(schedule=name) for name in ("penstock", "flowmoe", "sequential"))
+
+
+def planned() -> Planned:
+    first, *rivals = (
+        Rival(choice=choice, plan=EACH.plan(choice), predicted_s=0.1 * number)
+        for number, choice in enumerate(CHOICES, 1)
+    )
+    return Planned(problem=EACH, choice=first.choice, plan=first.plan, rivals=tuple(rivals))
+
+
+def promised_s() -> float:
+    """What the plan in use promises."""
+    return planned().predicted_s
+
+
+def run(seconds: dict[str, float]) -> tuple[Trials, list[str]]:
+    """All trials where a step of every schedule takes so long; the schedules by step."""
+    now = planned()
+    ran: list[str] = []
+    trials = Trials(now)
+    while not trials.done:
+        name = now.choice.schedule
+        position = ran.count(name)
+        ran.append(name)
+        hiccup = 10.0 if position < DROPPED_STEPS or position == TRIAL_STEPS - 1 else 0.0
+        if trials.note(seconds[name] + hiccup):
+            now = trials.turn
+    return trials, ran
+
+
+def test_turns_of_equal_length_and_the_fastest_is_kept() -> None:
+    """The first steps of a turn do not count, and one hiccup is none."""
+    trials, ran = run({"penstock": 0.5, "flowmoe": 0.3, "sequential": 0.4})
+    assert ran == [choice.schedule for choice in CHOICES for _ in range(TRIAL_STEPS)]
+    kept = trials.turn
+    assert (kept.choice, kept.plan.schedule.name, kept.rivals) == (CHOICES[1], "flowmoe", ())
+    assert kept.misses == pytest.approx(
+        {"penstock": 0.5 / promised_s(), "flowmoe": 1.5, "sequential": 0.4 / 0.3}
+    )
+    assert trials.line.endswith("flowmoe is kept")
+    assert trials.line.count("promised") == 3
+
+
+def test_later_promises_are_taken_as_the_first_were() -> None:
+    kept = run({"penstock": 0.5, "flowmoe": 0.3, "sequential": 0.4})[0].turn
+    penstock, lina = (evaluate(EACH, Choice(schedule=name)) for name in ("penstock", "lina"))
+    assert kept.expected_s(penstock) == pytest.approx(0.5 / promised_s() * penstock.predicted_s)
+    usual = (0.5 / promised_s() + 1.5 + 0.4 / 0.3) / 3
+    assert kept.expected_s(lina) == pytest.approx(usual * lina.predicted_s)
+    assert planned().expected_s(lina) == lina.predicted_s
+
+
+def test_only_runs_that_gain_by_it_try_plans() -> None:
+    assert worth_while(planned(), 30 * TRIAL_STEPS)
+    assert not worth_while(planned(), 30 * TRIAL_STEPS - 1)
+    assert not worth_while(replace(planned(), rivals=()), 10_000)
