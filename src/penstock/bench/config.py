@@ -35,7 +35,7 @@ class CompareConfig:
     batch_per_device: int = 4
     seed: int = 0
     tune: bool = False
-    profile_s: float = 30.0
+    profile_s: float = 60.0
 
     def __post_init__(self) -> None:
         for key in ("schedules", "peers"):

@@ -246,7 +246,7 @@ def _plan(rate: str, note: str) -> Run:
     """What is chosen, beside four published plans, all predicted from one profile."""
     arguments = ("--plan", *_cluster("2x1", rate), "compare.rounds=5")
     title = f"The chosen plan, {rate_text(parse_rate(rate))}"
-    return Run(name=f"plan-2x1-{rate}", title=title, arguments=arguments, note=note, seconds=100, drawn=False)
+    return Run(name=f"plan-2x1-{rate}", title=title, arguments=arguments, note=note, seconds=170, drawn=False)
 
 
 def _title(shape: str, rate: str) -> str:
@@ -299,7 +299,7 @@ SUITE: Final = (
         arguments=("--drift",),
         note="Each row is two runs: one that meets the change behind step 25, and one that was planned for "
         "the slow state from its start. Real training steps; medians of the last 15.",
-        seconds=500,
+        seconds=800,
     ),
     Run(
         name="published",
@@ -307,7 +307,7 @@ SUITE: Final = (
         arguments=("--published",),
         note="By simulation, from the published constants and bandwidths; how the studies are read and why "
         "figures differ: [docs/planning.md](docs/planning.md).",
-        seconds=300,
+        seconds=180,
     ),
     Run(
         name="layer",
