@@ -23,7 +23,7 @@ lint: $(INSTALLED)  ## style and strict types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) $(PEERS)  ## everything that BENCHMARKS.md shows; Linux, root, an idle machine, forty minutes
+bench: $(INSTALLED) $(PEERS)  ## everything that BENCHMARKS.md shows; Linux, root, an idle machine, fifty minutes
 	$(BIN)/penstock bench --suite .
 
 clean:

@@ -218,7 +218,7 @@ def _profile(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _check_alone(given: Sequence[str]) -> None:
-    """Refuse `--suite` with anything else: it would run for forty minutes and ignore it."""
+    """Refuse `--suite` with anything else: it would run for fifty minutes and ignore it."""
     taken = ["bench", "--suite"] if "--suite" in given else ["bench"]
     more = [word for word in given if word not in taken and not word.startswith("--suite=")]
     if len(more) > ("--suite" in given):
