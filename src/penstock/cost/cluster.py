@@ -81,9 +81,12 @@ class ClusterConfig:
             alpha_s=(ranks - 1) * self.intra_latency_s, beta_s_per_byte=share / self.intra_bytes_per_s
         )
 
-    def compute_s(self, op: Op, phase: Phase, flops: float, moved_bytes: float) -> float:
-        """A compute task whose forward has so many operations and copies. Backward is twice forward."""
-        del op
+    def compute_s(self, op: Op, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
+        """A compute task whose forward has so many operations and copies. Backward is twice forward.
+
+        pieces: in so many the work is done; by assumption that costs nothing, as published planners have it.
+        """
+        del op, pieces
         scale = 2 if phase is Phase.BACKWARD else 1  # a split backward is two halves of that
         return self.task_overhead_s + scale * self.nominal_s(flops, moved_bytes)
 

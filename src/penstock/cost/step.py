@@ -92,7 +92,11 @@ class StepCost:
 
     def _computed_s(self, task: Task, load: Any) -> Any:
         flops, moved_bytes = self.forward_work(task)
-        alone_s = self.cluster.compute_s(task.op, task.phase, load * flops, load * moved_bytes)
+        pieces = 1
+        if task.op is Op.EXPERTS:
+            assert task.chunk is not None, task
+            pieces = len(self.shape.slices_of(task.chunk, task.phase))
+        alone_s = self.cluster.compute_s(task.op, task.phase, load * flops, load * moved_bytes, pieces)
         return alone_s + self._sharded_s(task)
 
     def _sharded_s(self, task: Task) -> float:
