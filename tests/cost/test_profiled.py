@@ -10,6 +10,7 @@ from penstock.cost import AlphaBeta, ProfiledCluster, StepCost
 from penstock.cost.cluster_file import TaskModel
 from penstock.cost.clusters import find_cluster
 from penstock.graph import Op, Phase, StepShape, build_graph
+from tests.cost.test_clusters import HERE
 from tests.cost.test_step import workload
 
 TESTBED_B = find_cluster("fsmoe-testbed-b")
@@ -52,14 +53,14 @@ def test_a_leg_that_was_not_measured_is_slower_beside_computation_too() -> None:
 
 
 def test_experts_of_several_slices_have_the_fixed_part_of_each() -> None:
-    """Two chunks forward and four backward make four slices, so a chunk on its way out is two pieces of work."""
+    """Two chunks forward and four backward make four slices: a chunk on its way out is two pieces of work."""
     shape = StepShape(moe_layers=(True,), chunks=2, degree_backward=4)
     even = replace(shape, degree_backward=0)
     work = workload(shape)
     seconds = {}
     for alpha_s in (0.0, 1e-3):
         model = TaskModel(op="X", phase="F", alpha_s=alpha_s, scale=1.0)
-        cluster = ProfiledCluster.build(replace(TESTBED_B, tasks=(model,)))
+        cluster = ProfiledCluster.build(replace(TESTBED_B, tasks=(model,), measured=HERE))
         for cut in (shape, even):
             tasks = [t for t in build_graph(cut).tasks if t.op is Op.EXPERTS and t.phase is Phase.FORWARD]
             seconds[cut, alpha_s] = sum(StepCost(cut, work, cluster)(task) for task in tasks)

@@ -53,11 +53,12 @@ class ProfiledCluster(ClusterConfig):
         return self._of_size(by_rates, ranks, [] if found is None else [found])
 
     def compute_s(self, op: Op, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
-        """pieces: where tasks were measured, every piece has the fixed part of one."""
+        """pieces: where the file was measured, every piece has the fixed part of a task."""
         model = self._task(op, phase)
         if model is None:
             return super().compute_s(op, phase, flops, moved_bytes)
-        alone_s = pieces * model.alpha_s + model.scale * self.nominal_s(flops, moved_bytes)
+        fixed_s = model.alpha_s * (pieces if self.file.measured else 1)
+        alone_s = fixed_s + model.scale * self.nominal_s(flops, moved_bytes)
         return alone_s * (1 + self.company * (model.beside - 1))
 
     def _task(self, op: Op, phase: Phase) -> TaskModel | None:
