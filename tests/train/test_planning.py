@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import ConfigError, load
+from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.plan import Choice, PlanFile
 from penstock.plan.tuner import SizeRange
+from penstock.schedule import Partition
+from penstock.schedule.partition import TAIL, Portion, Slot
+from penstock.topology import Layout
+from penstock.train.assemble import gradient_bytes
 from penstock.train.config import RunConfig
 from penstock.train.metrics import StepMetrics, read_metrics
 from penstock.train.plan_config import PlanConfig
@@ -127,6 +131,28 @@ def test_an_edited_plan_file(ranks: Pools, planned: tuple[Path, list[Told]], tmp
     told = run(ranks, again, f"plan.source={tmp_path / 'edited.json'}", "train.steps=3")
     assert told[0].summary is not None and told[0].summary.schedule == "moe_pipeline"
     assert losses(again) == pytest.approx(losses(folder)[:3], rel=1e-5)
+
+
+def test_a_plan_with_a_gradient_partition(
+    ranks: Pools, planned: tuple[Path, list[Told]], tmp_path: Path
+) -> None:
+    """FSMoE's: gradients in parts of their own, one of them in a gap, ordered anew, and not tuned."""
+    folder, _ = planned
+    config = load(RunConfig, folder / "tiny.toml", [f"parallel.processes={RANKS}"]).resolved(RANKS)
+    layout = Layout.build(config.parallel, RANKS, 0, config.moe.num_experts)
+    sizes = gradient_bytes(config.model, config.moe, layout)[0]
+    gap = Slot(layer=0, part="moe")
+    parts: list[tuple[Portion, ...]] = [(Portion(size_bytes=size, slot=TAIL),) for size in sizes]
+    parts[-1] = Portion(size_bytes=4096, slot=gap), Portion(size_bytes=sizes[-1] - 4096, slot=TAIL)
+    edited = json.loads((folder / "run" / "plan.json").read_text()) | {"schedule": None}
+    fsmoe = {"schedule": "fsmoe", "chunks": 2, "backward_chunks": 1, "microbatches": 1}
+    edited["choice"] |= fsmoe | {"partition": to_dict(Partition(tuple(parts)))}
+    (tmp_path / "edited.json").write_text(json.dumps(edited))
+    again = folder_of(tmp_path, "again", RANKS)
+    told = run(ranks, again, f"plan.source={tmp_path / 'edited.json'}", "plan.tuner=grid")
+    assert told[0].refused is None and told[0].summary is not None
+    assert told[0].summary.schedule == "fsmoe" and "no all-reduce chunks to tune" in told[0].said
+    assert losses(again) == pytest.approx(losses(folder), rel=1e-5)
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from penstock.graph import Op, StepShape
 from penstock.plan import Choice, Problem
 from penstock.plan.tuner import Sample, SizeRange, Tuner, build_tuner
 from penstock.plan.words import mib, milliseconds
-from penstock.schedule import Cost, Pieces, StepPlan, System, plan_step
+from penstock.schedule import Cost, Pieces, StepPlan, plan_step
 from penstock.simulate import simulate
 from penstock.topology import Control
 from penstock.train.plan_config import DROPPED_STEPS, PlanConfig
@@ -29,8 +29,9 @@ STARTS = 9
 REDUCTIONS = (Op.ALL_REDUCE, Op.EXPERT_ALL_REDUCE)
 
 
-def reads_chunk_bytes(system: System) -> bool:
-    """Whether the size of all-reduce chunks changes anything in this schedule."""
+def reads_chunk_bytes(choice: Choice) -> bool:
+    """Whether the size of all-reduce chunks changes anything in its schedule."""
+    system = replace(choice, partition=None).system  # a partition is one of the run's layers, not of one
 
     def shape(size_bytes: int) -> StepShape:
         pieces = Pieces(

@@ -128,7 +128,7 @@ class Steering:
 
     def _begin_tuning(self) -> bool:
         self._tuned = True
-        if not reads_chunk_bytes(self.planned.choice.system):
+        if not reads_chunk_bytes(self.planned.choice):
             self._say(f"plan.tuner: {self.planned.choice.schedule} has no all-reduce chunks to tune")
             return False
         control, train = self._stack.machinery.control, self._asked.train

@@ -234,7 +234,7 @@ class Trainer:
     def _chunk_bytes(self) -> int | None:
         """The size of all-reduce chunks, if the schedule has any."""
         choice = self.steering.planned.choice
-        return choice.all_reduce_chunk_bytes if reads_chunk_bytes(choice.system) else None
+        return choice.all_reduce_chunk_bytes if reads_chunk_bytes(choice) else None
 
     def _metrics(
         self,
