@@ -1,0 +1,141 @@
+"""What the test of recorded orders compares: cases, fixed durations, and the line that a case gives.
+
+Durations depend on nothing but task names, so that neither cost models nor machines change a recording.
+`python -m tests.schedule.recording` writes the file again; a difference has to be explained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+
+from penstock.dispatch import DISPATCHES
+from penstock.graph import StepShape, Task
+from penstock.schedule import (
+    SCHEDULES,
+    TAIL,
+    FSMoE,
+    Partition,
+    Penstock,
+    Pieces,
+    Portion,
+    Slot,
+    StepPlan,
+    plan_step,
+)
+from penstock.schedule.system import System
+from penstock.simulate import Ranks, Seconds, simulate
+
+RECORDED = Path(__file__).parent / "recorded" / "orders.txt"
+BYTES = 1000
+"""Size of an all-reduce piece: gradients of a layer are a number of thousands."""
+SEARCHED = 8
+"""In so many cases penstock's order is searched for, which takes a hundred times as long as a rule."""
+RANKS = Ranks(world_size=8, ep_size=4, node_size=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """An uncut step and how finely it is cut. parts: of every layer, for FSMoE's partition."""
+
+    shape: StepShape
+    pieces: Pieces
+    partition: Partition | None
+
+
+def cases() -> list[Case]:
+    """Seventy-two steps: every dispatch with and without counts, shared experts and dense layers."""
+    rng = random.Random(20261122)
+    made = []
+    for number in range(72):
+        layers = 1 + number % 4
+        moe_layers = tuple(rng.random() < 0.75 for _ in range(layers))
+        gradients = tuple(BYTES * rng.randint(0, 4) for _ in range(layers))
+        shape = StepShape(
+            moe_layers=moe_layers,
+            exchange_counts=number % 2 == 0,
+            dispatch=list(DISPATCHES.values())[number // 2 % len(DISPATCHES)].ops,
+            shared_experts=number % 5 < 2,
+        )
+        pieces = Pieces(
+            microbatches=rng.choice([1, 2, 2, 3, 4]),
+            chunks=rng.choice([None, 1, 2, 3]),
+            backward_chunks=rng.choice([None, 1, 2, 3, 4]),
+            all_reduce_chunk_bytes=BYTES,
+            all_reduce_bytes=gradients,
+            expert_all_reduce_bytes=tuple(BYTES * rng.choice([0, 0, 1, 2]) for _ in range(layers)),
+        )
+        partition = _partition(moe_layers, gradients, rng) if number % 3 == 0 else None
+        made.append(Case(shape=shape, pieces=pieces, partition=partition))
+    return made
+
+
+def _partition(moe_layers: tuple[bool, ...], gradients: tuple[int, ...], rng: random.Random) -> Partition:
+    """Every layer's gradients in one to three unequal portions, each in a gap that the layer may use."""
+    portions = []
+    for layer, size in enumerate(gradients):
+        below = [Slot(layer=low, part="moe") for low in range(layer) if moe_layers[low]]
+        dense = [Slot(layer=low, part="dense") for low in range(layer)]
+        cut = sorted(rng.sample(range(1, size), rng.randint(0, 2))) if size > 1 else []
+        sizes = [end - start for start, end in zip([0, *cut], [*cut, size], strict=True) if end > start]
+        slots = sorted((rng.choice([*below, *dense, TAIL]) for _ in sizes), key=_place)
+        portions.append(tuple(Portion(size_bytes=s, slot=at) for s, at in zip(sizes, slots, strict=True)))
+    return Partition(tuple(portions))
+
+
+def _place(slot: Slot) -> tuple[bool, int, bool]:
+    """Gaps in the order in which the backward pass meets them."""
+    return slot.part == "tail", -slot.layer, slot.part == "dense"
+
+
+def systems(case: Case, number: int) -> Iterator[tuple[str, System]]:
+    """All schedules; penstock by its rules, and by its search in every ninth case."""
+    for name, system in SCHEDULES.items():
+        if name == "fsmoe":
+            yield name, FSMoE(case.partition)
+        elif name != "penstock":
+            yield name, system
+    yield "penstock/critical_path", Penstock("critical_path")
+    yield "penstock/all_to_all_first", Penstock("all_to_all_first")
+    if number % (len(cases()) // SEARCHED) == 0:
+        yield "penstock/search", Penstock("search")
+
+
+def seconds(task: Task) -> float:
+    """A fixed duration between 0.1 and 1.1 by the task's name."""
+    return 0.1 + crc32(str(task).encode()) / 2**32
+
+
+def seconds_by_rank(task: Task) -> Seconds:
+    """The same with a difference of up to a half between ranks."""
+    ranks = range(RANKS.world_size)
+    return np.array([seconds(task) * (1 + crc32(f"{task} on {rank}".encode()) / 2**33) for rank in ranks])
+
+
+def plan_of(case: Case, system: System) -> StepPlan:
+    """The plan of a system for a case under the fixed durations."""
+    return plan_step(system, case.shape, case.pieces, lambda _: seconds)
+
+
+def line(number: int, name: str, plan: StepPlan) -> str:
+    """Case, schedule, number of tasks, hash of the order, seconds on equal ranks and on ranks that differ."""
+    order = replace(plan.schedule, name=name).text().encode()
+    digest = hashlib.sha256(order).hexdigest()[:16]
+    even_s = simulate(plan.schedule, plan.graph, seconds, RANKS).iteration_s
+    uneven_s = simulate(plan.schedule, plan.graph, seconds_by_rank, RANKS).iteration_s
+    return f"{number} {name} {len(plan.graph.tasks)} {digest} {even_s:.6f} {uneven_s:.6f}"
+
+
+def recording(number: int, case: Case) -> list[str]:
+    """All lines of a case."""
+    return [line(number, name, plan_of(case, system)) for name, system in systems(case, number)]
+
+
+if __name__ == "__main__":
+    RECORDED.write_text("".join(f"{each}\n" for n, case in enumerate(cases()) for each in recording(n, case)))
