@@ -1,0 +1,175 @@
+"""A world of ranks seen as named axes. The only place that computes with ranks; it knows no torch.
+
+One world has several views, and the views share its ranks:
+
+    dense    dp x mp                            replicated parameters; mp shares attention (tensor parallelism)
+    experts  edp x ep_node x ep_local x esp     experts; `ep` is ep_node x ep_local, esp shards every expert
+
+The last axis of a view changes fastest from rank to rank. Ranks of one node are consecutive, so `ep_local`
+stays inside a node and `ep_node` crosses nodes. A group is what remains when all coordinates but those of
+some axes are fixed: `members(rank, ("ep_node",))` are the ranks along that rank's rail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+Axes = tuple[str, ...]
+"""Names of axes of one view; () = the rank alone."""
+Seconds = npt.NDArray[np.float64]
+
+ALONE: Axes = ()
+EXPERT: Axes = ("ep",)
+NODE: Axes = ("ep_local",)
+RAIL: Axes = ("ep_node",)
+EXPERT_REPLICAS: Axes = ("edp",)
+WORLD: Axes = ("dp", "mp")
+
+VIEWS: dict[str, Axes] = {"dense": ("dp", "mp"), "experts": ("edp", "ep_node", "ep_local", "esp")}
+JOINED: dict[str, Axes] = {"ep": ("ep_node", "ep_local")}
+"""Axes that stand for several of a view."""
+
+
+class MeshError(ValueError):
+    """Axes that no view has together, or sizes that do not fill the world."""
+
+
+@lru_cache(maxsize=None)
+def resolve(axes: Axes) -> tuple[str, Axes]:
+    """The view of some axes and its own axes among them. Raises MeshError for axes of different views."""
+    single = [each for axis in axes for each in JOINED.get(axis, (axis,))]
+    if len(set(single)) < len(single):
+        raise MeshError(f"axes {', '.join(axes)}: an axis stands twice")
+    for view, own in VIEWS.items():
+        if set(single) <= set(own):
+            return view, tuple(axis for axis in own if axis in single)
+    known = [*(axis for own in VIEWS.values() for axis in own), *JOINED]
+    if unknown := [axis for axis in axes if axis not in known]:
+        raise MeshError(f"no axis is called {unknown[0]!r}; there are {', '.join(known)}")
+    raise MeshError(
+        f"axes {', '.join(axes)} belong to different views of the world ({_described()}): "
+        "a group extends along axes of one view"
+    )
+
+
+def _described() -> str:
+    return "; ".join(f"{view}: {' x '.join(own)}" for view, own in VIEWS.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The sizes of all axes. `edp` and `dp` are what is left of the world.
+
+    world_size: ranks. ep_size: ranks among which the experts of a layer are spread. ep_local_size: those of
+    them in one node; 0 = all. mp_size, esp_size: ranks that share attention, and that share every expert.
+    node_size: consecutive ranks in one node; 0 = one node, or not known.
+    """
+
+    world_size: int = 1
+    ep_size: int = 1
+    ep_local_size: int = 0
+    mp_size: int = 1
+    esp_size: int = 1
+    node_size: int = 0
+
+    def __post_init__(self) -> None:
+        for name, wanted in (("mp", self.mp_size), ("ep x esp", self.ep_size * self.esp_size)):
+            if wanted < 1 or self.world_size % wanted:
+                raise MeshError(f"{name} = {wanted} does not divide a world of {self.world_size} ranks")
+        if self.ep_size % self.local_size:
+            raise MeshError(f"ep_local = {self.local_size} does not divide ep = {self.ep_size}")
+
+    @property
+    def local_size(self) -> int:
+        """Ranks of an expert group in one node."""
+        return self.ep_local_size or self.ep_size
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The size of every axis."""
+        return {
+            "dp": self.world_size // self.mp_size,
+            "mp": self.mp_size,
+            "edp": self.world_size // (self.ep_size * self.esp_size),
+            "ep_node": self.ep_size // self.local_size,
+            "ep_local": self.local_size,
+            "esp": self.esp_size,
+        }
+
+    def size(self, axes: Axes) -> int:
+        """Ranks in every group along `axes`."""
+        return prod(self.sizes[axis] for axis in resolve(axes)[1])
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Where a rank stands along one axis, joined axes included."""
+        return self.place(rank, (axis,))
+
+    def place(self, rank: int, axes: Axes) -> int:
+        """Which member of its group along `axes` a rank is."""
+        view, own = resolve(axes)
+        found = 0
+        left, step = rank, self.world_size
+        for axis in VIEWS[view]:
+            step //= self.sizes[axis]
+            coordinate, left = divmod(left, step)
+            if axis in own:
+                found = found * self.sizes[axis] + coordinate
+        return found
+
+    def group(self, rank: int, axes: Axes) -> int:
+        """Which of the groups along `axes` a rank is in, counted as `groups` lists them."""
+        view, own = resolve(axes)
+        return self.place(rank, tuple(axis for axis in VIEWS[view] if axis not in own))
+
+    def members(self, rank: int, axes: Axes) -> tuple[int, ...]:
+        """The ranks of a rank's group along `axes`, in the order of their places."""
+        return self.groups(axes)[self.group(rank, axes)]
+
+    def groups(self, axes: Axes) -> tuple[tuple[int, ...], ...]:
+        """All groups along `axes`, each in the order of its places."""
+        known = self._groups.get(axes)
+        if known is None:
+            view, own = resolve(axes)
+            others = [i for i, axis in enumerate(VIEWS[view]) if axis not in own]
+            inner = [i for i, axis in enumerate(VIEWS[view]) if axis in own]
+            ranks = np.arange(self.world_size).reshape(self._shape(view)).transpose(others + inner)
+            rows = ranks.reshape(-1, self.size(axes)).tolist()
+            known = self._groups[axes] = tuple(map(tuple, rows))
+        return known
+
+    def crosses_nodes(self, axes: Axes) -> bool:
+        """Whether some group along `axes` has ranks in several nodes."""
+        return self.nodes_of(axes) > 1
+
+    def nodes_of(self, axes: Axes) -> int:
+        """Nodes that a group along `axes` has ranks in; of the group that spans most."""
+        if not self.node_size:
+            return 1
+        return max(len({rank // self.node_size for rank in group}) for group in self.groups(axes))
+
+    def latest(self, times: Seconds, axes: Axes) -> Seconds:
+        """For every rank the latest time within its group along `axes`. times: [ranks]."""
+        if not axes or self.size(axes) == 1:
+            return times
+        view, own = resolve(axes)
+        by_axis = times.reshape(self._shape(view))
+        along = tuple(i for i, axis in enumerate(VIEWS[view]) if axis in own)
+        latest = by_axis.max(axis=along, keepdims=True)
+        return np.broadcast_to(latest, by_axis.shape).reshape(-1)
+
+    def silent(self, kinds: Iterable[Axes]) -> frozenset[Axes]:
+        """Of some kinds of groups those that have one rank only: nothing is sent there."""
+        return frozenset(axes for axes in kinds if axes and self.size(axes) == 1)
+
+    def _shape(self, view: str) -> tuple[int, ...]:
+        return tuple(self.sizes[axis] for axis in VIEWS[view])
+
+    @cached_property
+    def _groups(self) -> dict[Axes, tuple[tuple[int, ...], ...]]:
+        return {}
