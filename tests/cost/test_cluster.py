@@ -119,8 +119,8 @@ def test_an_all_to_all_pays_for_what_leaves_the_node() -> None:
 
 
 def test_an_all_reduce_uses_all_cards_of_a_node() -> None:
-    """8 nodes of 8 with 50 GB/s each: a card reduces an eighth, 2 x 7/8 x 8 MiB = 14.68 MB: 0.2936 ms.
-    Inside 2 x 7/8 x 67.1 MB / 450 GB/s = 0.261 ms, meanwhile. 14 rounds of 5 us inside, 14 of 10 us across."""
+    """8 x 8 with 50 GB/s each: a card reduces an eighth, 2 x 7/8 x 8 MiB = 14.68 MB: 0.2936 ms.
+    Inside 2 x 7/8 x 67.1 MB / 450 GB/s = 0.261 ms, meanwhile. 14 rounds of 5 us inside, 14 of 10 across."""
     model = OWN.all_reduce(Span.regular(8, 8))
     assert model.seconds(64 * MIB) == pytest.approx(0.2936e-3 + 0.21e-3, rel=1e-3)
     # The same where a node's devices share 400 GB/s.

@@ -1,8 +1,8 @@
 """The layers of the FSMoE and FlowMoE studies, as problems that a planner can be asked.
 
 What the papers leave open is decided here: a problem is a stack of equal layers, so that gradients of a layer
-can be reduced under the ones below: four of them on FSMoE's testbeds, which is nearest to what was published
-(of two, half of all gradients have no layer below), two for FlowMoE. Embedding, head and the sums behind the
+can be reduced under the ones below: four of them on FSMoE's testbeds (of two, half of all gradients have no
+layer below), two for FlowMoE. Embedding, head and the sums behind the
 loss cost nothing, routing is even. Attention computes four projections and its scores; on FSMoE's testbeds
 the ranks of a node share that and the dense gradients (4 M^2 + M E over N_MP), and copies cost nothing.
 """
