@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config import ConfigError
-from penstock.cost import AlphaBeta, ClusterConfig
+from penstock.config import ConfigError, from_dict
+from penstock.cost import AlphaBeta, ClusterConfig, Span
+from penstock.graph import Lane, Op
+from penstock.graph.task import SPECS
 
 UNIT = ClusterConfig(link_latency_s=1.0, link_bytes_per_s=1.0)
 """One second for a round and one for a byte."""
@@ -76,8 +78,152 @@ def test_nothing_to_move_costs_nothing() -> None:
     assert (model.seconds(0), model.seconds(1)) == (0.0, 2.0)
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(ClusterConfig)])
+@pytest.mark.parametrize("name", [field.name for field in fields(ClusterConfig) if field.type == "float"])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
 def test_every_setting_must_be_positive(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=rf"{name} = .*: must be positive. The default is "):
-        ClusterConfig(**{name: value})
+        from_dict(ClusterConfig, {name: value}, "")
+
+
+# ---- nodes -------------------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+SHARED = ClusterConfig(
+    link_latency_s=20e-6,
+    link_bytes_per_s=12.5e9,
+    link_rate_of="node",
+    intra_latency_s=10e-6,
+    intra_bytes_per_s=15.75e9,
+)
+"""A 100 Gbit/s card per node, PCIe 3.0 x16 inside."""
+
+OWN = ClusterConfig(
+    link_latency_s=10e-6,
+    link_bytes_per_s=50e9,
+    link_rate_of="device",
+    intra_latency_s=5e-6,
+    intra_bytes_per_s=450e9,
+)
+"""A 400 Gbit/s card per device, NVLink inside."""
+
+
+def test_an_all_to_all_pays_for_what_leaves_the_node() -> None:
+    """2 nodes of 8, 64 MiB: half of each device's buffer stays in its node. 8 x 32 MiB = 268.4 MB pass the
+    card at 12.5 GB/s: 21.475 ms. Inside 7/16 x 67.1 MB / 15.75 GB/s = 1.86 ms, meanwhile. Seven rounds inside
+    and eight across: 70 + 160 us."""
+    group = Span.regular(2, 8)
+    assert SHARED.all_to_all(group).seconds(64 * MIB) == pytest.approx(21.475e-3 + 0.23e-3, rel=1e-4)
+    # With a card each: 33.6 MB at 12.5 GB/s, 2.684 ms.
+    own = replace(SHARED, link_rate_of="device").all_to_all(group)
+    assert own.seconds(64 * MIB) == pytest.approx(2.684e-3 + 0.23e-3, rel=1e-3)
+
+
+def test_an_all_reduce_uses_all_cards_of_a_node() -> None:
+    """8 x 8 with 50 GB/s each: a card reduces an eighth, 2 x 7/8 x 8 MiB = 14.68 MB: 0.2936 ms.
+    Inside 2 x 7/8 x 67.1 MB / 450 GB/s = 0.261 ms, meanwhile. 14 rounds of 5 us inside, 14 of 10 across."""
+    model = OWN.all_reduce(Span.regular(8, 8))
+    assert model.seconds(64 * MIB) == pytest.approx(0.2936e-3 + 0.21e-3, rel=1e-3)
+    # The same where a node's devices share 400 GB/s.
+    shared = replace(OWN, link_bytes_per_s=400e9, link_rate_of="node")
+    assert shared.all_reduce(Span.regular(8, 8)).seconds(64 * MIB) == pytest.approx(model.seconds(64 * MIB))
+
+
+def test_in_one_node_the_card_does_not_count() -> None:
+    """8 devices, 32 MiB, 450 GB/s: 2 x 7/8 x 33.55 MB = 58.7 MB in 0.1305 ms, and 14 rounds of 5 us."""
+    slow = replace(OWN, link_bytes_per_s=1.0, link_latency_s=1.0)
+    model = slow.all_reduce(Span.regular(1, 8))
+    assert model.seconds(32 * MIB) == pytest.approx(0.1305e-3 + 0.07e-3, rel=1e-3)
+    # An all-to-all is half of it: 0.0652 ms and 35 us.
+    assert slow.all_to_all(Span.regular(1, 8)).seconds(32 * MIB) == pytest.approx(0.10025e-3, rel=1e-3)
+
+
+def test_groups_of_the_same_nodes_share_their_card() -> None:
+    """4 shards per node, each reducing 10 MB with its like over 8 nodes: 4 x 2 x 7/8 x 10 MB = 70 MB through
+    12.5 GB/s: 5.6 ms; exchanging 10 MB: 4 x 7/8 x 10 MB = 35 MB: 2.8 ms. Rounds: 14 and 7 of 20 us."""
+    rails = Span.regular(8, 1, at_once=4)
+    assert SHARED.all_reduce(rails).seconds(10e6) == pytest.approx(5.6e-3 + 0.28e-3)
+    assert SHARED.all_to_all(rails).seconds(10e6) == pytest.approx(2.8e-3 + 0.14e-3)
+    own = replace(SHARED, link_rate_of="device")
+    assert own.all_reduce(rails).seconds(10e6) == pytest.approx(1.4e-3 + 0.28e-3)
+
+
+def test_legs_of_a_node_that_shares_its_card() -> None:
+    """4 nodes of 2, 800 bytes of rows per rank, 1 B/s. 2D: both send 600 through the card, or one of its own.
+    1D: the first sends 3/4 of 1600 alone, through the card or its own."""
+    group = Span.regular(4, 2)
+    quick = replace(UNIT, link_latency_s=1e-12)
+    for unit, across in ((replace(quick, link_rate_of="node"), 1200.0), (quick, 600.0)):
+        assert unit.leg("hierarchical_2d", Op.DISPATCH, group).seconds(800) == pytest.approx(across)
+        assert unit.leg("hierarchical_1d", Op.DISPATCH, group).seconds(800) == pytest.approx(1200)
+
+
+configs = st.builds(
+    ClusterConfig,
+    link_latency_s=st.floats(1e-6, 1e-3),
+    link_bytes_per_s=st.floats(1e8, 1e12),
+    link_rate_of=st.sampled_from(["device", "node"]),
+    intra_latency_s=st.floats(1e-6, 1e-3),
+    intra_bytes_per_s=st.floats(1e8, 1e12),
+)
+sizes = st.integers(1, 10**10)
+COLLECTIVES = ("all_to_all", "all_reduce")
+
+
+def seconds(cluster: ClusterConfig, name: str, span: Span, size: float) -> float:
+    model: AlphaBeta = getattr(cluster, name)(span)
+    return model.seconds(size)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@given(configs, st.integers(1, 8), st.integers(1, 8), st.integers(1, 4), sizes)
+def test_more_of_anything_takes_no_less(
+    name: str, cluster: ClusterConfig, nodes: int, per_node: int, at_once: int, size: int
+) -> None:
+    """Bytes, groups at once, slower links; nodes, unless an all-to-all has fewer bytes inside them."""
+    span = Span.regular(nodes, per_node, at_once)
+    once = seconds(cluster, name, span, size)
+    assert seconds(cluster, name, span, 2 * size) >= once
+    assert seconds(cluster, name, Span.regular(nodes, per_node, at_once + 1), size) >= once
+    for field in ("link_bytes_per_s", "intra_bytes_per_s"):
+        slower = replace(cluster, **{field: getattr(cluster, field) / 2})
+        assert 2 * once >= seconds(slower, name, span, size) >= once
+    if nodes > 1:
+        wide = replace(cluster, intra_bytes_per_s=1e30) if name == "all_to_all" else cluster
+        more = seconds(wide, name, Span.regular(nodes + 1, per_node, at_once), size)
+        assert more >= seconds(wide, name, span, size) * (1 - 1e-9)
+
+
+@given(configs, st.integers(1, 8), st.integers(1, 8), st.integers(1, 4), sizes)
+def test_no_collective_is_faster_than_its_busiest_link(
+    cluster: ClusterConfig, nodes: int, per_node: int, at_once: int, size: int
+) -> None:
+    """Counted pair by pair for an all-to-all. A node must send 2 (N - 1)/N of a tensor to be reduced."""
+    ranks = [(node, place) for node in range(nodes) for place in range(per_node)]
+    piece = size / len(ranks)
+    inside = sum(piece for node, place in ranks if node == 0 and place > 0)
+    abroad = sum(piece for node, _ in ranks if node > 0)
+    cards = per_node * at_once if cluster.link_rate_of == "device" else 1
+    card = cluster.link_bytes_per_s * cards
+    span = Span.regular(nodes, per_node, at_once)
+    bound = max(inside / cluster.intra_bytes_per_s, per_node * at_once * abroad / card)
+    assert seconds(cluster, "all_to_all", span, size) >= bound * (1 - 1e-9)
+    reduced = at_once * 2 * (nodes - 1) / nodes * size / card
+    scattered = 2 * (per_node - 1) / per_node * size / cluster.intra_bytes_per_s
+    assert seconds(cluster, "all_reduce", span, size) >= max(reduced, scattered) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@given(ranks, sizes)
+def test_nodes_of_one_device_are_a_flat_group(name: str, size: int, sent: int) -> None:
+    """Whoever owns the card, and with the same links inside as between there is no step at a node's edge."""
+    even = ClusterConfig()
+    flat = getattr(even, name)(size).seconds(sent)
+    for rate_of in ("device", "node"):
+        assert seconds(replace(even, link_rate_of=rate_of), name, Span.regular(size, 1), sent) == flat
+    assert seconds(even, name, Span.regular(1, size), sent) == pytest.approx(flat)
+
+
+def test_the_lane_inside_has_its_own_links() -> None:
+    assert SPECS[Op.DISPATCH_GATHER].lane is Lane.INTRA
+    leg = SHARED.leg("hierarchical_2d", Op.DISPATCH_GATHER, Span.regular(4, 2))
+    assert leg.beta_s_per_byte == pytest.approx(0.5 / 15.75e9)

@@ -6,14 +6,36 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.cost import AlphaBeta, ProfiledCluster, StepCost
-from penstock.cost.cluster_file import TaskModel
+from penstock.cost import AlphaBeta, ProfiledCluster, Span, StepCost
+from penstock.cost.cluster_file import Collective, LinkModel, TaskModel
 from penstock.cost.clusters import find_cluster
 from penstock.graph import Op, Phase, StepShape, build_graph
 from tests.cost.test_clusters import HERE
 from tests.cost.test_step import workload
 
-TESTBED_B = find_cluster("fsmoe-testbed-b")
+
+def measured(collective: Collective, group: str, lane: str, ranks: int, alpha_ms: float) -> LinkModel:
+    return LinkModel(
+        collective=collective,
+        group=group,
+        lane=lane,
+        ranks=ranks,
+        alpha_s=alpha_ms * 1e-3,
+        beta_s_per_byte=7e-11,
+    )
+
+
+TESTBED_B = replace(
+    find_cluster("fsmoe-testbed-b"),
+    links=(
+        measured("all_to_all", "ep", "inter", 8, 0.175),
+        measured("all_gather", "node", "intra", 4, 0.032),
+        measured("reduce_scatter", "node", "intra", 4, 0.0391),
+        measured("all_reduce", "world", "inter", 8, 0.0837),
+    ),
+)
+"""Its rates, and the lines of one rank per node, as they might have been measured."""
+
 SIZES = {"all_to_all": 8, "all_reduce": 8, "all_gather": 4, "reduce_scatter": 4}
 
 
@@ -27,7 +49,8 @@ def line(cluster: ProfiledCluster, collective: str, ranks: int) -> AlphaBeta:
 def test_a_group_of_the_measured_size_has_the_measured_line(collective: str) -> None:
     found = next(link for link in TESTBED_B.links if link.collective == collective)
     assert found.ranks == SIZES[collective]
-    assert line(ProfiledCluster.build(TESTBED_B), collective, found.ranks) == pytest.approx(found.model)
+    cluster = ProfiledCluster.build(TESTBED_B)
+    assert line(cluster, collective, found.ranks) == pytest.approx(found.model)
 
 
 @pytest.mark.parametrize("collective", SIZES)
@@ -47,7 +70,8 @@ def test_a_leg_that_was_not_measured_is_slower_beside_computation_too() -> None:
     quiet = ProfiledCluster.build(TESTBED_B)
     crowded = ProfiledCluster.build(replace(TESTBED_B, transfers_beside_compute=1.5))
     quiet_s, crowded_s = (
-        cluster.leg("hierarchical_1d", Op.DISPATCH, 8, 4).seconds(1 << 20) for cluster in (quiet, crowded)
+        cluster.leg("hierarchical_1d", Op.DISPATCH, Span.regular(8, 4)).seconds(1 << 20)
+        for cluster in (quiet, crowded)
     )
     assert crowded_s == pytest.approx(1.5 * quiet_s)
 
@@ -66,3 +90,15 @@ def test_experts_of_several_slices_have_the_fixed_part_of_each() -> None:
             seconds[cut, alpha_s] = sum(StepCost(cut, work, cluster)(task) for task in tasks)
     assert seconds[shape, 1e-3] - seconds[shape, 0.0] == pytest.approx(4e-3)
     assert seconds[even, 1e-3] - seconds[even, 0.0] == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize("group", [8, 4, 16])
+def test_what_was_measured_does_not_depend_on_the_rates_of_a_description(group: int) -> None:
+    """Wherever its ranks are: that was measured, too."""
+    usual = ProfiledCluster.build(TESTBED_B)
+    other = ProfiledCluster.build(
+        replace(TESTBED_B, rates=replace(TESTBED_B.rates, intra_bytes_per_s=1e6, link_rate_of="device"))
+    )
+    for cluster in (usual, other):
+        assert cluster.all_to_all(Span.regular(group // 2, 2)) == usual.all_to_all(group)
+        assert cluster.all_reduce(Span.regular(group // 2, 2)) == usual.all_reduce(group)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cost import ClusterConfig, StepCost, UnevenRanks, Workload
+from penstock.cost import ClusterConfig, Span, StepCost, UnevenRanks, Workload
 from penstock.dispatch import DISPATCHES
-from penstock.graph import Lane, Op, Phase, StepShape, Task, build_graph
+from penstock.graph import Group, Lane, Op, Phase, StepShape, Task, build_graph
 from penstock.graph.dependencies import TRANSFERS
 from penstock.graph.task import BACK_AGAIN
 from tests.steps import shapes
@@ -61,11 +61,11 @@ def alpha_s(task: Task, work: Workload) -> float:
     if task.lane is Lane.COMPUTE:
         return CLUSTER.task_overhead_s
     if task.op in TRANSFERS:
-        return CLUSTER.leg(work.dispatch, task.op, work.nodes, work.ranks_per_node).alpha_s
+        return CLUSTER.leg(work.dispatch, task.op, work.span(Group.EXPERT)).alpha_s
     if task.op is Op.COUNTS:
-        return CLUSTER.all_to_all(work.ep_size).alpha_s
-    ranks = work.world_size // work.ep_size if task.op is Op.EXPERT_ALL_REDUCE else work.world_size
-    return CLUSTER.all_reduce(ranks).alpha_s
+        return CLUSTER.all_to_all(work.span(Group.EXPERT)).alpha_s
+    group = Group.EXPERT_REPLICAS if task.op is Op.EXPERT_ALL_REDUCE else Group.WORLD
+    return CLUSTER.all_reduce(work.span(group)).alpha_s
 
 
 def volume_s(shape: StepShape) -> dict[tuple[int, Op, Phase], float]:
@@ -148,7 +148,7 @@ def test_a_dense_block_computes_its_feed_forward_part_itself() -> None:
 def test_legs_of_four_nodes_of_two() -> None:
     """Bytes over the busiest rank's link, worked out by hand for 800 bytes of rows per rank."""
     seen = {
-        (name, str(op)): CLUSTER.leg(name, op, 4, 2).seconds(800)
+        (name, str(op)): CLUSTER.leg(name, op, Span.regular(4, 2)).seconds(800)
         for name, dispatch in DISPATCHES.items()
         for op in dispatch.ops
     }
@@ -156,10 +156,11 @@ def test_legs_of_four_nodes_of_two() -> None:
     rate, inside_rate = CLUSTER.link_bytes_per_s, CLUSTER.intra_bytes_per_s
     assert seen == pytest.approx(
         {
-            ("flat", "D"): 7 * link + 700 / rate,
-            # The first of two gathers 800, sends 3/4 of 1600 with both ranks' share of the link.
+            # One round inside and six across, 600 through a card of its own.
+            ("flat", "D"): inside + 6 * link + 600 / rate,
+            # The first of two gathers 800, sends 3/4 of 1600 through its card.
             ("hierarchical_1d", "DG"): inside + 800 / inside_rate,
-            ("hierarchical_1d", "D"): 3 * link + 1200 / (2 * rate),
+            ("hierarchical_1d", "D"): 3 * link + 1200 / rate,
             ("hierarchical_1d", "DS"): inside + 800 / inside_rate,
             ("hierarchical_2d", "DG"): inside + 400 / inside_rate,
             ("hierarchical_2d", "D"): 3 * link + 600 / rate,
@@ -167,8 +168,8 @@ def test_legs_of_four_nodes_of_two() -> None:
     )
     for name, dispatch in DISPATCHES.items():
         for op in dispatch.ops:
-            back = CLUSTER.leg(name, BACK_AGAIN[op], 4, 2)
-            assert back == CLUSTER.leg(name, op, 4, 2)
+            back = CLUSTER.leg(name, BACK_AGAIN[op], Span.regular(4, 2))
+            assert back == CLUSTER.leg(name, op, Span.regular(4, 2))
 
 
 def test_rows_under_way_may_be_smaller_than_hidden_states() -> None:
@@ -176,7 +177,7 @@ def test_rows_under_way_may_be_smaller_than_hidden_states() -> None:
     work = workload(shape, ep_size=4)
     plain, small = (StepCost(shape, w, CLUSTER) for w in (work, replace(work, wire_row_bytes=20)))
     move, experts = Task.parse("L0.D.m0.c0.F"), Task.parse("L0.X.m0.c0.F")
-    alpha = CLUSTER.all_to_all(4).alpha_s
+    alpha = CLUSTER.all_to_all(work.span(Group.EXPERT)).alpha_s
     assert (small(move) - alpha) / (plain(move) - alpha) == pytest.approx(20 / 64)
     assert small(experts) == plain(experts)
 
@@ -201,7 +202,7 @@ def test_a_popular_rank_computes_longer_and_holds_up_transfers() -> None:
             fixed_s = CLUSTER.task_overhead_s
             np.testing.assert_allclose(found - fixed_s, (usual_s - fixed_s) * np.array([2.0, 1.0, 0.5, 0.5]))
         elif task.op in (Op.DISPATCH, Op.COMBINE):
-            start_s = CLUSTER.all_to_all(2).alpha_s
+            start_s = CLUSTER.all_to_all(Span.regular(2, 1)).alpha_s
             assert found - start_s == pytest.approx(2 * (usual_s - start_s))
         else:
             assert found == pytest.approx(usual_s)

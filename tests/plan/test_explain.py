@@ -91,3 +91,24 @@ def test_only_one_thing_is_faster() -> None:
 )
 def test_numbers_for_people(shown: str, text: str) -> None:
     assert shown == text
+
+
+LATE = ClusterConfig(flops_per_s=1e12, link_bytes_per_s=1e11, link_latency_s=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "late"),
+    [
+        (LATE, True),
+        (SLOW_LINK, False),
+        (replace(LATE, link_bytes_per_s=1e7), False),  # 5 ms of latency, and bytes take far longer
+        (SLOW_DEVICE, False),
+    ],
+)
+def test_latency_is_named_where_start_ups_take_most_of_the_communication(
+    cluster: ClusterConfig, late: bool
+) -> None:
+    each = problem(cluster=cluster)
+    told = explain(each, find_plan(each, effort="low"))
+    assert told.binds.startswith("latency binds: ") is late
+    assert (told.faster["inter-node bandwidth"] > 0.97) is (late or cluster is SLOW_DEVICE)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cost import AlphaBeta, ClusterConfig, FittedCluster
+from penstock.cost import AlphaBeta, ClusterConfig, FittedCluster, Span
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Group, Op
 from penstock.runtime import links
@@ -58,8 +58,10 @@ def legs(rank: int, name: str) -> dict[tuple[str, Op], AlphaBeta]:
     layout = Layout(world_size=4, ep_size=4, rank=rank, node_size=2)
     transports = build_transports(layout, torch.device("cpu"), ParallelConfig())
     found = fit_links(transports, layout, Control(rank, 4), DEVICES, [name])
-    assert found.leg(name, Op.COMBINE, 2, 2) == found.legs[name, Op.DISPATCH], "home by the same way"
-    assert found.leg("flat", Op.COMBINE, 2, 2) == found.dispatch
+    assert found.leg(name, Op.COMBINE, Span.regular(2, 2)) == found.legs[name, Op.DISPATCH], (
+        "home by the same way"
+    )
+    assert found.leg("flat", Op.COMBINE, Span.regular(2, 2)) == found.dispatch
     return dict(found.legs)
 
 

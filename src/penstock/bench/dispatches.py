@@ -23,7 +23,7 @@ from penstock.bench.collectives import FLOAT_BYTES, Uplinks
 from penstock.bench.result import Spread
 from penstock.bench.summarise import busiest_uplink_bytes
 from penstock.config import ConfigError
-from penstock.cost import AlphaBeta, ClusterConfig
+from penstock.cost import AlphaBeta, ClusterConfig, Span
 from penstock.dispatch import DISPATCHES, Leg, Place
 from penstock.graph.task import BACK_AGAIN, SPECS
 from penstock.runtime.legs import send_home, send_out
@@ -205,7 +205,8 @@ def leg_models(name: str, cluster: ClusterConfig, layout: Layout) -> dict[str, A
     """The legs of a dispatch, out and home, by op."""
     out = DISPATCHES[name].ops
     ops = (*out, *(BACK_AGAIN[op] for op in reversed(out)))
-    return {str(op): cluster.leg(name, op, layout.ep_nodes, layout.ep_node_size) for op in ops}
+    span = Span.regular(layout.ep_nodes, layout.ep_node_size)
+    return {str(op): cluster.leg(name, op, span) for op in ops}
 
 
 def predict(models: Mapping[str, AlphaBeta], size_bytes: int, chunks: int) -> float:

@@ -305,7 +305,7 @@ SUITE: Final = (
         name="published",
         title="The layers of the FSMoE and FlowMoE studies",
         arguments=("--published",),
-        note="By simulation, from the published constants and bandwidths; how the studies are read and why "
+        note="By simulation, from rates fitted to tasks that the studies measured; how they are read and why "
         "figures differ: [docs/planning.md](docs/planning.md).",
         seconds=180,
     ),

@@ -5,6 +5,7 @@ from penstock.cost.cluster_file import ClusterFile
 from penstock.cost.fitted import FittedCluster
 from penstock.cost.measured import MeasuredCost
 from penstock.cost.profiled import ProfiledCluster
+from penstock.cost.span import Span
 from penstock.cost.step import StepCost, UnevenRanks
 from penstock.cost.workload import Workload, split_sizes
 
@@ -15,6 +16,7 @@ __all__ = [
     "FittedCluster",
     "MeasuredCost",
     "ProfiledCluster",
+    "Span",
     "StepCost",
     "UnevenRanks",
     "Workload",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from penstock.config import ConfigError
 from penstock.cost.legs import busiest_share
+from penstock.cost.span import Span
 from penstock.graph.task import SPECS, Lane, Op, Phase
 
 
@@ -22,21 +24,26 @@ class AlphaBeta:
         return self.alpha_s + self.beta_s_per_byte * size_bytes if size_bytes > 0 else 0.0
 
 
+RateOf = Literal["device", "node"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """Section `[cluster]`: what is assumed of the machines until durations have been measured.
 
     The defaults describe one core of a server and Gloo over a loopback link.
     flops_per_s: matrix products of one rank. memory_bytes_per_s: copies of one rank.
-    link_latency_s, link_bytes_per_s: what one rank sends to another, one direction.
-    intra_latency_s, intra_bytes_per_s: the same between ranks of one node.
-    task_overhead_s: fixed cost of any compute task.
+    link_latency_s, link_bytes_per_s: between nodes (or between ranks where nodes are not known), one
+    direction. link_rate_of: whose rate that is. `device`: every device has a card of its own; `node`: the
+    devices of a node share so much. intra_latency_s, intra_bytes_per_s: between ranks of one node, always of
+    one device. task_overhead_s: fixed cost of any compute task.
     """
 
     flops_per_s: float = 3e10
     memory_bytes_per_s: float = 4e9
     link_latency_s: float = 2e-4
     link_bytes_per_s: float = 1e9
+    link_rate_of: RateOf = "device"
     intra_latency_s: float = 2e-4
     intra_bytes_per_s: float = 1e9
     task_overhead_s: float = 1e-4
@@ -44,34 +51,59 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "link_rate_of":
+                continue
             if not 0 < value < math.inf:
                 why = "must be finite" if value == math.inf else "must be positive"
                 raise ConfigError(field.name, value, why, f"The default is {field.default}.")
 
-    def all_to_all(self, ranks: int) -> AlphaBeta:
-        """Argument: bytes of the buffer each rank sends, its own share included."""
-        return self._collective(ranks - 1, (ranks - 1) / ranks)
+    def all_to_all(self, group: Span | int) -> AlphaBeta:
+        """Argument: bytes of the buffer each rank sends, its own share included. int: ranks on nodes unknown.
 
-    def leg(self, dispatch: str, op: Op, nodes: int, node_size: int) -> AlphaBeta:
+        A rank sends to every other in turn. What leaves a node passes its card while the rest passes the
+        devices' links, so the busier of the two counts.
+        """
+        span = as_span(group)
+        abroad, inside = span.ranks - span.most, span.most - 1
+        card = (span.ranks - span.fewest) / span.ranks if self.link_rate_of == "device" else span.leaving
+        return AlphaBeta(
+            alpha_s=inside * self.intra_latency_s + abroad * self.link_latency_s,
+            beta_s_per_byte=self._busier(inside / span.ranks, card if span.nodes > 1 else 0.0),
+        )
+
+    def leg(self, dispatch: str, op: Op, span: Span) -> AlphaBeta:
         """One leg of a dispatch or combine. Argument: bytes of the rows that each rank has for all experts.
 
-        Ranks of a node share its links, so one that sends alone has the whole of them.
+        span: of the expert group; for a hierarchical dispatch it covers whole nodes.
         """
         if dispatch == "flat":
-            return self.all_to_all(nodes * node_size)
+            return self.all_to_all(span)
+        nodes, node_size = span.nodes, span.most
         share = busiest_share(dispatch, op, nodes, node_size)
         if SPECS[op].lane is Lane.INTRA:
             return AlphaBeta(
                 alpha_s=(node_size - 1) * self.intra_latency_s, beta_s_per_byte=share / self.intra_bytes_per_s
             )
-        alone = node_size if dispatch == "hierarchical_1d" else 1
+        # In 1D one rank sends alone, and has no more than its own card; in 2D all send at once.
+        sharing = 1 if self.link_rate_of == "device" or dispatch == "hierarchical_1d" else node_size
         return AlphaBeta(
-            alpha_s=(nodes - 1) * self.link_latency_s, beta_s_per_byte=share / alone / self.link_bytes_per_s
+            alpha_s=(nodes - 1) * self.link_latency_s, beta_s_per_byte=share * sharing / self.link_bytes_per_s
         )
 
-    def all_reduce(self, ranks: int) -> AlphaBeta:
-        """Argument: bytes of the tensor. A ring sends it almost twice."""
-        return self._collective(2 * (ranks - 1), 2 * (ranks - 1) / ranks)
+    def all_reduce(self, group: Span | int) -> AlphaBeta:
+        """Argument: bytes of the tensor. int: ranks on nodes unknown.
+
+        Hierarchical, as libraries do it: sums are scattered inside nodes, each share is reduced by a ring
+        over nodes, and gathered inside them. Pieces follow each other, so the busiest link counts.
+        """
+        span = as_span(group)
+        inside = 2 * (span.most - 1)
+        rounds = 2 * (span.nodes - 1)
+        groups = 1 / span.fewest if self.link_rate_of == "device" else span.crossing
+        return AlphaBeta(
+            alpha_s=inside * self.intra_latency_s + rounds * self.link_latency_s,
+            beta_s_per_byte=self._busier(inside / span.most, rounds / span.nodes * groups),
+        )
 
     def shards(self, ranks: int, *, scatters: bool) -> AlphaBeta:
         """Reduce-scatter (argument: bytes of its input) or all-gather (of its output) inside a node."""
@@ -94,5 +126,11 @@ class ClusterConfig:
         """What so much work takes by the two rates alone."""
         return flops / self.flops_per_s + moved_bytes / self.memory_bytes_per_s
 
-    def _collective(self, rounds: int, share: float) -> AlphaBeta:
-        return AlphaBeta(alpha_s=rounds * self.link_latency_s, beta_s_per_byte=share / self.link_bytes_per_s)
+    def _busier(self, inside: float, card: float) -> float:
+        """Seconds per byte of which so many shares pass a device's link, and so many a card."""
+        return max(inside / self.intra_bytes_per_s, card / self.link_bytes_per_s)
+
+
+def as_span(group: Span | int) -> Span:
+    """A number of ranks on nodes that nobody knows, as a span."""
+    return Span.apart(group) if isinstance(group, int) else group

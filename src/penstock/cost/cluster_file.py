@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from penstock.config import UNSET, ConfigError, from_dict, to_dict
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
@@ -19,6 +19,13 @@ from penstock.cost.json_file import write_json
 from penstock.graph import Group, Lane, Op, Phase
 
 VERSION = 1
+
+WHOSE_RATE: Final = "is missing, so nobody can tell whose rate link_bytes_per_s is"
+WHAT_TO_WRITE: Final = (
+    'Write "node" if the devices of a node share so much, or "device" if each has a card of its own with '
+    "that rate. Files that gave a device's share of its node's card: \"node\", and the share times "
+    "ranks_per_node."
+)
 
 Collective = Literal[
     "all_to_all",
@@ -146,7 +153,8 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFile:
-    """A cluster. rates: what answers where nothing was measured.
+    """A cluster. rates: what answers where nothing was measured; one of several nodes says whose rate
+    theirs is (a measured file that does not has that of a device).
 
     transfers_beside_compute: how many times longer a transfer takes beside computation. jitter: how much a
     compute task's duration scatters, relative (standard deviation). slowness: by rank, how many times longer
@@ -210,7 +218,10 @@ class ClusterFile:
         except ValueError as error:  # not UTF-8, or not JSON
             why = f"is not valid JSON: {error}"
             raise ConfigError(str(path), UNSET, why, "Measure again with `penstock profile`.") from error
-        return from_dict(ClusterFile, table, str(path))
+        file = from_dict(ClusterFile, table, str(path))
+        if file.nodes > 1 and file.measured is None and "link_rate_of" not in table.get("rates", {}):
+            raise ConfigError(f"{path}.rates.link_rate_of", UNSET, WHOSE_RATE, WHAT_TO_WRITE)
+        return file
 
     def with_inter(self, factor: float) -> ClusterFile:
         """The same cluster with links between nodes (lane `inter`) of `factor` times the bandwidth."""

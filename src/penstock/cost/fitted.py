@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
+from penstock.cost.span import Span
 from penstock.graph import Op
 from penstock.graph.task import AWAY
 
@@ -35,16 +36,16 @@ class FittedCluster(ClusterConfig):
         assumed = {each.name: getattr(devices, each.name) for each in fields(ClusterConfig)}
         return FittedCluster(**assumed, dispatch=dispatch, reduce=reduce, legs=legs)
 
-    def all_to_all(self, ranks: int) -> AlphaBeta:
-        del ranks  # measured in the very group that will be used
+    def all_to_all(self, group: Span | int) -> AlphaBeta:
+        del group  # measured in the very group that will be used
         return self.dispatch
 
-    def all_reduce(self, ranks: int) -> AlphaBeta:
-        del ranks
+    def all_reduce(self, group: Span | int) -> AlphaBeta:
+        del group
         return self.reduce
 
-    def leg(self, dispatch: str, op: Op, nodes: int, node_size: int) -> AlphaBeta:
+    def leg(self, dispatch: str, op: Op, span: Span) -> AlphaBeta:
         if dispatch == "flat":
             return self.dispatch
         found = self.legs.get((dispatch, AWAY.get(op, op)))
-        return super().leg(dispatch, op, nodes, node_size) if found is None else found
+        return super().leg(dispatch, op, span) if found is None else found

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.cluster_file import ClusterFile, LinkModel, TaskModel
+from penstock.cost.span import Span
 from penstock.graph import Group, Op, Phase
 from penstock.graph.task import AWAY
 
@@ -31,21 +33,21 @@ class ProfiledCluster(ClusterConfig):
         rates = {each.name: getattr(file.rates, each.name) for each in fields(ClusterConfig)}
         return ProfiledCluster(**rates, file=file, company=company)
 
-    def all_to_all(self, ranks: int) -> AlphaBeta:
+    def all_to_all(self, group: Span | int) -> AlphaBeta:
         found = self.file.link("all_to_all", Group.EXPERT)
-        return self._of_size(super().all_to_all, ranks, [] if found is None else [found])
+        return self._of_size(super().all_to_all, group, [] if found is None else [found])
 
-    def all_reduce(self, ranks: int) -> AlphaBeta:
+    def all_reduce(self, group: Span | int) -> AlphaBeta:
         found = [link for link in self.file.links if (link.collective, link.lane) == ("all_reduce", "inter")]
-        return self._of_size(super().all_reduce, ranks, found)
+        return self._of_size(super().all_reduce, group, found)
 
-    def leg(self, dispatch: str, op: Op, nodes: int, node_size: int) -> AlphaBeta:
+    def leg(self, dispatch: str, op: Op, span: Span) -> AlphaBeta:
         if dispatch == "flat":
-            return self.all_to_all(nodes * node_size)
+            return self.all_to_all(span)
         for link in self.file.links:
             if link.collective == dispatch and link.op == AWAY.get(op, op):
                 return self._beside(link.model)
-        return self._beside(super().leg(dispatch, op, nodes, node_size))
+        return self._beside(super().leg(dispatch, op, span))
 
     def shards(self, ranks: int, *, scatters: bool) -> AlphaBeta:
         found = self.file.link("reduce_scatter" if scatters else "all_gather", Group.NODE)
@@ -65,13 +67,14 @@ class ProfiledCluster(ClusterConfig):
         return next((x for x in self.file.tasks if (x.op, x.phase) == (op, phase)), None)
 
     def _of_size(
-        self, by_rates: Callable[[int], AlphaBeta], ranks: int, links: Sequence[LinkModel]
+        self, by_rates: Callable[[Any], AlphaBeta], group: Span | int, links: Sequence[LinkModel]
     ) -> AlphaBeta:
         """The line of a group of so many ranks: as measured, or else of the nearest size, with the start-up
         and the bytes per rank that the collective has among `ranks`; without any, by the rates."""
         usable = [link for link in links if link.ranks > 1]
+        ranks = group if isinstance(group, int) else group.ranks
         if ranks == 1 or not usable:
-            return self._beside(by_rates(ranks))
+            return self._beside(by_rates(group))
         nearest = min(usable, key=lambda link: abs(link.ranks - ranks))
         if nearest.ranks == ranks:
             return self._beside(nearest.model)

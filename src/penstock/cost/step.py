@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from penstock.cost.cluster import ClusterConfig
 from penstock.cost.workload import Workload, part_sizes, split_sizes
-from penstock.graph import Lane, Op, StepShape, Task
+from penstock.graph import Group, Lane, Op, StepShape, Task
 from penstock.graph.dependencies import TRANSFERS
 
 COUNT_BYTES = 8
@@ -64,15 +64,15 @@ class StepCost:
         work, cluster = self.workload, self.cluster
         if task.op is Op.COUNTS:
             sent = work.num_experts * self.shape.slices * COUNT_BYTES
-            return cluster.all_to_all(work.ep_size).seconds(sent)
+            return cluster.all_to_all(work.span(Group.EXPERT)).seconds(sent)
         if task.op in TRANSFERS:
             if task.lane is Lane.INTRA and work.shard_size > 1:
                 return self._between_shards_s(task, load)
-            leg = cluster.leg(work.dispatch, task.op, work.nodes, work.ranks_per_node)
+            leg = cluster.leg(work.dispatch, task.op, work.span(Group.EXPERT))
             return leg.seconds(load * work.wire_bytes(self._rows(task)))
         if task.op is Op.STATISTICS:
             size = sum(self.shape.moe_layers) * 2 * work.num_experts * STATISTICS_BYTES
-            return cluster.all_reduce(work.world_size).seconds(size)
+            return cluster.all_reduce(work.span(Group.WORLD)).seconds(size)
         return self._all_reduce_s(task)
 
     def _between_shards_s(self, task: Task, load: float) -> float:
@@ -140,12 +140,12 @@ class StepCost:
         work, shape = self.workload, self.shape
         replicated = task.op is Op.ALL_REDUCE
         sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
-        ranks = work.world_size if replicated else work.world_size // work.ep_size
+        group = Group.WORLD if replicated else Group.EXPERT_REPLICAS
         assert task.chunk is not None, task
         total = sizes[task.layer] // FLOAT32_BYTES
         equal = (1,) * shape.expert_all_reduce_chunks[task.layer]
         elements = part_sizes(total, shape.parts_of(task.layer) if replicated else equal)[task.chunk]
-        return self.cluster.all_reduce(ranks).seconds(elements * FLOAT32_BYTES)
+        return self.cluster.all_reduce(work.span(group)).seconds(elements * FLOAT32_BYTES)
 
 
 @dataclass(frozen=True)

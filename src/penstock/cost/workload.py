@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
+from penstock.cost.span import Span, span_of
+from penstock.graph import Group
+
 
 def split_sizes(total: int, pieces: int) -> tuple[int, ...]:
     """Sizes of `pieces` nearly equal pieces, larger ones first (as `torch.tensor_split` cuts)."""
@@ -38,6 +41,7 @@ class Workload:
     slots_per_sample: rows of each sample at each expert where that is fixed (SoftMoE); 0 = it is not.
     wire_row_bytes: bytes of a row under way, where it is not a hidden state as it is; none = as it is.
     dispatch, node_size: how rows travel, and how many ranks of an expert group are in one node (0 = all).
+    devices_per_node: of the cluster, whose ranks are consecutive; 0 = not known, unless node_size tells.
     shared_ffn_hidden_size: of the shared experts, 0 for none.
     shard_size: ranks that share attention and every expert (FSMoE's N_MP = N_ESP); for planning only. `batch`
     is then what a group of shards has, gradients are those of one shard, and world_size counts groups.
@@ -64,6 +68,7 @@ class Workload:
     wire_row_bytes: int | None = None
     dispatch: str = "flat"
     node_size: int = 0
+    devices_per_node: int = 0
     shared_ffn_hidden_size: int = 0
     shard_size: int = 1
 
@@ -76,6 +81,12 @@ class Workload:
     def nodes(self) -> int:
         """Nodes that an expert group covers."""
         return self.ep_size // self.ranks_per_node
+
+    def span(self, group: Group) -> Span:
+        """Where the groups of a kind (ep, edp, world) are, and what they share."""
+        known = self.devices_per_node or (self.node_size * self.shard_size if self.nodes > 1 else 0)
+        size = max(1, known // self.shard_size) if known else 0
+        return span_of(group, self.world_size, self.ep_size, size, self.shard_size if known else 1)
 
     def tokens(self, microbatch: int, microbatches: int) -> int:
         """Tokens of one microbatch on one rank; shards have each their part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,12 @@ from penstock.schedule import Penstock
 from penstock.simulate import lane_work
 
 FASTER = 2
+INFINITELY = 1e12
+"""So many times the bandwidth leaves start-ups alone."""
+
+MOSTLY = 0.5
+"""Where start-ups take a larger share of what communication takes, no bandwidth helps much."""
+
 RIVALS = 2
 """So many of the next best plans are tried on a faster cluster, too: another may be the best there."""
 
@@ -105,7 +112,7 @@ def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
         best=best,
         next_best=found.others[0] if found.others else None,
         busy=busy,
-        binds=_binds(best),
+        binds=_binds(best, _start_up_share(apart, best, work)),
         faster=_faster(problem, found, intra=Lane.INTRA in work),
         memory=estimate_memory(problem, best.choice),
         budget=memory,
@@ -113,10 +120,26 @@ def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
     )
 
 
-def _binds(best: Candidate) -> str:
-    if best.bound.critical_path_s > best.bound.busiest_lane_s:
-        return f"the longest chain of dependencies binds, lane {best.bound.busiest_lane} is busiest"
-    return f"lane {best.bound.busiest_lane} binds"
+def _start_up_share(apart: Problem, best: Candidate, work: Mapping[Lane, float]) -> float:
+    """Which part of what communication takes are start-ups; 0 without communication."""
+    lanes = [lane for lane in (Lane.INTER, Lane.INTRA) if work.get(lane)]
+    if not lanes:
+        return 0.0
+    endless = replace(apart, cluster=faster(apart.cluster, inter=INFINITELY, intra=INFINITELY))
+    cost = endless.cost(best.choice, best.plan.graph.shape)
+    start_ups = lane_work({task: cost(task) for task in best.plan.graph.tasks if task.lane in lanes})
+    return sum(start_ups.values()) / sum(work[lane] for lane in lanes)
+
+
+def _binds(best: Candidate, start_up_share: float) -> str:
+    bound = best.bound
+    chain, lane = bound.critical_path_s > bound.busiest_lane_s, bound.busiest_lane
+    text = (
+        f"the longest chain of dependencies binds, lane {lane} is busiest" if chain else f"lane {lane} binds"
+    )
+    if start_up_share <= MOSTLY or lane is Lane.COMPUTE:
+        return text
+    return f"latency binds: {100 * start_up_share:.0f} % of communication is start-ups; {text}"
 
 
 def _faster(problem: Problem, found: FoundPlan, *, intra: bool) -> dict[str, float]:

@@ -185,6 +185,7 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
         all_reduce_bytes=(replicated,) * model.num_layers,
         expert_all_reduce_bytes=(replicas,) * model.num_layers,
         node_size=per_node if shards == 1 and ep_size % per_node == 0 else 0,
+        devices_per_node=per_node,
         shard_size=shards,
     )
 

@@ -102,6 +102,7 @@ def workload(
         wire_row_bytes=config.moe.row_bytes(config.model.hidden_size, element_bytes),
         dispatch=dispatch_of(config.moe),
         node_size=layout.ep_node_size,
+        devices_per_node=layout.node_size,
         shared_ffn_hidden_size=config.moe.shared_ffn_hidden_size,
     )
 

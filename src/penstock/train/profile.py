@@ -114,8 +114,10 @@ def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...]) -> Clus
             others = found.ranks - 1
             latency_s = max(found.alpha_s / others, LEAST_LATENCY_S)
             rate = others / found.ranks / found.beta_s_per_byte
-            changes = {f"{lane}_latency_s": latency_s, f"{lane}_bytes_per_s": rate}
-            rates = replace(rates, **changes)
+            if lane == "link":
+                rates = replace(rates, link_latency_s=latency_s, link_bytes_per_s=rate, link_rate_of="device")
+            else:
+                rates = replace(rates, intra_latency_s=latency_s, intra_bytes_per_s=rate)
     return rates
 
 

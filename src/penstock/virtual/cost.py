@@ -65,7 +65,7 @@ class VirtualCost:
         if task.op not in TRANSFERS:
             return self._everywhere(self._even.communication_s(task))
         work = self.workload
-        link = self.cluster.leg(work.dispatch, task.op, work.nodes, work.ranks_per_node)
+        link = self.cluster.leg(work.dispatch, task.op, work.span(Group.EXPERT))
         # The model's argument is what a rank has for all experts if routing is even.
         share = busiest_share(work.dispatch, task.op, work.nodes, work.ranks_per_node)
         rows = self._remote(task) / share if share else self._remote(task) * 0.0

@@ -1,4 +1,4 @@
-"""Published planners on the layers of their own papers, simulated from published constants. No torch."""
+"""Published planners on the layers of their own papers, by simulation. No torch."""
 
 import json
 from functools import partial

@@ -1,8 +1,8 @@
 """The layers of the FSMoE and FlowMoE studies, as problems that a planner can be asked.
 
 What the papers leave open is decided here: a problem is a stack of equal layers, so that gradients of a layer
-can be reduced under the ones below: four of them on FSMoE's testbeds, which is nearest to what was published
-(of two, half of all gradients have no layer below), two for FlowMoE. Embedding, head and the sums behind the
+can be reduced under the ones below: four of them on FSMoE's testbeds (of two, half of all gradients have no
+layer below), two for FlowMoE. Embedding, head and the sums behind the
 loss cost nothing, routing is even. Attention computes four projections and its scores; on FSMoE's testbeds
 the ranks of a node share that and the dense gradients (4 M^2 + M E over N_MP), and copies cost nothing.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from penstock.cost import AlphaBeta, ProfiledCluster, Workload
+from penstock.cost import AlphaBeta, ClusterFile, ProfiledCluster, Span, Workload
 from penstock.cost.cluster_file import TaskModel
 from penstock.cost.clusters import find_cluster
 from penstock.graph import Op, Phase, StepShape
@@ -27,8 +27,6 @@ ATTENTION_PRODUCTS = 6
 """Projections of q, k, v and the output; scores; values."""
 
 NO_COPIES_BYTES_PER_S = 1e30
-PRINTED_REDUCE = 10
-"""Testbed A's all-reduce as printed, over the one of its cluster file, where a misprint is assumed."""
 
 
 class LayerProblem(Problem):
@@ -55,8 +53,9 @@ class LayerSpec:
     heads: int = 8
     stack: int = FLOWMOE_STACK
 
-    def workload(self, *, groups: int, num_experts: int, shard_size: int) -> Workload:
-        """groups: of shards, one expert group in all."""
+    def workload(self, file: ClusterFile, *, shard_size: int) -> Workload:
+        """One expert group in all, one expert per rank or group of shards."""
+        groups = num_experts = file.ranks // shard_size
         dense = 4 * self.hidden_size**2 + self.hidden_size * num_experts
         return Workload(
             batch=self.batch,
@@ -74,6 +73,7 @@ class LayerSpec:
             element_bytes=FLOAT_BYTES,
             all_reduce_bytes=(dense // shard_size * FLOAT_BYTES,) * self.stack,
             expert_all_reduce_bytes=(0,) * self.stack,
+            devices_per_node=file.ranks_per_node,
             shard_size=shard_size,
         )
 
@@ -117,23 +117,9 @@ def fsmoe_problem(spec: LayerSpec, cluster: str) -> LayerProblem:
     )
     return LayerProblem(
         shape=_shape(spec.stack, (Op.DISPATCH, Op.DISPATCH_SCATTER)),
-        workload=spec.workload(groups=file.nodes, num_experts=file.nodes, shard_size=file.ranks_per_node),
+        workload=spec.workload(file, shard_size=file.ranks_per_node),
         cluster=ProfiledCluster.build(tuned),
     )
-
-
-def slow_reduce_problem(spec: LayerSpec, cluster: str) -> LayerProblem:
-    """The same with the time per element of an all-reduce as it is printed, ten times that of the file."""
-    problem = fsmoe_problem(spec, cluster)
-    assert isinstance(problem.cluster, ProfiledCluster)
-    file = problem.cluster.file
-    links = tuple(
-        replace(link, beta_s_per_byte=PRINTED_REDUCE * link.beta_s_per_byte)
-        if link.collective == "all_reduce"
-        else link
-        for link in file.links
-    )
-    return replace(problem, cluster=ProfiledCluster.build(replace(file, links=links)))
 
 
 def one_lane(problem: LayerProblem) -> LayerProblem:
@@ -155,10 +141,10 @@ class OneLaneCluster(ProfiledCluster):
 
     shards_per_group: int
 
-    def leg(self, dispatch: str, op: Op, nodes: int, node_size: int) -> AlphaBeta:
+    def leg(self, dispatch: str, op: Op, span: Span) -> AlphaBeta:
         """Dispatch with the all-gather, combine with the reduce-scatter; on the way back it is the other way
         round, which changes no sum."""
-        between = super().leg(dispatch, op, nodes, node_size)
+        between = super().leg(dispatch, op, span)
         inside = self.shards(self.shards_per_group, scatters=op is Op.COMBINE)
         return AlphaBeta(
             alpha_s=between.alpha_s + inside.alpha_s,
@@ -204,6 +190,6 @@ def flowmoe_problem(spec: LayerSpec, cluster: str) -> LayerProblem:
     file = find_cluster(cluster)
     return LayerProblem(
         shape=_shape(spec.stack, (Op.DISPATCH,)),
-        workload=spec.workload(groups=file.ranks, num_experts=file.ranks, shard_size=1),
+        workload=spec.workload(file, shard_size=1),
         cluster=ProfiledCluster.build(file),
     )

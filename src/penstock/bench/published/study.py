@@ -22,7 +22,6 @@ from penstock.bench.published.layers import (
     fsmoe_layers,
     fsmoe_problem,
     one_lane,
-    slow_reduce_problem,
 )
 from penstock.plan import Choice, Problem
 from penstock.plan.published import (
@@ -148,7 +147,7 @@ def flowmoe_seconds(problem: LayerProblem) -> LayerSeconds:
 
 
 def grids() -> tuple[Grid, ...]:
-    """FSMoE's 1,458 layers on its two testbeds, testbed A twice; FlowMoE's 675 on its two clusters."""
+    """FSMoE's 1,458 layers on its two testbeds; FlowMoE's 675 on its two clusters."""
     fsmoe = [
         Grid(
             title="FSMoE's configured layers",
@@ -161,9 +160,6 @@ def grids() -> tuple[Grid, ...]:
         )
         for cluster in FSMOE_SEQ_LENS
     ]
-    printed = replace(
-        fsmoe[0], title=f"{fsmoe[0].title}, all-reduce as printed,", problem=slow_reduce_problem
-    )
     flowmoe = [
         Grid(
             title="FlowMoE's customised layers",
@@ -175,7 +171,7 @@ def grids() -> tuple[Grid, ...]:
         )
         for cluster in ("flowmoe-cluster-1", "flowmoe-cluster-2")
     ]
-    return (*fsmoe, printed, *flowmoe)
+    return (*fsmoe, *flowmoe)
 
 
 # ---- running them ------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from penstock.graph import Lane, Op, Phase, StepShape, Task
+from penstock.graph import Group, Lane, Op, Phase, StepShape, Task
 from penstock.plan.choice import Choice
 from penstock.plan.problem import Problem
 from penstock.plan.published.degree import DEGREES, Linear, MoEPart
@@ -85,7 +85,7 @@ class Durations:
                 )
                 for layer, end in zip(layers, ends, strict=True)
             ),
-            all_reduce=problem.cluster.all_reduce(problem.workload.world_size),
+            all_reduce=problem.cluster.all_reduce(problem.workload.span(Group.WORLD)),
             above=made(problem.shape.last, layers[0]),
             degrees=self.degrees,
         )

@@ -1,0 +1,75 @@
+"""Where the ranks of a group are, and what they share: the nodes that a collective crosses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from penstock.graph import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Groups of `ranks` members each, all of which communicate at the same time, as they do in a step.
+
+    nodes: that a group covers at most. most, fewest: members that it has on one of them. leaving: what leaves
+    the busiest node in an all-to-all, in buffers of one rank. crossing: groups that leave the busiest node.
+    """
+
+    ranks: int
+    nodes: int
+    most: int
+    fewest: int
+    leaving: float
+    crossing: int
+
+    @staticmethod
+    def regular(nodes: int, per_node: int, at_once: int = 1) -> Span:
+        """So many members on each of so many nodes; at_once: such groups that share these nodes."""
+        members = [node for node in range(nodes) for _ in range(per_node)]
+        return Span.of([members] * at_once)
+
+    @staticmethod
+    def apart(ranks: int) -> Span:
+        """Every member on a node of its own: what is assumed where nobody knows nodes."""
+        return Span.regular(ranks, 1)
+
+    @staticmethod
+    def of(groups: Iterable[Sequence[int]]) -> Span:
+        """Groups of the same size, each as the nodes of its members."""
+        leaving, crossing = Counter[int](), Counter[int]()
+        counts = [Counter(members) for members in groups]
+        for count in counts:
+            ranks = count.total()
+            for node, here in count.items():
+                leaving[node] += here * (ranks - here)
+                crossing[node] += here < ranks
+        ranks = counts[0].total()
+        return Span(
+            ranks=ranks,
+            nodes=max(map(len, counts)),
+            most=max(max(count.values()) for count in counts),
+            fewest=min(min(count.values()) for count in counts),
+            leaving=max(leaving.values()) / ranks,
+            crossing=max(crossing.values()),
+        )
+
+
+@lru_cache(maxsize=256)
+def span_of(group: Group, world_size: int, ep_size: int, node_size: int, at_once: int) -> Span:
+    """Groups of one kind (ep, edp or world) among consecutive ranks, node_size of them in a node.
+
+    node_size 0: not known, every rank counts as a node. at_once: so many groups stand for each, on the same
+    nodes (the shards of a rank that stands for several).
+    """
+    size = node_size or 1
+    if group is Group.WORLD:
+        members = [range(world_size)]
+    elif group is Group.EXPERT:
+        members = [range(first, first + ep_size) for first in range(0, world_size, ep_size)]
+    else:
+        assert group is Group.EXPERT_REPLICAS, group
+        members = [range(first, world_size, ep_size) for first in range(ep_size)]
+    return Span.of([[rank // size for rank in ranks] for ranks in members] * at_once)
