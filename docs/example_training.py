@@ -4,13 +4,13 @@ import os
 
 import torch
 
+from penstock import clip_grad_norm_
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.schedule import ScheduleConfig
 from penstock.topology import Layout, ParallelConfig, detect, join, leave
 from penstock.topology.join import ALONE
 from penstock.train.assemble import build_machinery, build_stack, pick_device
-from penstock.train.clip import clip_grad_norm
 from penstock.train.config import RunConfig
 
 config = RunConfig(
@@ -30,7 +30,7 @@ text = torch.randint(256, (4, 33), generator=generator).to(device)  # learn four
 for step in range(30):
     loss = stack(text[:, :-1], text[:, 1:])  # the whole batch's loss, the same on every rank
     loss.backward()  # when it returns, every gradient is synchronised
-    norm = clip_grad_norm(stack, max_norm=1.0)
+    norm = clip_grad_norm_(stack, max_norm=1.0)
     optimizer.step()
     optimizer.zero_grad()
     if info.rank == 0 and step % 10 == 9:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import penstock.dispatch
 import penstock.moe
-from penstock import MoELayer
+from penstock import MoELayer, clip_grad_norm_
 from penstock.cli import main
 from penstock.dispatch import HierarchicalDispatch2D
 from penstock.graph import Lane, Op, StepShape
@@ -50,43 +51,83 @@ def test_hugging_face_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_block(code)["difference"] < 1e-5
 
 
-def run_several(rank: int) -> dict[str, Tensor]:
-    """What the block about several ranks leaves on this one: parameters (p), gradients (g) and tokens (x)."""
-    (code,) = blocks(MOE_LAYER, "By itself, on several ranks")
-    made = run_block(code)
-    found = {"x": made["x"]}
-    for name, parameter in made["layer"].named_parameters():
+@dataclass(frozen=True)
+class Ran:
+    """What the block about several ranks did on this one: parameters before and after its loop, by name."""
+
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    x: Tensor
+    target: Tensor
+    norms: list[float]
+
+
+def parameters_of(layer: nn.Module, rank: int) -> dict[str, Tensor]:
+    """Whole tensors; an expert's under its rank."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in layer.named_parameters():
         key = f"{name} of {rank}" if name.startswith("experts.") else name
-        found |= {f"p {key}": parameter.detach(), f"g {key}": parameter.grad}
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        found[key] = whole.detach().clone()
     return found
 
 
+def run_several(rank: int, sharded: bool) -> Ran:
+    """Runs the block up to its optimiser, and from there on."""
+    first, second = blocks(MOE_LAYER, "By itself, on several ranks")
+    if sharded:
+        (line,) = [line for line in first.splitlines(keepends=True) if line.startswith("model = Distributed")]
+        first = first.replace(line, second)
+    setup, mark, loop = first.partition("optimizer = ")
+    made = run_block(setup)
+    before, norms = parameters_of(made["layer"], rank), list[float]()
+
+    def noting(model: nn.Module, max_norm: float) -> Tensor:
+        norm = clip_grad_norm_(model, max_norm)
+        assert norm > 2 * max_norm, "nothing was clipped"
+        norms.append(float(norm))
+        return norm
+
+    left = run_block(mark + loop, **{**made, "clip_grad_norm_": noting})
+    return Ran(before, parameters_of(made["layer"], rank), left["x"], left["target"], norms)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_several_ranks_of_the_page(ranks: Pools, world_size: int) -> None:
-    """Gradients are those of one process that has all experts and all tokens."""
-    results = ranks(world_size).run(run_several)
+@pytest.mark.parametrize(("world_size", "sharded"), [(1, False), (2, False), (4, False), (2, True)])
+def test_several_ranks_of_the_page(ranks: Pools, world_size: int, sharded: bool) -> None:
+    """Five steps are those of one process that has all experts and all tokens, and clips as torch does."""
+    results = ranks(world_size).run(run_several, sharded)
     layer = MoELayer(
         gate=SigmoidGate(HIDDEN, EXPERTS, CHOICES),
         order=SortOrder(EXPERTS),
         expert=SwiGLUExperts(HIDDEN, 128, EXPERTS),
     )
 
-    def whole(kind: str, name: str) -> Tensor:
+    def whole(when: str, name: str) -> Tensor:
+        found = [getattr(result, when) for result in results]
         if name.startswith("experts."):
-            return torch.cat([result[f"{kind} {name} of {rank}"] for rank, result in enumerate(results)])
-        assert all(torch.equal(result[f"{kind} {name}"], results[0][f"{kind} {name}"]) for result in results)
-        return results[0][f"{kind} {name}"]  # type: ignore[no-any-return]  # a tensor of another process
+            return torch.cat([tensors[f"{name} of {rank}"] for rank, tensors in enumerate(found)])
+        assert all(torch.equal(tensors[name], found[0][name]) for tensors in found), name
+        return found[0][name]  # type: ignore[no-any-return]  # a tensor of another process
 
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            parameter.copy_(whole("p", name))
-    out = layer(torch.cat([result["x"] for result in results]))
-    assert layer.losses is not None
-    (out.square().mean() + 0.01 * layer.losses.balance + 0.001 * layer.losses.z).backward()
+            parameter.copy_(whole("before", name))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    x, target = (torch.cat([getattr(result, what) for result in results]) for what in ("x", "target"))
+    norms = []
+    for _ in range(5):
+        loss = (layer(x) - target).square().mean()
+        assert layer.losses is not None
+        (loss + 0.01 * layer.losses.balance + 0.001 * layer.losses.z).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.01)))
+        optimizer.step()
+        optimizer.zero_grad()
+    for result in results:
+        assert result.norms == results[0].norms == pytest.approx(norms, rel=1e-5)
     for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None
-        check_close(whole("g", name), parameter.grad, 1e-5, name)
+        moved = parameter - whole("before", name)
+        check_close(whole("after", name) - whole("before", name), moved, 1e-4, name)
 
 
 def test_the_refusal_is_a_real_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,20 +18,18 @@ from penstock.moe import update_expert_biases
 from penstock.moe.config import BalanceGroup
 from penstock.runtime.exchange import ignore_experts
 from tests.support.exchange import (
-    AUX,
     IN,
     LENGTH,
     Case,
     Model,
     Tensors,
-    Z,
     batch,
     exchange_of,
     logical,
+    mean_loss,
     model_of,
     numbers,
     rank_loss,
-    task_loss,
 )
 from tests.support.ranks import Pools
 
@@ -117,19 +115,6 @@ def reference(case: Case) -> Step:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     return finished(model, total)
-
-
-def mean_loss(model: Model, case: Case, data: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    """Capacity counts per rank, so the layer runs by rank; balance is judged over what its group says."""
-    made = [(model(x, valid), target, valid) for x, target, valid in data]
-    loss = torch.stack([task_loss(out, target, valid) for (out, _), target, valid in made]).mean()
-    _, whole = model(torch.cat([x for x, _, _ in data]), torch.cat([valid for _, _, valid in data]))
-    balance = whole.balance
-    if case.balance == "microbatch":
-        counts = torch.stack([valid.sum() for _, _, valid in made])
-        balance = (torch.stack([losses.balance for (_, losses), _, _ in made]) * counts).sum() / counts.sum()
-    total: Tensor = loss + AUX * balance + Z * whole.z
-    return total
 
 
 def check(ranks: Pools, case: Case) -> list[Step]:

@@ -199,3 +199,16 @@ def rank_loss(wrapped: nn.Module, data: tuple[Tensor, Tensor, Tensor]) -> Tensor
     out, losses = wrapped(x, None if valid.all() else valid)
     loss: Tensor = task_loss(out, target, valid) + AUX * losses.balance + Z * losses.z
     return loss
+
+
+def mean_loss(model: Model, case: Case, data: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    """Capacity counts per rank, so the layer runs by rank; balance is judged over what its group says."""
+    made = [(model(x, valid), target, valid) for x, target, valid in data]
+    loss = torch.stack([task_loss(out, target, valid) for (out, _), target, valid in made]).mean()
+    _, whole = model(torch.cat([x for x, _, _ in data]), torch.cat([valid for _, _, valid in data]))
+    balance = whole.balance
+    if case.balance == "microbatch":
+        counts = torch.stack([valid.sum() for _, _, valid in made])
+        balance = (torch.stack([losses.balance for (_, losses), _, _ in made]) * counts).sum() / counts.sum()
+    total: Tensor = loss + AUX * balance + Z * whole.z
+    return total

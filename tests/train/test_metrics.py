@@ -160,11 +160,14 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
         for number in range(1, 5):
             writer.write(step(number, eval_loss=3.0 if number == 2 else None))
     with MetricsWriter(tmp_path, tensorboard=True, resume_step=2) as writer:
-        writer.write(replace(step(3), loss=7.0))
+        writer.write(replace(step(3), loss=7.0, total_loss=7.5, aux_loss_global=1.25, z_loss=4.0))
     reader = import_module("tensorboard.backend.event_processing.event_accumulator")
     events = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss/train")] == [(1, 2.5), (2, 2.5), (3, 7.0)]
     assert [(e.step, e.value) for e in events.Scalars("loss/eval")] == [(2, 3.0)]
+    router = [("loss/total", 7.5), ("moe/aux_loss_global", 1.25), ("moe/z_loss", 4.0)]
+    for tag, value in router:
+        assert [(e.step, e.value) for e in events.Scalars(tag)] == [(3, value)]
     assert events.Scalars("network/hidden_communication")[0].value == pytest.approx(0.93)
 
 
@@ -186,6 +189,14 @@ def test_outside_a_terminal_every_few_steps_are_lines(capsys: pytest.CaptureFixt
     heads = [line.split("  ")[0] for line in shown.err.splitlines()]
     assert heads == ["plan [FlowMoE] chosen", "step 5/11", "step 7/11", "step 10/11", "step 11/11"]
     assert "eta 0:00:03" in shown.err  # six steps of half a second
+
+
+def test_shown_speed_is_all_tokens_over_all_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps with different numbers of tokens: 100 in one second, then 900 in three."""
+    with Progress(total_steps=2, every=1) as progress:
+        for number, (rate, seconds) in enumerate([(100.0, 1.0), (300.0, 3.0)], start=1):
+            progress.update(replace(step(number), tokens_per_s=rate, iteration_s=seconds))
+    assert "250 tokens/s" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,14 @@ class Exchange(Protocol):
         ...
 
     def adopt(self, experts: nn.Module) -> None:
-        """Told once which experts a layer has."""
+        """Told which experts a layer has, when it is built and whenever they may have been replaced."""
+        ...
+
+    def check(self, experts: nn.Module, x: Tensor, parts: str) -> None:
+        """Told before each forward what is to run: tokens x, and what the layer is made of, in words.
+
+        Raises ValueError if experts would be mixed up: taken over by another tool, or unlike other ranks'.
+        """
         ...
 
     def run(self, experts: nn.Module, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
@@ -83,6 +90,9 @@ class Alone:
 
     def adopt(self, experts: nn.Module) -> None:
         del experts
+
+    def check(self, experts: nn.Module, x: Tensor, parts: str) -> None:
+        """Nothing to mix up."""
 
     def run(self, experts: nn.Module, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         del experts

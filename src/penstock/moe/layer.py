@@ -64,7 +64,8 @@ class MoELayer(nn.Module):
     gate, order, expert, dispatch, hooks: the parts; see their base classes. shared: a module that every token
     passes, added to the output, computed while rows are under way. exchange: the ranks that share the
     experts when the layer runs by itself (`penstock.ExpertParallel`); ep_size and ep_rank say the same for a
-    layer inside a stack. balance: over which tokens `losses.balance` judges the balance of experts.
+    layer inside a stack, which has no exchange (default 1 and 0). balance: over which tokens `losses.balance`
+    judges the balance of experts.
 
     `route` and `unorder` are the halves around the transfer, `expert_rows` is what happens at the experts.
     Raises ValueError for parts that do not fit together.
@@ -80,13 +81,12 @@ class MoELayer(nn.Module):
         hooks: Sequence[Hook] = (),
         shared: nn.Module | None = None,
         exchange: Exchange | None = None,
-        ep_size: int = 1,
-        ep_rank: int = 0,
+        ep_size: int | None = None,
+        ep_rank: int | None = None,
         balance: BalanceGroup = "global",
     ) -> None:
         super().__init__()
-        if exchange is not None:
-            ep_size, ep_rank = exchange.ep_size, exchange.ep_rank
+        ep_size, ep_rank = _place_of(exchange, ep_size, ep_rank)
         check_parts(gate, order, expert, tuple(hooks), ep_size)
         self.gate, self.order, self.experts, self.shared = gate, order, expert, shared
         self.dispatch, self.hooks = find_dispatch(dispatch), Hooks(tuple(hooks))
@@ -98,6 +98,7 @@ class MoELayer(nn.Module):
         if self.exchange is not None:
             self._maker = self.exchange.maker(self.dispatch, row_counts=order.row_counts)
             self.exchange.adopt(expert)
+        self._words = _in_words(gate, order, expert, self.dispatch, tuple(hooks), balance)
         self._losses: LayerLosses | None = None
         self._recomputed: weakref.ref[LayerLosses] | None = None
 
@@ -153,6 +154,8 @@ class MoELayer(nn.Module):
                 "(penstock.ExpertParallel), or run it inside a penstock stack"
             )
         tokens = _tokens_of(x, valid)
+        _require_place(self.exchange, self.ep_size, self.first_expert // self.num_local_experts)
+        self.exchange.check(self.experts, x, self._words)
         routed = self._counted(self._route_checked(x.flatten(0, -2), tokens))
         route = self.exchange.routes(routed.plan, self.num_local_experts, self._maker).chunks[0]
         rows_RM = self.exchange.to_experts(routed.rows_RM, route)
@@ -233,6 +236,42 @@ class _Hold(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         del ctx
         return grads[0], None
+
+
+def _place_of(exchange: Exchange | None, ep_size: int | None, ep_rank: int | None) -> tuple[int, int]:
+    """How many ranks share the experts, and which of them this is."""
+    size = ep_size if ep_size is not None else 1 if exchange is None else exchange.ep_size
+    rank = ep_rank if ep_rank is not None else 0 if exchange is None else exchange.ep_rank
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"ep_rank = {rank}: ranks that share experts count from 0 to ep_size - 1 = {size - 1}"
+        )
+    if exchange is not None:
+        _require_place(exchange, size, rank)
+    return size, rank
+
+
+def _require_place(exchange: Exchange, ep_size: int, ep_rank: int) -> None:
+    for name, mine, theirs in (
+        ("ep_size", ep_size, exchange.ep_size),
+        ("ep_rank", ep_rank, exchange.ep_rank),
+    ):
+        if mine != theirs:
+            raise ValueError(
+                f"the layer has {name} = {mine}, its exchange {name} = {theirs}: rows would meet the wrong "
+                "experts. Build the layer with this exchange, and leave ep_size and ep_rank to it"
+            )
+
+
+def _in_words(
+    gate: Gate, order: Order, expert: Experts, dispatch: Dispatch, hooks: tuple[Hook, ...], balance: str
+) -> str:
+    """What a layer is made of: ranks compare it."""
+    top_k = getattr(gate, "top_k", None)
+    words = [f"{type(gate).__name__} over {gate.num_experts} experts" + (f", top_k {top_k}" if top_k else "")]
+    words += [type(order).__name__, type(expert).__name__, f"dispatch {dispatch.name}"]
+    words += [type(hook).__name__ for hook in hooks]
+    return ", ".join([*words, f"balance {balance}"])
 
 
 def _in_backward() -> bool:

@@ -1,7 +1,8 @@
 """The engine: runs a schedule with real tensors, threads and transfers."""
 
+from penstock.runtime.clip import clip_grad_norm_
 from penstock.runtime.errors import ScheduleMismatchError, TaskError
-from penstock.runtime.exchange import ExpertParallel, ignore_experts
+from penstock.runtime.exchange import ExpertParallel, expert_parameters, ignore_experts
 from penstock.runtime.parts import BlockParts, ModelParts
 from penstock.runtime.stack import Machinery, PipelinedStack
 from penstock.runtime.statistics import StepStatistics
@@ -15,5 +16,7 @@ __all__ = [
     "ScheduleMismatchError",
     "StepStatistics",
     "TaskError",
+    "clip_grad_norm_",
+    "expert_parameters",
     "ignore_experts",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,9 @@ from penstock.graph import Group
 from penstock.moe.layer import MoELayer
 from penstock.moe.orders.base import OrderPlan
 from penstock.moe.routes import ChunkRoute, RouteMaker, Routes
+from penstock.runtime.clip import mark_all
+from penstock.runtime.expert_ranks import ExpertRanks, ranks_of
+from penstock.runtime.guard import ExpertGuard
 from penstock.runtime.legs import exchange_counts, send_home, send_out
 from penstock.runtime.transport import Transport, build_transport
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig
@@ -28,11 +32,12 @@ class ExpertParallel:
     a mean over its own tokens, and what is trained is the mean over ranks. What an expert gets is divided by
     the number of ranks here, and summed over the replicas if there are any, so `backward` leaves finished
     gradients, zeros where an expert had no token. Expert parameters must be left out of the loop's own
-    averaging: `DistributedDataParallel(ignore_experts(model))`. They also carry `allreduce = False`.
+    averaging: `DistributedDataParallel(ignore_experts(model))`. They also carry `allreduce = False`. A layer
+    whose experts DDP, FSDP or another tool takes for everybody's refuses to run.
 
     What a loop has to know: ranks draw their experts by their own random numbers, so seed them differently
-    before the layer is built, or expert 0 of every rank begins as the same; the norm of all gradients is
-    another one on every rank, so clip by a norm that counts all experts; experts must not use
+    before the layer is built, or expert 0 of every rank begins as the same; the norm of the gradients that a
+    rank holds is another one on every rank, so clip with `penstock.clip_grad_norm_`; experts must not use
     `torch.utils.checkpoint` with use_reentrant=True inside (around the layer it may be either).
 
     num_experts: of a layer, in total. ep_size: none = all ranks. ranks_per_node: for a hierarchical dispatch.
@@ -61,6 +66,8 @@ class ExpertParallel:
         self._transport: Transport = build_transport(
             self.layout, self._device, parallel, (*INTER_GROUPS, *inside)
         )
+        self._ranks = ExpertRanks(self.layout, self._transport, self._device)
+        self._guards: weakref.WeakKeyDictionary[nn.Module, ExpertGuard] = weakref.WeakKeyDictionary()
 
     @property
     def ep_size(self) -> int:
@@ -95,8 +102,10 @@ class ExpertParallel:
         return moved
 
     def adopt(self, experts: nn.Module) -> None:
-        for parameter in experts.parameters():
-            parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
+        self._guard_of(experts).adopt(experts)
+
+    def check(self, experts: nn.Module, x: Tensor, parts: str) -> None:
+        self._guard_of(experts).check(experts, x, parts)
 
     def run(self, experts: nn.Module, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -132,6 +141,11 @@ class ExpertParallel:
             self._transport.all_reduce(held, Group.EXPERT_REPLICAS)
             tensor.copy_(held)
 
+    def _guard_of(self, experts: nn.Module) -> ExpertGuard:
+        if experts not in self._guards:
+            self._guards[experts] = ExpertGuard(self._ranks)
+        return self._guards[experts]
+
     def _require_equal_slots(self, slots: int) -> None:
         """Fixed sizes are the same on all ranks only if these have equally many tokens.
 
@@ -162,7 +176,9 @@ def ignore_experts(model: nn.Module) -> nn.Module:
     `ExpertParallel` finish their gradients themselves and differ by rank: all of theirs is put on DDP's list
     of what to ignore, and their replicas, if any, get equal values here. The same for the choices a gate's
     bias has counted, which are each rank's own. Every rank must call it at the same point, right before DDP.
+    FSDP keeps no list at the model: call this for the replicas, and give FSDP `expert_parameters(model)`.
     """
+    mark_all(model)
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for name, module in model.named_modules():
         if isinstance(module, MoELayer) and isinstance(module.exchange, ExpertParallel):
@@ -172,6 +188,15 @@ def ignore_experts(model: nn.Module) -> nn.Module:
             ignored.update(f"{name}.{part}" if name else part for part in own)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
     return model
+
+
+def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters of which every rank has its own: what `fully_shard(ignored_params=...)` must leave alone.
+
+    Also for FullyShardedDataParallel (ignored_states), or an optimiser's groups.
+    """
+    mark_all(model)
+    return {parameter for parameter in model.parameters() if ranks_of(parameter) is not None}
 
 
 class _Finish(torch.autograd.Function):

@@ -25,6 +25,7 @@ from penstock.runtime.buckets import GradientBucket
 from penstock.runtime.communicate import Buckets, CommunicationHandlers
 from penstock.runtime.compute import Batch, ComputeHandlers
 from penstock.runtime.executor import Execution
+from penstock.runtime.expert_ranks import ExpertRanks, mark_experts
 from penstock.runtime.lanes import Lanes
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.segment import PassThrough, Segment
@@ -79,6 +80,7 @@ class PipelinedStack(nn.Module):
         self.balance = BALANCES[moe.aux_loss_group]
         self.codec = StatisticsCodec(moe, self.balance)
         self.buckets, self.makers = self._build_buckets(), self._route_makers()
+        self._expert_ranks = ExpertRanks(machinery.layout, machinery.transports.inter, machinery.device)
         self.execution: Execution | None = None
         self.statistics: StepStatistics | None = None
         self._samples_seen = 0
@@ -105,6 +107,7 @@ class PipelinedStack(nn.Module):
         run, keys of dropout (default: counted). In training mode with gradients enabled, backward follows.
         """
         training = torch.is_grad_enabled() and self.training
+        self.mark_experts()
         self._check_batch(tokens_BL.shape)
         step = _Step(self, self._cut(tokens_BL, labels_BL, sample_ids_B, valid_BL), training)
         if not training:
@@ -120,6 +123,11 @@ class PipelinedStack(nn.Module):
     def close(self) -> None:
         """End the lanes' threads."""
         self.machinery.lanes.close()
+
+    def mark_experts(self) -> None:
+        """Say of every expert parameter where it lives, for `penstock.clip_grad_norm_`."""
+        for layer in range(len(self.parts.parts)):
+            mark_experts(self.parts.expert_parameters(layer), self._expert_ranks)
 
     def _check_batch(self, shape: torch.Size) -> None:
         """With fixed slots all ranks need equally many tokens, or rows would end where they do not belong.
@@ -195,6 +203,7 @@ def _check_layers(layers: Sequence[MoELayer | None], moe: MoEConfig, layout: Lay
         for what, found, wanted in (
             ("num_experts", layer.num_experts, moe.num_experts),
             ("ep_size", layer.ep_size, layout.ep_size),
+            ("ep_rank", layer.first_expert // layer.num_local_experts, layout.ep_rank),
         ):
             if found != wanted:
                 why = f"layer {number} was built with {what} = {found}, the stack with {wanted}"

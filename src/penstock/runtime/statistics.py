@@ -30,6 +30,7 @@ class StepStatistics:
     """Of the whole batch, the same on all ranks. All tensors are float64.
 
     loss: what is minimised: cross_entropy (mean over valid tokens) + aux + z terms with their coefficients.
+    aux, z: sums over MoE layers of the balance loss and of the mean over tokens, without coefficients.
     chosen_YE: how often each expert was chosen, per MoE layer. tokens, valid: counts.
     """
 

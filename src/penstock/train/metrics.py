@@ -33,19 +33,26 @@ TENSORBOARD_FOLDER = "tensorboard"
 class StepMetrics:
     """One training step, measured.
 
-    `step`                            steps done with this one; the first is 1
-    `loss`, `eval_loss`             nats per token; `eval_loss` is None on steps without evaluation
-    `grad_norm`                       before clipping, every expert counted once
-    `communication_s`                 time during which a collective was running
-    `exposed_communication_s`         the part of it during which nothing was computed
-    `compute_s`                       time during which something was computed
-    `tokens_per_expert_max_over_mean` load of the busiest expert; 1 is perfect balance
-    `z_loss`                          of all layers, without its coefficient
+    `step`                    steps done with this one; the first is 1
+    `loss`, `eval_loss`       cross entropy, nats per token of all ranks; `eval_loss` is None on steps without
+                              evaluation
+    `total_loss`              what is minimised: `loss + moe_layers * (aux_loss_coeff * aux_loss_global (or
+                              whatever its group is) + z_loss_coeff * z_loss)`
+    `grad_norm`               of `total_loss`, before clipping, every expert counted once
+    `iteration_s`             forward, backward, clipping and update on rank 0, not reading the batch
+    `tokens_per_s`            tokens of all ranks that are no padding, over `iteration_s`
+    `communication_s`, `compute_s`
+                              time in forward and backward of rank 0 during which a collective was running,
+                              and during which something was computed
+    `exposed_communication_s` the part of `communication_s` during which nothing was computed
+    `tokens_per_expert_max_over_mean`
+                              load of the busiest expert, mean over MoE layers; 1 is perfect balance
+    `z_loss`                  mean over MoE layers, without its coefficient
     `aux_loss_global`, `..._sequence`, `..._microbatch`
-                                      the balance loss of all layers, without its coefficient, under the name
-                                      of the group over which it is judged; the other two are None
-    `plan`                            which plan ran the step: the first digits of its schedule's hash
-    `all_reduce_chunk_bytes`          size of a piece of an all-reduce; None if the schedule cuts none
+                              the balance loss, mean over MoE layers, without its coefficient, under the name
+                              of the group over which it is judged; the other two are None. 1 is balance
+    `plan`                    which plan ran the step: the first digits of its schedule's hash
+    `all_reduce_chunk_bytes`  size of a piece of an all-reduce; None if the schedule cuts none
     """
 
     step: int
@@ -59,6 +66,7 @@ class StepMetrics:
     compute_s: float
     tokens_per_expert_max_over_mean: float
     eval_loss: float | None = None
+    total_loss: float | None = None
     z_loss: float | None = None
     aux_loss_global: float | None = None
     aux_loss_sequence: float | None = None
@@ -218,7 +226,11 @@ def _curves(metrics: StepMetrics) -> dict[str, float]:
         "speed/compute_s": metrics.compute_s,
         "moe/tokens_per_expert_max_over_mean": metrics.tokens_per_expert_max_over_mean,
     }
-    optional = {"loss/eval": metrics.eval_loss, "moe/z_loss": metrics.z_loss}
+    optional = {
+        "loss/eval": metrics.eval_loss,
+        "loss/total": metrics.total_loss,
+        "moe/z_loss": metrics.z_loss,
+    }
     optional |= {f"moe/{name}": getattr(metrics, name) for name in OPTIONAL if name.startswith("aux_loss")}
     return curves | {name: value for name, value in optional.items() if value is not None}
 
@@ -288,11 +300,11 @@ def _choose_display(total_steps: int, every: int, quiet: bool) -> Display:
 def _averaged(recent: Sequence[StepMetrics]) -> StepMetrics:
     """The newest step with times averaged over all of `recent`: a single step says little about speed."""
     newest, count = recent[-1], len(recent)
-    iteration_s = sum(m.iteration_s for m in recent) / count
+    total_s = sum(m.iteration_s for m in recent)
     return replace(
         newest,
-        iteration_s=iteration_s,
-        tokens_per_s=newest.tokens_per_s * newest.iteration_s / iteration_s,
+        iteration_s=total_s / count,
+        tokens_per_s=sum(m.tokens_per_s * m.iteration_s for m in recent) / total_s,
         communication_s=sum(m.communication_s for m in recent) / count,
         exposed_communication_s=sum(m.exposed_communication_s for m in recent) / count,
     )

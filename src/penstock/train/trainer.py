@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.config import ConfigError, to_toml
 from penstock.graph import Group
 from penstock.moe import update_expert_biases
+from penstock.moe.config import BalanceGroup
 from penstock.report import RunSummary
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
@@ -249,23 +250,28 @@ class Trainer:
         assert statistics is not None
         silent = [group for group in Group if group is not Group.ALONE and self.layout.size(group) == 1]
         used = occupation(records, silent)
-        tokens = self.config.data.batch_per_device * self.layout.world_size * self.config.model.seq_len
         return StepMetrics(
             step=step,
-            loss=loss,
+            loss=float(statistics.cross_entropy),
+            total_loss=loss,
             learning_rate=rate,
             grad_norm=norm,
             iteration_s=iteration_s,
-            tokens_per_s=tokens / iteration_s,
+            tokens_per_s=float(statistics.tokens) / iteration_s,
             exposed_communication_s=used.exposed_s,
             communication_s=used.communication_s,
             compute_s=used.compute_s,
             tokens_per_expert_max_over_mean=_imbalance(statistics.chosen_YE),
-            z_loss=float(statistics.z),
             plan=self.stack.plan.schedule.digest[:PLAN_DIGITS],
             all_reduce_chunk_bytes=self._chunk_bytes,
-            **{f"aux_loss_{self.stack.balance.group}": float(statistics.aux)},
+            **router_losses(statistics, self.stack.balance.group),
         )
+
+
+def router_losses(statistics: StepStatistics, group: BalanceGroup) -> dict[str, float]:
+    """Balance and z-loss under their metrics' names: means over MoE layers. The loss has their sums."""
+    layers = len(statistics.chosen_YE)
+    return {f"aux_loss_{group}": float(statistics.aux) / layers, "z_loss": float(statistics.z) / layers}
 
 
 def _imbalance(chosen_YE: Tensor) -> float:

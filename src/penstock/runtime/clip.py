@@ -1,0 +1,227 @@
+"""The gradient norm of a model whose experts are spread over ranks, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from penstock.moe import MoELayer
+from penstock.runtime.expert_ranks import ExpertRanks, ranks_of
+from penstock.runtime.stack import PipelinedStack
+
+TINY = 1e-6
+EQUAL = 1e-5
+"""Relative difference up to which ranks have the same norm; gradients that were reduced are equal bits."""
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model_or_parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale all gradients so that their norm is at most `max_norm`; returns the norm before, float64 scalar.
+
+    Like `torch.nn.utils.clip_grad_norm_`, and right where experts are spread over ranks: every expert counts
+    once, whatever the layout; so does a parameter that stands in the list twice, or is sharded (DTensor).
+    Every rank gets the same norm to the last bit, so what ranks share stays equal.
+
+    model_or_parameters: a module (a `PipelinedStack`, one in `DistributedDataParallel`, any other), or
+    parameters in any order; parameters without a gradient count nothing. max_norm: `math.inf` only measures.
+    norm_type: p of the p-norm, above 0; `math.inf` for the largest entry. foreach: as in torch.
+
+    With experts on several ranks all of them must call it, when gradients are finished: behind `backward`.
+    It costs one all-reduce of 16 bytes per rank, and on a GPU the host waits. Raises ValueError for a setting
+    that makes no sense, and RuntimeError if gradients that all ranks share differ between them, if not every
+    rank takes part, or, with error_if_nonfinite, if the norm is not finite.
+    """
+    _check_settings(max_norm, norm_type)
+    parameters = _parameters_of(model_or_parameters)
+    norm = _total_norm(parameters, float(norm_type), foreach)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of order {float(norm_type):g} of all gradients is {norm.item()}, so they cannot be "
+            "clipped by it; error_if_nonfinite=False scales them all the same"
+        )
+    if max_norm != math.inf:
+        _scale(_gradients(parameters), (max_norm / (norm + TINY)).clamp(max=1.0), foreach)
+    return norm
+
+
+def _check_settings(max_norm: float, norm_type: float) -> None:
+    if not float(max_norm) >= 0:
+        raise ValueError(
+            f"max_norm = {max_norm}: must be 0 or more, or gradients would change their sign. Use 1.0, or "
+            "math.inf to measure only"
+        )
+    if not float(norm_type) > 0:
+        raise ValueError(f"norm_type = {norm_type}: must be above 0. Use 2.0, or math.inf")
+
+
+def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Each parameter once; a module's experts are marked, if copying has lost that."""
+    if isinstance(given, nn.Module):
+        mark_all(given)
+        found: Iterable[Any] = given.parameters()
+    elif isinstance(given, Tensor):
+        found = [given]
+    else:
+        found = list(given)
+        if not found and isinstance(given, Iterator):
+            warnings.warn(
+                "clip_grad_norm_ got an iterator without parameters, perhaps a used one: nothing is clipped",
+                stacklevel=4,
+            )
+    unique = list({id(parameter): parameter for parameter in found}.values())
+    for parameter in unique:
+        if not isinstance(parameter, Tensor):
+            raise TypeError(
+                f"clip_grad_norm_ takes a module or its parameters, not {type(parameter).__name__}: use "
+                "model.parameters()"
+            )
+    return unique
+
+
+def mark_all(model: nn.Module) -> None:
+    """Mark the experts of every layer and stack in `model`."""
+    for module in model.modules():
+        if isinstance(module, PipelinedStack):
+            module.mark_experts()
+        elif isinstance(module, MoELayer) and module.exchange is not None:
+            module.exchange.adopt(module.experts)
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _total_norm(parameters: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
+    homes = [ranks_of(parameter) for parameter in parameters]
+    pairs = list(zip(parameters, homes, strict=True))
+    counted = [p for p, home in pairs if home is not None and home.is_first_replica]
+    shared = [p for p, home in pairs if home is None]
+    device = parameters[0].device if parameters else torch.device("cpu")
+    row = torch.stack([_norm(_gradients(part), order, foreach).to(device) for part in (counted, shared)])
+    # Ranks may list their parameters in different orders, and still choose the same way to meet.
+    spread = [home for home in homes if home is not None and home.layout.world_size > 1]
+    if not spread:
+        return _p_norm(row, order)
+    table = _meet(row, min(spread, key=lambda home: home.number))
+    # All ranks hold the same there; should one alone hold something that is not finite, all must hear of it.
+    return _p_norm(torch.cat([table[:, 0], table[:, 1].amax(0, keepdim=True)]), order).to(device)
+
+
+def _meet(row: Tensor, ranks: ExpertRanks) -> Tensor:
+    """Norms of what only one rank holds and of what all share, [ranks, 2]."""
+    try:
+        table = ranks.gather(row)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {ranks.layout.rank}: clip_grad_norm_ waited in vain for the others. Every rank must call "
+            "it, with its experts, trained or not: pass the module, or all of model.parameters()"
+        ) from error
+    shared = table[:, 1].tolist()
+    if all(map(math.isfinite, shared)) and max(shared) - min(shared) > EQUAL * max(shared):
+        norms = ", ".join(f"{norm:.6g}" for norm in shared)
+        raise RuntimeError(
+            f"gradients of parameters that all ranks hold differ: their norms by rank are {norms}. Clip when "
+            "they have been averaged (not inside no_sync), and give every rank the same parameters"
+        )
+    return table
+
+
+def _norm(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
+    """Of gradients of this rank and of shards whose other parts other ranks hold; float64 scalar."""
+    device = gradients[0].device if gradients else torch.device("cpu")
+    plain = [_values(g) for g in gradients if not isinstance(g, DTensor)]
+    norms = [norm.to(device) for norm in _each_norm(plain, order, foreach)]
+    norms += [norm.to(device) for norm in _sharded_norms(gradients, order, foreach)]
+    return _together(norms, order, device)
+
+
+def _together(norms: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
+    """One norm of several parts. Sorted first: the order of parameters changes no bit."""
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return _p_norm(torch.stack(list(norms)).sort().values, order)
+
+
+def _p_norm(values: Tensor, order: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(values, order)
+    return norm
+
+
+def _each_norm(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> list[Tensor]:
+    """The norm of every gradient, float64; what has less than four bytes per number is summed in float32."""
+    norms: list[Tensor] = []
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():  # nothing has no largest entry
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (_, dtype), group in groups.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        if foreach is False:
+            norms += [torch.linalg.vector_norm(g, order, dtype=wide) for g in group]
+        else:
+            norms += torch._foreach_norm(group, order, dtype=wide)
+    return [norm.abs().double() for norm in norms]
+
+
+def _sharded_norms(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> list[Tensor]:
+    """Of DTensors: one norm for all that are spread over the same dimensions of the same mesh."""
+    spread: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
+            part = gradient.redistribute(placements=whole).to_local()
+            cut = tuple(i for i, placement in enumerate(whole) if not placement.is_replicate())
+            spread.setdefault((gradient.device_mesh, cut), []).append(_values(part))
+    norms: list[Tensor] = []
+    for (mesh, cut), parts in sorted(spread.items(), key=_name_of_mesh):
+        norm = _together(_each_norm(parts, order, foreach), order, parts[0].device)
+        for dimension in cut:
+            norm = _over(norm, order, mesh.get_group(dimension))
+        norms.append(norm)
+    return norms
+
+
+def _name_of_mesh(item: tuple[tuple[Any, tuple[int, ...]], list[Tensor]]) -> str:
+    """By which all ranks sort their meshes alike."""
+    (mesh, cut), _ = item
+    return f"{mesh.mesh.tolist()} {cut}"
+
+
+def _over(norm: Tensor, order: float, group: dist.ProcessGroup) -> Tensor:
+    """One norm of parts that the ranks of a group hold."""
+    everyone = [torch.empty_like(norm) for _ in range(group.size())]
+    dist.all_gather(everyone, norm, group=group)
+    return _p_norm(torch.stack(everyone), order)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient; of a sparse one those that are there, each place once."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _scale(gradients: Sequence[Tensor], scale: Tensor, foreach: bool | None) -> None:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        here = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        here = here._values() if here.is_sparse else here
+        groups.setdefault((here.device, here.dtype), []).append(here)
+    for (device, dtype), group in groups.items():
+        factor = scale.to(device, dtype)
+        if foreach is False:
+            for gradient in group:
+                gradient.mul_(factor)
+        else:
+            torch._foreach_mul_(group, factor)

@@ -1,0 +1,87 @@
+"""Which ranks hold an expert: a mark on its parameters, for whoever meets them without their layer.
+
+The mark stays with a parameter through `.to()` and in any list. A copy of a parameter or one put in its place
+has none until the layer's next forward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.graph import Group
+from penstock.runtime.transport import Transport
+from penstock.topology import Layout
+
+MARK = "penstock_ranks"
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertRanks:
+    """The ranks that train together and how their experts are spread.
+
+    device: where the transport takes tensors. number: counts what was built in this process, so that all
+    ranks choose the same one of several.
+    """
+
+    layout: Layout
+    transport: Transport
+    device: torch.device
+    number: int = field(default_factory=lambda: next(_numbers))
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank's experts are the ones that count; other ranks may hold the same again."""
+        return self.layout.rank < self.layout.ep_size
+
+    def gather(self, row: Tensor) -> Tensor:
+        """`row` [N] of every rank, [ranks, N] on this rank's device; all ranks get the very same bits."""
+        table = torch.zeros(self.layout.world_size, *row.shape, dtype=row.dtype, device=self.device)
+        table[self.layout.rank] = row
+        self.transport.all_reduce(table, Group.WORLD)
+        return table
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertRanks:
+        """Itself: a copy of a parameter lives on the same ranks."""
+        del memo
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """In a file nothing is left of it but an empty mark, of a type that torch.load always accepts."""
+        return OrderedDict, ()
+
+
+def mark_experts(parameters: Iterable[Tensor], ranks: ExpertRanks) -> None:
+    """Say where these parameters' experts live; also in the word that Megatron and DeepSpeed use."""
+    for parameter in parameters:
+        parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
+        setattr(parameter, MARK, ranks)
+
+
+def ranks_of(parameter: Tensor) -> ExpertRanks | None:
+    """Where an expert's parameter lives; None for a parameter that every rank holds.
+
+    Raises ValueError for an expert whose ranks are not known.
+    """
+    if getattr(parameter, "allreduce", True) is not False:
+        return None
+    ranks = getattr(parameter, MARK, None)
+    if not isinstance(ranks, ExpertRanks):
+        raise ValueError(
+            f"a parameter of shape {list(parameter.shape)} has allreduce = False, so it is an expert's, but "
+            "which ranks hold the other experts is not known: pass the module that it belongs to, or run its "
+            "layer's forward before"
+        )
+    return ranks
+
+
+def is_marked(parameter: Tensor) -> bool:
+    """Whether this very object has been said to be an expert's."""
+    return isinstance(parameter, nn.Parameter) and isinstance(getattr(parameter, MARK, None), ExpertRanks)

@@ -1,0 +1,176 @@
+"""What would make a layer's experts wrong without a word, noticed before its rows leave.
+
+Experts differ by rank. Tools that take the parameters of all ranks for the same thing spread one rank's
+experts over all, or average them: DDP, FSDP, tensor parallelism, DataParallel. And ranks whose layers differ
+would read each other's rows as something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.runtime.expert_ranks import ExpertRanks, is_marked, mark_experts
+
+DESCRIBED_BYTES = 4096
+_ANEW = "Build the model anew, it has lost experts already"
+
+DDP = (
+    "DistributedDataParallel has given every rank the experts of rank 0, and would average their gradients. "
+    f"{_ANEW}, and use DistributedDataParallel(penstock.ignore_experts(model))"
+)
+FSDP = (
+    "FSDP takes it for a part of what all ranks share, so ranks would compute with each other's experts. "
+    f"{_ANEW}; then penstock.ignore_experts(model) and fully_shard(model, "
+    "ignored_params=penstock.expert_parameters(model)), or FullyShardedDataParallel(model, "
+    "ignored_states=penstock.expert_parameters(model)). If you have replaced the parameter yourself, call "
+    "penstock.ignore_experts(model) behind that"
+)
+TENSOR_PARALLEL = (
+    "it is a DTensor, spread over a mesh as if all ranks had the same experts. "
+    f"{_ANEW}, and leave experts out: ignored_params=penstock.expert_parameters(model) of fully_shard, no "
+    "entry in the plan of parallelize_module"
+)
+DATA_PARALLEL = (
+    "torch.nn.DataParallel runs copies of the layer in threads of one process, and experts on several ranks "
+    "need a process per device: use DistributedDataParallel(penstock.ignore_experts(model))"
+)
+
+
+class ExpertGuard:
+    """Watches the experts of one layer. `adopt` them first and whenever they may have been replaced."""
+
+    def __init__(self, ranks: ExpertRanks) -> None:
+        self._ranks = ranks
+        self._names: set[str] = set()
+        self._cleared: weakref.ref[DistributedDataParallel] | None = None
+        self._compared: object = None
+
+    def adopt(self, experts: nn.Module) -> None:
+        """These parameters, of these names, are this rank's experts."""
+        self._names = {name for name, _ in experts.named_parameters()}
+        mark_experts((p for p in experts.parameters() if not isinstance(p, DTensor)), self._ranks)
+
+    def check(self, experts: nn.Module, x: Tensor, parts: str) -> None:
+        """Before a forward. x: the tokens. parts: what the layer is made of, in words separated by commas.
+
+        Raises ValueError, on every rank, if something else manages the experts or ranks have different
+        layers. Costs an exchange of 8 bytes per rank at first and whenever types or shapes have changed.
+        """
+        self._refuse_owner(experts)
+        _refuse_place(experts, x, self._ranks)
+        mark_experts(experts.parameters(), self._ranks)  # a copy and what replaced a parameter have no mark
+        self._compare(experts, x, parts)
+
+    def _refuse_owner(self, experts: nn.Module) -> None:
+        if getattr(experts, "_is_replica", False):
+            raise ValueError(f"experts: {DATA_PARALLEL}")
+        for name in self._taken_by_ddp(experts):
+            raise ValueError(f"experts.{name}: {DDP}")
+        for name, parameter in experts.named_parameters():
+            if isinstance(parameter, DTensor):
+                raise ValueError(f"experts.{name}: {TENSOR_PARALLEL}")
+        for name in self._taken_by_fsdp(experts):
+            raise ValueError(f"experts.{name}: {FSDP}")
+
+    def _taken_by_ddp(self, experts: nn.Module) -> Iterator[str]:
+        """Names of parameters that the DDP around this forward manages; it lists them once, when built."""
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is None or (self._cleared is not None and self._cleared() is ddp):
+            return
+        managed = {id(parameter) for parameter in ddp._module_parameters}
+        yield from (name for name, parameter in experts.named_parameters() if id(parameter) in managed)
+        self._cleared = weakref.ref(ddp)
+
+    def _taken_by_fsdp(self, experts: nn.Module) -> Iterator[str]:
+        """Inside a forward FSDP shows whole parameters, and no DTensors: other objects than were adopted.
+
+        Where it manages a module it says so, for the compiler; `replicate` does not, but has a list.
+        """
+        found = dict(experts.named_parameters())
+        if any(getattr(module, "_is_fsdp_managed_module", False) for module in experts.modules()):
+            yield from sorted(self._names - found.keys())
+            yield from (name for name, parameter in found.items() if not is_marked(parameter))
+        unknown = {id(parameter): name for name, parameter in found.items() if not is_marked(parameter)}
+        if unknown:
+            yield from (unknown[i] for i in _gathered_by_composables() if i in unknown)
+
+    def _compare(self, experts: nn.Module, x: Tensor, parts: str) -> None:
+        """Ranks must have the same kind of layer; what is trained matters to replicas, who sum it."""
+        trained = self._ranks.layout.edp_size > 1
+        key = (
+            x.dtype,
+            torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None,
+            tuple((n, p.dtype, p.shape, trained and p.requires_grad) for n, p in experts.named_parameters()),
+        )
+        if key == self._compared:
+            return
+        dtype, autocast, parameters = key
+        words = [parts, f"tokens {dtype}", f"autocast {autocast}"]
+        words += [
+            f"{name} {kind} {list(shape)}{' trained' if grad else ''}"
+            for name, kind, shape, grad in parameters
+        ]
+        _require_equal(", ".join(words), self._ranks)
+        self._compared = key
+
+
+def _refuse_place(experts: nn.Module, x: Tensor, ranks: ExpertRanks) -> None:
+    for name, parameter in experts.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"experts.{name} is on the meta device and has no numbers: fill it first, with to_empty and "
+                "load_state_dict"
+            )
+        if parameter.device != x.device:
+            raise ValueError(
+                f"experts.{name} is on {parameter.device} and x on {x.device}: move the layer and its input "
+                "to one device"
+            )
+        if parameter.device.type != ranks.device.type:
+            raise ValueError(
+                f"experts.{name} is on {parameter.device}, but the ranks' process group moves tensors of "
+                f"{ranks.device.type} only: move the layer there, or join with another backend"
+            )
+
+
+def _gathered_by_composables() -> Iterator[int]:
+    """Identities of the whole parameters that `fully_shard` and `replicate` show inside a forward."""
+    for reference in list(_module_state_mapping.values()):
+        state = reference()
+        single = [getattr(state, "_fsdp_param_group", None)]
+        for group in getattr(state, "_fsdp_param_groups", None) or single:
+            for parameter in getattr(group, "fsdp_params", ()):
+                yield id(getattr(parameter, "_unsharded_param", None))
+
+
+def _require_equal(text: str, ranks: ExpertRanks) -> None:
+    """Raise ValueError on every rank, naming what differs, unless all ranks say the same."""
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    digests = ranks.gather(torch.tensor([digest], device=ranks.device)).flatten().tolist()
+    other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+    if other is None:
+        return
+    row = torch.zeros(DESCRIBED_BYTES, dtype=torch.uint8)
+    written = text.encode()[:DESCRIBED_BYTES]
+    row[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
+    table = ranks.gather(row.to(ranks.device)).cpu()
+    first, second = (
+        bytes(table[rank].tolist()).rstrip(b"\0").decode(errors="replace").split(", ") for rank in (0, other)
+    )
+    raise ValueError(
+        f"ranks have different MoE layers: rank 0 has {_only(first, second)}; rank {other} has "
+        f"{_only(second, first)}. Build and cast the layer alike on all ranks"
+    )
+
+
+def _only(mine: list[str], others: list[str]) -> str:
+    """What only one side has."""
+    return ", ".join(word for word in mine if word not in others) or "no more than that"

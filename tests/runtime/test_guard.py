@@ -1,0 +1,248 @@
+"""Experts that another tool has taken over, or that differ by rank, are refused before a row leaves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable import replicate as replicate_by_ddp
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+
+from penstock import ExpertParallel, clip_grad_norm_, expert_parameters, ignore_experts
+from penstock.moe import GeluExperts, MoELayer, SoftmaxGate, SortOrder
+from tests.support.exchange import (
+    CHOICES,
+    EXPERTS,
+    HIDDEN,
+    Case,
+    Model,
+    batch,
+    exchange_of,
+    model_of,
+    rank_loss,
+)
+from tests.support.ranks import Pools
+
+CPU = torch.device("cpu")
+
+
+def shard_experts(model: Model) -> nn.Module:
+    fully_shard(model.layer.experts)
+    return model
+
+
+def shard_layer(model: Model) -> nn.Module:
+    fully_shard(model.layer)
+    return model
+
+
+def distribute_experts(model: Model) -> nn.Module:
+    distribute_module(model.layer.experts, init_device_mesh("cpu", (2,)))
+    return model
+
+
+def copied_first(model: Model) -> nn.Module:
+    """A copy's parameters carry no mark."""
+    return fully_shard(copy.deepcopy(model))
+
+
+def half_ignored(model: Model) -> nn.Module:
+    return fully_shard(model, ignored_params={next(model.layer.experts.parameters())})
+
+
+def as_replica(model: Model) -> nn.Module:
+    """What DataParallel makes of a module for each of its threads."""
+    copies = {name: module._replicate_for_data_parallel() for name, module in model.named_modules()}  # type: ignore[operator]  # torch leaves it untyped
+    copies["1"].experts = copies["1.experts"]
+    copies[""]._modules = {**model._modules, "1": copies["1"]}
+    replica: nn.Module = copies[""]
+    return replica
+
+
+WRAPPERS: dict[str, tuple[Callable[[Any], nn.Module], str]] = {
+    "fully_shard": (fully_shard, "ignored_params=penstock.expert_parameters(model)"),
+    "fully_shard, layer": (shard_layer, "ignored_params=penstock.expert_parameters(model)"),
+    "fully_shard, experts": (shard_experts, "ignored_params=penstock.expert_parameters(model)"),
+    "fully_shard, a copy": (copied_first, "ignored_params=penstock.expert_parameters(model)"),
+    "fully_shard, half": (half_ignored, "ignored_params=penstock.expert_parameters(model)"),
+    "FSDP": (
+        lambda model: FullyShardedDataParallel(model, device_id=CPU),
+        "ignored_states=penstock.expert_parameters(model)",
+    ),
+    "FSDP, original parameters": (
+        lambda model: FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True),
+        "ignored_states=penstock.expert_parameters(model)",
+    ),
+    "replicate": (replicate, "ignored_params=penstock.expert_parameters(model)"),
+    "replicate by DDP": (replicate_by_ddp, "DistributedDataParallel(penstock.ignore_experts(model))"),
+    "DDP": (DistributedDataParallel, "DistributedDataParallel(penstock.ignore_experts(model))"),
+    "distribute_module": (distribute_experts, "leave experts out"),
+    "DataParallel": (as_replica, "a process per device"),
+}
+
+
+def refusal(rank: int, name: str) -> tuple[str, str]:
+    """What the first training pass and an evaluation are told."""
+    case = Case(world=2)
+    wrapped, told = WRAPPERS[name][0](model_of(case, exchange_of(None, None))), []
+    x = batch(case, 0, rank)[0]
+    with pytest.raises(ValueError) as caught:
+        wrapped(x)
+    told.append(str(caught.value))
+    with torch.no_grad(), pytest.raises(ValueError) as caught:
+        wrapped.eval()(x)
+    told.append(str(caught.value))
+    return told[0], told[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_whoever_takes_experts_for_everybodys_is_named(ranks: Pools, name: str) -> None:
+    for told in ranks(2).run(refusal, name):
+        for message in told:
+            assert message.startswith("experts") and WRAPPERS[name][1] in message
+
+
+def what_ddp_does(rank: int) -> bool:
+    """Whether building a DistributedDataParallel has changed this rank's experts."""
+    del rank
+    model = model_of(Case(world=2), exchange_of(None, None))
+    before = model.layer.experts.get_parameter("w_up").detach().clone()
+    DistributedDataParallel(model)
+    return not torch.equal(model.layer.experts.get_parameter("w_up"), before)
+
+
+@pytest.mark.slow
+def test_ddp_alone_gives_all_ranks_the_experts_of_the_first(ranks: Pools) -> None:
+    """Which is why the refusal asks for a new model."""
+    assert ranks(2).run(what_ddp_does) == [False, True]
+
+
+class Doubled(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return 2 * w
+
+
+def replaced(model: Model) -> None:
+    experts = model.layer.experts
+    experts.register_parameter("w_up", nn.Parameter(experts.get_parameter("w_up").detach().clone()))
+
+
+def parametrised(model: Model) -> None:
+    parametrize.register_parametrization(model.layer.experts, "w_up", Doubled())
+
+
+def accepted(rank: int, name: str) -> list[float]:
+    """Norms of two passes of a model that its user has changed."""
+    case = Case(world=2)
+    model = model_of(case, exchange_of(None, None))
+    change = {"replaced": replaced, "parametrised": parametrised, "frozen": lambda model: None}[name]
+    change(model)
+    if name == "frozen":
+        model.layer.experts.requires_grad_(False)
+    norms = []
+    fully_shard(model, ignored_params=expert_parameters(ignore_experts(model)))
+    for turn in range(2):
+        rank_loss(model, batch(case, turn, rank)).backward()
+        norms.append(float(clip_grad_norm_(list(model.parameters()), 1.0)))
+        if name == "replaced":
+            replaced(model)  # also behind the first pass
+    return norms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["replaced", "parametrised", "frozen"])
+def test_what_a_user_may_do_to_experts(ranks: Pools, name: str) -> None:
+    first, second = ranks(2).run(accepted, name)
+    assert first == second and len(first) == 2
+
+
+def odd_one(rank: int, what: str) -> str:
+    """Rank 1 has another layer; both are told."""
+    case = Case(world=2, ep_size=1 if what == "trained" else None)
+    other = rank == 1
+    model = model_of(
+        Case(world=2, ep_size=case.ep_size, order="merged" if other and what == "order" else "sort"),
+        exchange_of(case.ep_size, None),
+    )
+    if other and what == "dtype":
+        model.float()
+    if other and what == "trained":
+        model.layer.experts.requires_grad_(False)
+    x = batch(case, 0, rank)[0].to(model[0].weight.dtype)  # type: ignore[arg-type]  # a Linear's
+    with torch.autocast("cpu", enabled=other and what == "autocast"), pytest.raises(ValueError) as caught:
+        model(x)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("dtype", ("w_up torch.float64", "w_up torch.float32")),
+        ("order", ("SortOrder", "MergedOrder")),
+        ("trained", ("w_up torch.float64 [8, 6, 5] trained", "w_up torch.float64 [8, 6, 5]")),
+        ("autocast", ("autocast None", "autocast torch.bfloat16")),
+    ],
+)
+def test_ranks_with_different_layers(ranks: Pools, what: str, told: tuple[str, str]) -> None:
+    for message in ranks(2).run(odd_one, what):
+        first, second = message.split("; rank 1 has ")
+        assert "rank 0 has" in first and told[0] in first and told[1] in second
+
+
+def other_place(rank: int, what: str) -> str:
+    del rank
+    layer = model_of(Case(world=2), exchange_of(None, None)).layer
+    if what == "meta":
+        layer.experts.to("meta")
+    if what == "group":
+        layer.exchange = ExpertParallel(num_experts=EXPERTS, ep_size=1)
+    with pytest.raises(ValueError) as caught:
+        layer(torch.zeros(3, HIDDEN, dtype=torch.float64, device="meta" if what == "x" else "cpu"))
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("meta", "experts.w_up is on the meta device"),
+        ("x", "experts.w_up is on cpu and x on meta"),
+        ("group", "the layer has ep_size = 2, its exchange ep_size = 1"),
+    ],
+)
+def test_experts_in_the_wrong_place(ranks: Pools, what: str, told: str) -> None:
+    assert all(told in message for message in ranks(2).run(other_place, what))
+
+
+def contradiction(rank: int) -> list[str]:
+    """A place that is not the exchange's."""
+    messages = []
+    for place in ({"ep_size": 4}, {"ep_rank": 1 - rank}, {"ep_rank": 2}):
+        parts = {
+            "gate": SoftmaxGate(HIDDEN, EXPERTS, CHOICES),
+            "order": SortOrder(EXPERTS),
+            "expert": GeluExperts(HIDDEN, 5, EXPERTS // 2),
+        }
+        with pytest.raises(ValueError) as caught:
+            MoELayer(**parts, exchange=exchange_of(None, None), **place)  # type: ignore[arg-type]  # a table
+        messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.slow
+def test_a_place_that_contradicts_the_exchange(ranks: Pools) -> None:
+    for rank, (size, place, outside) in enumerate(ranks(2).run(contradiction)):
+        assert "ep_size = 4, its exchange ep_size = 2" in size
+        assert f"ep_rank = {1 - rank}, its exchange ep_rank = {rank}" in place
+        assert "ep_rank = 2: must be between 0 and ep_size - 1 (1)" in outside
