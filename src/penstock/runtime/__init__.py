@@ -1,6 +1,6 @@
 """The engine: runs a schedule with real tensors, threads and transfers."""
 
-from penstock.runtime.errors import ScheduleMismatchError, TaskError
+from penstock.runtime.errors import ParameterMismatchError, ScheduleMismatchError, TaskError
 from penstock.runtime.exchange import ExpertParallel, ignore_experts
 from penstock.runtime.parts import BlockParts, ModelParts
 from penstock.runtime.stack import Machinery, PipelinedStack
@@ -11,6 +11,7 @@ __all__ = [
     "ExpertParallel",
     "Machinery",
     "ModelParts",
+    "ParameterMismatchError",
     "PipelinedStack",
     "ScheduleMismatchError",
     "StepStatistics",

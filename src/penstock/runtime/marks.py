@@ -85,8 +85,9 @@ def value_marks(parameters: Sequence[nn.Parameter]) -> list[float]:
     if not parameters:
         return []
     with torch.no_grad():
-        found = torch.stack([_value_mark(p.detach()).cpu() for p in parameters])
-    return torch.nan_to_num(found).tolist()
+        found = torch.stack([_value_mark(p.detach()) for p in parameters])
+    marks: list[float] = torch.nan_to_num(found).tolist()
+    return marks
 
 
 def raise_mismatch(mine: Marks, layout: Layout, control: Control) -> None:
