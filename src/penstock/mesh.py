@@ -2,7 +2,7 @@
 
 One world has several views, and the views share its ranks:
 
-    dense    dp x mp                            replicated parameters; mp shares attention (tensor parallelism)
+    dense    dp x mp                            replicated parameters; mp shares attention
     experts  edp x ep_node x ep_local x esp     experts; `ep` is ep_node x ep_local, esp shards every expert
 
 The last axis of a view changes fastest from rank to rank. Ranks of one node are consecutive, so `ep_local`
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from math import prod
 
 import numpy as np
@@ -40,7 +40,7 @@ class MeshError(ValueError):
     """Axes that no view has together, or sizes that do not fill the world."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def resolve(axes: Axes) -> tuple[str, Axes]:
     """The view of some axes and its own axes among them. Raises MeshError for axes of different views."""
     single = [each for axis in axes for each in JOINED.get(axis, (axis,))]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.runtime.buckets import GradientBucket
+from penstock.runtime.buckets import FlatGradients, GradientBucket
 from penstock.schedule import ScheduleConfig
 from tests.support.parity import Case, batch_of, check_close, logical, stack_of
 from tests.support.ranks import Pools
@@ -24,32 +26,36 @@ def parameters_of(sizes: list[tuple[int, int]]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(size)) for size in sizes]
 
 
+def begun(parameters: list[nn.Parameter]) -> FlatGradients:
+    flat = FlatGradients(parameters)
+    flat.begin()
+    return flat
+
+
 @given(shapes)
 def test_gradients_become_views_of_one_buffer(sizes: list[tuple[int, int]]) -> None:
     parameters = parameters_of(sizes)
-    bucket = GradientBucket(parameters)
-    bucket.flat.fill_(7.0)
-    bucket.begin()
-    assert not bucket.flat.any()
+    held = begun(parameters)
+    assert not held.flat.any()
     for i, parameter in enumerate(parameters):
         (parameter.sum() * (i + 1)).backward()
     expected = [float(i + 1) for i, p in enumerate(parameters) for _ in range(p.numel())]
-    assert bucket.flat.tolist() == expected
-    bucket.flat.mul_(2)  # what a reduction does to the buffer, the gradients see
+    assert held.flat.tolist() == expected
+    held.flat.mul_(2)  # what a reduction does to the buffer, the gradients see
     for i, parameter in enumerate(parameters):
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, torch.full_like(parameter, 2.0 * (i + 1)))
-    assert bucket.size_bytes == 4 * len(expected)
+    assert held.size_bytes == 4 * len(expected)
 
 
 @given(shapes, st.integers(1, 60))
 def test_chunks_cover_everything_once(sizes: list[tuple[int, int]], chunks: int) -> None:
-    bucket = GradientBucket(parameters_of(sizes))
+    held = begun(parameters_of(sizes))
     for index in range(chunks):
-        bucket.chunk(index, (1,) * chunks).add_(1)
-    assert bucket.flat.eq(1).all()
-    lengths = [bucket.chunk(index, (1,) * chunks).numel() for index in range(chunks)]
-    assert sum(lengths) == bucket.flat.numel()
+        held.piece(index, (1,) * chunks).add_(1)
+    assert held.flat.eq(1).all()
+    lengths = [held.piece(index, (1,) * chunks).numel() for index in range(chunks)]
+    assert sum(lengths) == held.flat.numel()
     assert max(lengths) - min(lengths) <= 1
 
 
@@ -59,29 +65,34 @@ def test_parts_of_any_size_cover_everything_once(
 ) -> None:
     """Parts are relative: given in bytes of float32, they hold for float64 as well."""
     dtype = torch.float32 if element_bytes == 4 else torch.float64
-    bucket = GradientBucket([nn.Parameter(torch.ones(size, dtype=dtype)) for size in sizes])
+    held = begun([nn.Parameter(torch.ones(size, dtype=dtype)) for size in sizes])
     for index, part in enumerate(parts):
-        piece = bucket.chunk(index, parts).add_(1)
-        assert abs(piece.numel() - bucket.flat.numel() * part / sum(parts)) < 1 + 1e-6
-    assert bucket.flat.eq(1).all()
+        piece = held.piece(index, parts).add_(1)
+        assert abs(piece.numel() - held.flat.numel() * part / sum(parts)) < 1 + 1e-6
+    assert held.flat.eq(1).all()
 
 
 @given(shapes, st.integers(1, 3))
-def test_gradients_from_before_are_added_after_the_reduction(
+def test_gradients_from_before_are_added_to_in_place_after_the_reduction(
     sizes: list[tuple[int, int]], passes: int
 ) -> None:
     """`ranks` ranks with the same gradient: a pass is worth `ranks`, whatever was there."""
     ranks, parameters = 3, parameters_of(sizes)
     bucket = GradientBucket(parameters)
+    first = None
     for _ in range(passes):
         bucket.begin()
         for parameter in parameters:
             parameter.sum().backward()
-        bucket.flat.mul_(ranks)
-        bucket.finish()
-    for parameter in parameters:
-        assert parameter.grad is not None
-        assert parameter.grad.eq(ranks * passes).all()
+        for piece in bucket.chunk(0, (1,)):
+            piece.mul_(ranks)
+        assert bucket.finish() == []
+        first = first or [parameter.grad for parameter in parameters]
+    assert first is not None
+    for parameter, gradient in zip(parameters, first, strict=True):
+        assert parameter.grad is gradient
+        assert gradient is not None
+        assert gradient.eq(ranks * passes).all()
 
 
 def test_a_parameter_without_a_gradient_gets_zeros() -> None:
@@ -98,13 +109,83 @@ def test_an_empty_bucket_holds_nothing() -> None:
     bucket.begin()
     bucket.finish()
     assert bucket.size_bytes == 0
-    assert bucket.chunk(0, (1,)).numel() == 0
+    assert bucket.chunk(0, (1,)) == []
 
 
-def test_mixed_types_are_refused() -> None:
-    mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))]
-    with pytest.raises(ValueError, match=r"share type and device, found.*float32.*float64"):
-        GradientBucket(mixed)
+@given(shapes, st.integers(1, 5))
+def test_mixed_types_have_a_buffer_each(sizes: list[tuple[int, int]], chunks: int) -> None:
+    types = (torch.float32, torch.float64)
+    mixed = [nn.Parameter(torch.ones(size, dtype=types[i % 2])) for i, size in enumerate(sizes)]
+    bucket = GradientBucket(mixed)
+    bucket.begin()
+    for index in range(chunks):
+        for piece in bucket.chunk(index, (1,) * chunks):
+            assert piece.numel()
+            piece.add_(1)
+    assert bucket.finish() == []
+    for parameter in mixed:
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == parameter.dtype
+        assert parameter.grad.eq(1).all()
+    assert bucket.size_bytes == sum(parameter.nbytes for parameter in mixed)
+
+
+# ---- who holds the memory ----------------------------------------------------------------------------------
+
+
+def kept(parameter: nn.Parameter, how: str) -> Any:
+    """A way to hold on to a gradient."""
+    gradient = parameter.grad
+    assert gradient is not None
+    ways: dict[str, Callable[[], Any]] = {
+        "itself": lambda: gradient,
+        "detached": gradient.detach,
+        "part": lambda: gradient[0],
+        "numpy": gradient.numpy,
+    }
+    return ways[how]()
+
+
+@pytest.mark.parametrize("how", ["itself", "detached", "part", "numpy"])
+def test_a_gradient_that_somebody_keeps_is_not_overwritten(how: str) -> None:
+    parameters = parameters_of([(2, 3), (1, 2)])
+    bucket = GradientBucket(parameters)
+    bucket.begin()
+    bucket.finish()
+    held = kept(parameters[0], how)
+    for parameter in parameters:
+        parameter.grad = None
+    bucket.begin()
+    bucket.chunk(0, (1,))[0].fill_(5.0)
+    bucket.finish()
+    assert not held.any()
+
+
+def test_memory_that_nobody_keeps_is_used_again() -> None:
+    (parameter,) = parameters_of([(2, 3)])
+    bucket, places = GradientBucket([parameter]), []
+    for _ in range(3):
+        bucket.begin()
+        places.append(bucket.flats[0].flat.data_ptr())
+        bucket.finish()
+        parameter.grad = None
+    assert len(set(places)) == 1
+
+
+def test_a_gradient_that_is_replaced_in_backward_is_told() -> None:
+    first, second = parameters_of([(2, 3), (1, 2)])
+    bucket = GradientBucket([first, second])
+    bucket.begin()
+    second.grad = torch.ones_like(second)
+    assert bucket.finish() == [second]
+
+
+def test_a_parameter_converted_between_forward_and_backward_is_refused() -> None:
+    (parameter,) = parameters_of([(2, 3)])
+    bucket = GradientBucket([parameter])
+    parameter.data = parameter.data.double()
+    with pytest.raises(RuntimeError, match=r"was torch.float32 \[2, 3\] on cpu in the forward pass"):
+        bucket.begin()
 
 
 CASE = Case(

@@ -17,7 +17,7 @@ from penstock.graph import Group, Lane, Op, Task
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import ScheduleMismatchError, TaskError
-from penstock.runtime.communicate import Buckets
+from penstock.runtime.buckets import Buckets
 from penstock.schedule import SCHEDULES, Schedule, ScheduleConfig, StepPlan
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, first_plan, gradient_bytes

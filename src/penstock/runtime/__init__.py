@@ -1,7 +1,7 @@
 """The engine: runs a schedule with real tensors, threads and transfers."""
 
 from penstock.runtime.clip import clip_grad_norm_
-from penstock.runtime.errors import ScheduleMismatchError, TaskError
+from penstock.runtime.errors import ParameterMismatchError, ScheduleMismatchError, TaskError
 from penstock.runtime.exchange import ExpertParallel, expert_parameters, ignore_experts
 from penstock.runtime.parts import BlockParts, ModelParts
 from penstock.runtime.stack import Machinery, PipelinedStack
@@ -12,6 +12,7 @@ __all__ = [
     "ExpertParallel",
     "Machinery",
     "ModelParts",
+    "ParameterMismatchError",
     "PipelinedStack",
     "ScheduleMismatchError",
     "StepStatistics",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from penstock.graph import Group, Phase, StepShape, Task
@@ -12,7 +12,7 @@ from penstock.graph.dependencies import TRANSFERS, B, F, experts_input
 from penstock.graph.task import AWAY, Op
 from penstock.moe import RouteMaker
 from penstock.moe.choices import GateSums
-from penstock.runtime.buckets import GradientBucket
+from penstock.runtime.buckets import Buckets
 from penstock.runtime.compute import Attended, ExpertGradient, UnorderGradients, find_routes
 from penstock.runtime.executor import Inputs
 from penstock.runtime.legs import exchange_counts, send_home, send_out
@@ -25,20 +25,6 @@ Rows = Tensor | tuple[Tensor, ...]
 """Under way one tensor, rank by rank; before and behind that one tensor per slice."""
 
 
-@dataclass(frozen=True)
-class Buckets:
-    """Gradient buckets by layer. experts: empty buckets where no expert has a replica."""
-
-    replicated: Sequence[GradientBucket]
-    experts: Sequence[GradientBucket]
-
-    @property
-    def sizes_bytes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Bytes of every layer's replicated and expert gradients."""
-        replicated = tuple(bucket.size_bytes for bucket in self.replicated)
-        return replicated, tuple(bucket.size_bytes for bucket in self.experts)
-
-
 class CommunicationHandlers:
     """Built for one step: what each transfer moves, and to whom."""
 
@@ -49,10 +35,13 @@ class CommunicationHandlers:
         shape: StepShape,
         buckets: Buckets,
         codec: StatisticsCodec,
+        marks: Tensor,
     ) -> None:
-        """makers: what makes the routes of each layer."""
+        """makers: what makes the routes of each layer. marks: [5] float64, to sum with the statistics."""
         self.transports, self.makers = transports, makers
         self.shape, self.buckets, self.codec = shape, buckets, codec
+        self._marks = marks
+        self.marks_total: Tensor | None = None
         self.total: StepStatistics | None = None
 
     def table(self) -> dict[tuple[Op, Phase], Callable[[Task, Inputs], Outcome]]:
@@ -136,24 +125,24 @@ class CommunicationHandlers:
             for layer, is_moe in enumerate(self.shape.moe_layers)
             if is_moe
         ]
-        packed = self.codec.pack(heads, routers)
+        sums = self.codec.pack(heads, routers)
+        packed = torch.cat([sums, self._marks])
         self.transports.inter.all_reduce(packed, Group.WORLD)
-        self.total = self.codec.unpack(packed)
+        self.total, self.marks_total = self.codec.unpack(packed[: len(sums)]), packed[len(sums) :]
         return Outcome(self.total, self.total)
 
     def all_reduce(self, task: Task, inputs: Inputs) -> Outcome:
         del inputs  # the gradients are in the bucket; the dependency says that they are complete
         parts = self.shape.parts_of(task.layer)
-        self.transports.inter.all_reduce(
-            self.buckets.replicated[task.layer].chunk(_chunk(task), parts), Group.WORLD
-        )
+        for piece in self.buckets.replicated[task.layer].chunk(_chunk(task), parts):
+            self.transports.inter.all_reduce(piece, Group.WORLD)
         return Outcome(None)
 
     def expert_all_reduce(self, task: Task, inputs: Inputs) -> Outcome:
         del inputs
         parts = (1,) * self.shape.expert_all_reduce_chunks[task.layer]
-        bucket = self.buckets.experts[task.layer]
-        self.transports.inter.all_reduce(bucket.chunk(_chunk(task), parts), Group.EXPERT_REPLICAS)
+        for piece in self.buckets.experts[task.layer].chunk(_chunk(task), parts):
+            self.transports.inter.all_reduce(piece, Group.EXPERT_REPLICAS)
         return Outcome(None)
 
 

@@ -123,7 +123,7 @@ class UnorderGradients:
 class ComputeHandlers:
     """Built for one step: the model, its microbatches, and the gradient of the loss once it is known.
 
-    makers: what makes the routes of each layer; None for a dense one.
+    makers: what makes the routes of each layer; None for a dense one. at_once: see Buckets.
     """
 
     def __init__(
@@ -137,10 +137,12 @@ class ComputeHandlers:
         segment: Callable[[], AnySegment],
         autocast: Callable[[], AbstractContextManager[Any]],
         wire_dtype: torch.dtype | None,
+        at_once: frozenset[int] = frozenset(),
     ) -> None:
         self.model, self.shape, self.batch, self.moe = model, shape, batch, moe
         self.makers, self.balance = makers, balance
         self.segment, self.autocast, self.wire_dtype = segment, autocast, wire_dtype
+        self.at_once = at_once
         self.loss_gradient = torch.ones(())
 
     def table(self) -> dict[tuple[Op, Any], Callable[[Task, Inputs], Outcome]]:
@@ -230,7 +232,7 @@ class ComputeHandlers:
 
     def _experts_slice(self, moe: MoELayer, rows_RM: Tensor, route: ChunkRoute) -> tuple[Tensor, SavedSlice]:
         segment = self.segment()
-        weights = WeightGradients() if self.shape.split_experts else AutogradWeights()
+        weights = WeightGradients(self.at_once) if self.shape.split_experts else AutogradWeights()
         (rows_RM,) = segment.enter(rows_RM)
         with self.autocast():
             (out_RM,) = segment.leave(moe.expert_rows(rows_RM, route, weights.product))

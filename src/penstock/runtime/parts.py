@@ -47,7 +47,10 @@ class ModelParts(Protocol):
         ...
 
     def replicated_parameters(self, layer: int) -> list[nn.Parameter]:
-        """Parameters that every rank holds, by layer; embedding with the first, head with the last."""
+        """Parameters that every rank holds, by layer; embedding with the first, head with the last.
+
+        A layer names all that it uses, also what other layers use: the stack counts it once.
+        """
         ...
 
     def expert_parameters(self, layer: int) -> list[nn.Parameter]:

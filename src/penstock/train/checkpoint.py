@@ -117,7 +117,9 @@ class Checkpoints:
                 state |= self._named(f"model.{name}", buffer)
         for name, parameter in self.stack.model.named_parameters():
             state |= self._named(f"model.{name}", parameter.data)
-            moments = self.optimizer.state[parameter]
+            moments = self.optimizer.state.get(parameter)
+            if moments is None:  # frozen: the optimiser does not know it
+                continue
             state[f"optimizer.{name}.step"] = moments["step"]
             for moment in MOMENTS:
                 state |= self._named(f"optimizer.{name}.{moment}", moments[moment])

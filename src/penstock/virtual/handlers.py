@@ -16,6 +16,7 @@ from penstock.graph import Graph, Group, Lane, Op, Phase, Task
 from penstock.graph.dependencies import TRANSFERS
 from penstock.graph.task import SPECS
 from penstock.runtime.executor import Inputs
+from penstock.runtime.marks import FIELDS
 from penstock.runtime.results import Outcome
 from penstock.runtime.statistics import HEADER
 from penstock.runtime.transport import Transports
@@ -60,7 +61,9 @@ class Buffers:
         self._row_bytes = round(work.wire_bytes(1))
         largest = max(*work.all_reduce_bytes, *work.expert_all_reduce_bytes)
         self.gradients = torch.zeros(largest // torch.float32.itemsize)
-        self.statistics = torch.zeros(HEADER + 2 * moe_layers * work.num_experts, dtype=torch.float64)
+        self.statistics = torch.zeros(
+            HEADER + 2 * moe_layers * work.num_experts + FIELDS, dtype=torch.float64
+        )
         self._rows: Sequence[Tensor] = ()
 
     def grow(self, rows: int) -> None:

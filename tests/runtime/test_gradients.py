@@ -1,0 +1,172 @@
+"""Gradients of shared and of frozen parameters: what plain PyTorch has, on any number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.schedule import SCHEDULES, ScheduleConfig
+from penstock.topology import Layout
+from penstock.train.assemble import gradient_bytes
+from penstock.train.summarise import total_parameters
+from tests.support.parity import Case, batch_of
+from tests.support.ranks import Pools
+from tests.support.sharing import check_steps, plain_steps, shared_stack, steps
+
+NAMES = sorted(SCHEDULES)
+SHARED = ["tied", "tied later", "shared expert", "attention", "experts"]
+PARTS = [
+    "embedding",
+    "output",
+    "attention.qkv",
+    "attention",
+    "norm",
+    "gate",
+    "w_up",
+    "experts",
+    "blocks.1",
+    "",
+]
+"""Parts of names that are frozen; the last is in every name."""
+
+
+def case_of(world_size: int, ep_size: int, schedule: str = "flowmoe") -> Case:
+    return Case(
+        world_size=world_size,
+        ep_size=ep_size,
+        schedule=ScheduleConfig(name=schedule, microbatches=2, chunks=2, all_reduce_chunk_bytes=512),
+        model=ModelConfig(num_layers=3, hidden_size=8, num_heads=2, seq_len=4, vocab_size=11),
+        moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=6, shared_ffn_hidden_size=5, aux_loss_coeff=0.1),
+        batch=2,
+        double=True,
+    )
+
+
+def subsets(of: list[str], most: int) -> st.SearchStrategy[tuple[str, ...]]:
+    return st.lists(st.sampled_from(of), max_size=most, unique=True).map(tuple)
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_whatever_is_shared_and_frozen(ranks: Pools, world_size: int, schedule: str) -> None:
+    @settings(max_examples=4)
+    @given(
+        ep_size=st.sampled_from([n for n in (1, 2) if n <= world_size]),
+        sharing=subsets(SHARED, 4),
+        frozen=st.lists(subsets(PARTS, 2), min_size=1, max_size=3),
+    )
+    def check(ep_size: int, sharing: tuple[str, ...], frozen: list[tuple[str, ...]]) -> None:
+        case = case_of(world_size, ep_size, schedule)
+        everyone = ranks(world_size).run(steps, case, sharing, frozen)
+        check_steps(everyone, plain_steps(case, sharing, frozen))
+
+    check()
+
+
+@pytest.mark.parametrize("schedule", ["dense_overlap", "fsmoe", "lina", "penstock"])
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_everything_that_can_be_shared_is_reduced_once(ranks: Pools, schedule: str, ep_size: int) -> None:
+    """With those schedules a layer's all-reduce runs while a layer below still adds to the same parameter."""
+    case, sharing = case_of(2, ep_size, schedule), ("tied", "shared expert", "attention", "experts")
+    check_steps(ranks(2).run(steps, case, sharing, [()]), plain_steps(case, sharing, [()]))
+
+
+# ---- tied embeddings ---------------------------------------------------------------------------------------
+
+
+def sizes(tie: bool) -> tuple[tuple[int, ...], int, set[str]]:
+    """Planned bytes of replicated gradients by layer, parameters in all, and names."""
+    case = replace(case_of(1, 1), double=False)
+    case = replace(case, model=replace(case.model, tie_word_embeddings=tie))
+    stack = shared_stack(0, case, ("tied",) if tie else ())
+    planned, _ = gradient_bytes(case.model, case.moe, Layout(world_size=1, ep_size=1, rank=0))
+    assert planned == stack.buckets.sizes_bytes[0]
+    return planned, total_parameters(stack), {name for name, _ in stack.model.named_parameters()}
+
+
+def test_a_tied_head_is_planned_and_counted_once() -> None:
+    (separate, count, names), (tied, fewer, tied_names) = sizes(False), sizes(True)
+    matrix = 11 * 8
+    assert count - fewer == matrix
+    assert [a - b for a, b in zip(separate, tied, strict=True)] == [0, 0, 4 * matrix]
+    assert names - tied_names == {"output.weight"}
+
+
+# ---- frozen parameters -------------------------------------------------------------------------------------
+
+
+def test_frozen_parameters_are_left_alone_by_the_optimizer() -> None:
+    case = case_of(1, 1)
+    stack = shared_stack(0, case, ())
+    for name, parameter in stack.model.named_parameters():
+        parameter.requires_grad_("blocks.1" in name)
+    optimizer = torch.optim.AdamW(stack.parameters(), lr=0.1, weight_decay=0.5)
+    before = {name: p.detach().clone() for name, p in stack.named_parameters()}
+    stack(*batch_of(case)).backward()
+    optimizer.step()
+    for name, parameter in stack.named_parameters():
+        assert (parameter.grad is None) == ("blocks.1" not in name), name
+        assert torch.equal(parameter, before[name]) == ("blocks.1" not in name), name
+
+
+def test_a_trained_expert_without_tokens_has_zeros_and_a_frozen_one_nothing() -> None:
+    case = replace(case_of(1, 1), idle_expert=3)
+    stack = shared_stack(0, case, ())
+    moe = stack.parts.parts[0].moe
+    assert moe is not None
+    trained, frozen = moe.experts.get_parameter("w_up"), moe.experts.get_parameter("w_down")
+    frozen.requires_grad_(False)
+    stack(*batch_of(case)).backward()
+    assert trained.grad is not None
+    assert not trained.grad[3].any()
+    assert frozen.grad is None
+
+
+def test_a_gradient_from_before_freezing_stays() -> None:
+    case = case_of(1, 1)
+    stack = shared_stack(0, case, ())
+    stack(*batch_of(case)).backward()
+    parameter = stack.model.get_parameter("output.weight")
+    assert parameter.grad is not None
+    before = parameter.grad.clone()
+    parameter.requires_grad_(False)
+    stack(*batch_of(case)).backward()
+    assert torch.equal(parameter.grad, before)
+
+
+def test_a_parameter_frozen_between_forward_and_backward_gets_no_gradient() -> None:
+    case = case_of(1, 1)
+    stack = shared_stack(0, case, ())
+    loss = stack(*batch_of(case))
+    parameter = stack.model.get_parameter("output.weight")
+    parameter.requires_grad_(False)
+    loss.backward()
+    assert parameter.grad is None
+
+
+# ---- gradients that are kept -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_kept_gradients_stay_what_they_were(set_to_none: bool) -> None:
+    """Unless they are cleared in place, as in PyTorch."""
+    case = case_of(1, 1)
+    stack = shared_stack(0, case, ())
+    stack(*batch_of(case)).backward()
+    kept = {name: p.grad for name, p in stack.named_parameters()}
+    copies = {name: g.clone() for name, g in kept.items() if g is not None}
+    stack.zero_grad(set_to_none=set_to_none)
+    stack(*batch_of(replace(case, seed=4))).backward()
+    for name, parameter in stack.named_parameters():
+        gradient, known = kept[name], copies[name]
+        assert gradient is not None
+        if set_to_none:
+            assert torch.equal(gradient, known), name
+        else:
+            assert parameter.grad is gradient

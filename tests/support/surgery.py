@@ -1,0 +1,254 @@
+"""Things that people do to a model after they have put it into a stack."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from penstock.models import GPT
+from penstock.runtime import PipelinedStack
+from penstock.runtime.errors import ParameterMismatchError
+from penstock.schedule import ScheduleConfig
+from penstock.train.assemble import first_plan
+from penstock.train.clip import clip_grad_norm
+from tests.support.parity import Case, batch_of, logical, machinery, stack_of
+from tests.support.reference_moe import Weights
+
+
+class LoRA(nn.Module):
+    """A linear layer, frozen, and a trained product of two small matrices beside it."""
+
+    def __init__(self, base: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(drawn(2, base.in_features).to(dtype))
+        self.up = nn.Parameter(drawn(base.out_features, 2, seed=1).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        more = x.to(self.down.dtype) @ self.down.T @ self.up.T
+        out: Tensor = self.base(x) + more.to(x.dtype)
+        return out
+
+
+class Reaching(nn.Module):
+    """A head that uses a parameter of the model which none of its layers has."""
+
+    def __init__(self, base: nn.Linear, model: GPT) -> None:
+        super().__init__()
+        self.base = base
+        self.reach: Callable[[], Tensor] = lambda: model.get_parameter("extra")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x * self.reach())
+        return out
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def linear(inputs: int, outputs: int, seed: int = 0) -> nn.Linear:
+    made = nn.Linear(inputs, outputs, bias=False, dtype=torch.float64)
+    made.weight = nn.Parameter(drawn(outputs, inputs, seed=seed))
+    return made
+
+
+# ---- what can be taken up ----------------------------------------------------------------------------------
+
+
+def add_lora(model: GPT, dtype: torch.dtype = torch.float64) -> None:
+    for block in model.parts:
+        block.attention.register_module("qkv", LoRA(block.attention.qkv, dtype))
+
+
+def replace_head(model: GPT) -> None:
+    model.output = linear(model.config.hidden_size, model.config.vocab_size)
+
+
+def resize_vocabulary(model: GPT) -> None:
+    hidden = model.config.hidden_size
+    model.token_embedding = nn.Embedding(17, hidden, _weight=drawn(17, hidden, seed=3))
+    model.output = linear(hidden, 17)
+
+
+def convert(model: GPT) -> None:
+    model.to(torch.float32)
+
+
+def normalise_weights(model: GPT) -> None:
+    for block in model.parts:
+        parametrizations.weight_norm(block.attention.out)
+
+
+def replace_block(model: GPT) -> None:
+    block = copy.deepcopy(model.parts[1])
+    assert block.moe is not None
+    for name, parameter in block.named_parameters():
+        if ".experts." not in name:
+            parameter.data = drawn(*parameter.shape, seed=len(name)) / 3
+    for name, parameter in block.moe.experts.named_parameters():
+        for number, weight in enumerate(parameter.data.unbind()):
+            weight.copy_(drawn(*weight.shape, seed=len(name) + block.moe.first_expert + number))
+    model.blocks[1] = block
+
+
+def add_parameter(model: GPT) -> None:
+    model.extra = nn.Parameter(drawn(model.config.hidden_size, seed=5))
+    model.register_module("output", Reaching(model.output, model))
+
+
+def assign_state(model: GPT) -> None:
+    state = {name: 2 * tensor for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def swap_blocks(model: GPT) -> None:
+    model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+
+
+def compile_block(model: GPT) -> None:
+    compiled: Any = torch.compile(model.blocks[0], backend="eager")
+    model.blocks[0] = compiled
+
+
+def hook(model: GPT) -> None:
+    model.output.weight.register_hook(lambda gradient: 3 * gradient)
+
+
+TAKEN_UP: dict[str, Callable[[GPT], None]] = {
+    "LoRA": add_lora,
+    "LoRA in float32": partial(add_lora, dtype=torch.float32),
+    "head": replace_head,
+    "vocabulary": resize_vocabulary,
+    "float32": convert,
+    "weight norm": normalise_weights,
+    "block": replace_block,
+    "parameter": add_parameter,
+    "assigned state": assign_state,
+    "swapped blocks": swap_blocks,
+    "compiled block": compile_block,
+    "hook": hook,
+}
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """One step after surgery."""
+
+    loss: float
+    norm: float
+    gradients: Weights
+
+
+def operated(rank: int, case: Case, name: str) -> Stepped:
+    """A step, surgery, and another step, of the same stack."""
+    stack = stack_of(rank, case)
+    run(stack, rank, case)
+    assert isinstance(stack.model, GPT)
+    TAKEN_UP[name](stack.model)
+    return run(stack, rank, case)
+
+
+def operated_before(case: Case, name: str) -> Stepped:
+    """The same with surgery before the stack is built, in one process that has the whole batch."""
+    alone = replace(
+        case,
+        world_size=1,
+        ep_size=1,
+        batch=case.world_size * case.batch,
+        schedule=ScheduleConfig(name="sequential"),
+    )
+    model = stack_of(0, alone).model
+    assert isinstance(model, GPT)
+    TAKEN_UP[name](model)
+    there = machinery(1, 1, 0)
+    plan = partial(first_plan, alone.config, there.layout)
+    return run(PipelinedStack(model, model, alone.moe, there, plan), 0, alone)
+
+
+def run(stack: PipelinedStack, rank: int, case: Case) -> Stepped:
+    stack.zero_grad()
+    tokens, labels = batch_of(case)
+    mine = slice(rank * case.batch, (rank + 1) * case.batch)
+    loss = stack(tokens[mine], labels[mine])
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
+    return Stepped(loss.item(), float(clip_grad_norm(stack, None)), logical(stack, gradients))
+
+
+# ---- what ranks must do together ---------------------------------------------------------------------------
+
+
+def freeze_head(model: GPT, rank: int) -> None:
+    if rank == 1:
+        model.output.requires_grad_(False)
+
+
+def other_head(model: GPT, rank: int) -> None:
+    model.output = linear(8, 11, seed=rank)
+
+
+def head_of_one(model: GPT, rank: int) -> None:
+    if rank == 1:
+        model.output = linear(8, 11)
+
+
+def other_shape(model: GPT, rank: int) -> None:
+    model.output = linear(8, 11 + rank)
+
+
+def extra_of_one(model: GPT, rank: int) -> None:
+    if rank == 0:
+        model.extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+
+def other_type(model: GPT, rank: int) -> None:
+    if rank == 1:
+        model.position_embedding.to(torch.float32)
+
+
+def frozen_replica(model: GPT, rank: int) -> None:
+    """Of an expert that both ranks hold."""
+    moe = model.parts[0].moe
+    assert moe is not None
+    moe.experts.get_parameter("w_up").requires_grad_(rank == 0)
+
+
+APART: dict[str, tuple[Callable[[GPT, int], None], str]] = {
+    "frozen": (freeze_head, r"output.weight is frozen there and trained here"),
+    "values": (other_head, r"output.weight got other values there than here"),
+    "replaced by one": (head_of_one, r"output.weight got other values .* or was replaced on one"),
+    "shape": (other_shape, r"output.weight is float64 \[12, 8\] there and float64 \[11, 8\] here"),
+    "added by one": (extra_of_one, r"extra does not exist there"),
+    "type": (other_type, r"position_embedding.weight is float32 \[5, 8\] there and float64 \[5, 8\] here"),
+    "replica": (frozen_replica, r"experts.w_up is frozen there and trained here"),
+}
+"""What was done on one rank only, and how the error names it: on rank 1 against rank 0."""
+
+
+def apart(rank: int, case: Case, name: str) -> tuple[str, bool]:
+    """The error of the step after, and whether the stack trains on once the ranks are alike again."""
+    stack = stack_of(rank, case)
+    assert isinstance(stack.model, GPT)
+    run(stack, rank, case)
+    before = {n: (m, dict(m._parameters)) for n, m in stack.model.named_modules()}
+    APART[name][0](stack.model, rank)
+    try:
+        run(stack, rank, case)
+    except ParameterMismatchError as error:
+        text = str(error)
+    else:
+        text = "no error"
+    for module, parameters in before.values():
+        module._parameters.clear()
+        module._parameters.update(parameters)
+    stack.model.output = before["output"][0]
+    stack.model.requires_grad_(True).double()
+    return text, run(stack, rank, case).norm > 0
