@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +25,22 @@ Axes = tuple[str, ...]
 """Names of axes of one view; () = the rank alone."""
 Seconds = npt.NDArray[np.float64]
 
-ALONE: Axes = ()
-EXPERT: Axes = ("ep",)
-NODE: Axes = ("ep_local",)
-RAIL: Axes = ("ep_node",)
-EXPERT_REPLICAS: Axes = ("edp",)
-WORLD: Axes = ("dp", "mp")
+
+
+class Group:
+    """The kinds of groups that Penstock's own tasks meet in.
+
+    EXPERT: the ranks that share a layer's experts. NODE: those of them in one node. RAIL: those with the same
+    place in their nodes. EXPERT_REPLICAS: the replicas of an expert. WORLD: all ranks.
+    """
+
+    ALONE: Final[Axes] = ()
+    EXPERT: Final[Axes] = ("ep",)
+    NODE: Final[Axes] = ("ep_local",)
+    RAIL: Final[Axes] = ("ep_node",)
+    EXPERT_REPLICAS: Final[Axes] = ("edp",)
+    WORLD: Final[Axes] = ("dp", "mp")
+
 
 VIEWS: dict[str, Axes] = {"dense": ("dp", "mp"), "experts": ("edp", "ep_node", "ep_local", "esp")}
 JOINED: dict[str, Axes] = {"ep": ("ep_node", "ep_local")}

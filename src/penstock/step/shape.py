@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from math import lcm
 
 from penstock.graph.errors import ScheduleError
-from penstock.graph.task import BACK_AGAIN, Op, Phase
+from penstock.graph.task import Phase
+from penstock.ops.names import Op
+from penstock.ops.transfers import FLAT, HOME, Hop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,7 @@ class StepShape:
     all_reduce_chunks: tuple[int, ...] = ()
     all_reduce_parts: tuple[tuple[int, ...], ...] = ()
     expert_all_reduce_chunks: tuple[int, ...] = ()
-    dispatch: tuple[Op, ...] = (Op.DISPATCH,)
+    dispatch: tuple[Hop, ...] = FLAT
     shared_experts: bool = False
     split_experts: bool = False
 
@@ -49,8 +51,9 @@ class StepShape:
                 raise ScheduleError(f"{name} needs one number per layer ({self.num_layers})")
         if not self.moe_layers or min(self.microbatches, self.chunks, self.backward_chunks) < 1:
             raise ScheduleError("a step needs at least one layer, one microbatch and one chunk")
-        if not self.dispatch or not set(self.dispatch) <= set(BACK_AGAIN):
-            raise ScheduleError(f"the legs of a dispatch are {', '.join(BACK_AGAIN)}; got {self.dispatch}")
+        ops = [hop.op for hop in self.dispatch]
+        if not set(ops) <= set(HOME) or ops.count(Op.DISPATCH) != 1 or len(set(ops)) < len(ops):
+            raise ScheduleError(f"the legs of a dispatch are {', '.join(HOME)}, one of them D; got {ops}")
 
     @property
     def backward_chunks(self) -> int:
@@ -79,21 +82,6 @@ class StepShape:
         """The slices that a chunk is made of."""
         each = self.slices // self.chunks_of(phase)
         return range(chunk * each, (chunk + 1) * each)
-
-    def overlapping(self, chunk: int) -> range:
-        """The forward chunks that share a slice with a backward chunk."""
-        mine, each = self.slices_of(chunk, Phase.BACKWARD), self.slices // self.chunks
-        return range(mine.start // each, (mine.stop - 1) // each + 1)
-
-    @property
-    def combine(self) -> tuple[Op, ...]:
-        """The legs of a combine in their order."""
-        return tuple(BACK_AGAIN[op] for op in reversed(self.dispatch))
-
-    @property
-    def moe_chain(self) -> tuple[Op, ...]:
-        """What a chunk of tokens goes through, forward, between its attention and its un-order."""
-        return (*self.dispatch, Op.EXPERTS, *self.combine)
 
     @property
     def num_layers(self) -> int:

@@ -1,0 +1,49 @@
+"""Legs inside the node around the one between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from penstock.graph import Graph, Task
+from penstock.ops.names import Op
+from penstock.ops.transfers import Hop
+from penstock.step.rewrite import insert_after, insert_before
+from penstock.step.stages import Stage
+
+
+@dataclass(frozen=True)
+class Hierarchical:
+    """A dispatch in several legs; combine takes the same legs home, last leg first.
+
+    hops: the legs in their order, one of them D.
+
+        before  AT ─rows─ D ─rows─ X ─rows─ C ─rows─ U
+        after   AT ─rows─ DG ─rows─ D ─rows─ DS ─rows─ X ─rows─ CG ─rows─ C ─rows─ CS ─rows─ U
+    """
+
+    hops: Sequence[Hop]
+    name = "hierarchical"
+    stage = Stage.INSERT
+
+    def __call__(self, graph: Graph) -> Graph:
+        ops = [hop.op for hop in self.hops]
+        middle = ops.index(Op.DISPATCH)
+        for hop in self.hops[:middle]:
+            graph = insert_before(graph, Op.DISPATCH, "rows", lambda task, rows, hop=hop: _leg(task, hop, rows))
+            graph = insert_after(graph, Op.COMBINE, "rows", lambda task, hop=hop: _leg(task, hop.home))
+        for hop in reversed(self.hops[middle + 1 :]):
+            graph = insert_after(graph, Op.DISPATCH, "rows", lambda task, hop=hop: _leg(task, hop))
+            graph = insert_before(
+                graph, Op.COMBINE, "rows", lambda task, rows, hop=hop: _leg(task, hop.home, rows)
+            )
+        axes = self.hops[middle].axes
+        between = (Op.DISPATCH, Op.COMBINE)
+        return Graph.of(replace(task, axes=axes) if task.op in between else task for task in graph.tasks)
+
+
+def _leg(task: Task, hop: Hop, rows: tuple[object, ...] | None = None) -> Task:
+    """A leg beside `task`: reads what it read, or its rows."""
+    name = task.name._replace(op=hop.op)
+    read = {"rows": (task.name,) if rows is None else rows, "route": task.inputs["route"]}
+    return Task(name, hop.lane, hop.axes, read)  # type: ignore[arg-type]
