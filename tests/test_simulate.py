@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Graph, Group, Lane, Op, Phase, StepShape, Task, build_graph
+from penstock.graph import Graph, Lane, Phase, Task
+from penstock.mesh import Group
+from penstock.ops import Op
 from penstock.schedule import SCHEDULES, Schedule, plan_step
 from penstock.simulate import LowerBound, Ranks, Seconds, lower_bound, overlap_efficiency, simulate
+from penstock.step import StepShape, build_graph
 from tests.steps import example_plan, pieces_for, random_orders, random_seconds, seeds, shapes
 
 # ---- a published closed form -------------------------------------------------------------------------------
@@ -141,7 +144,7 @@ def test_every_rank_keeps_the_rule_and_groups_end_together(shape: StepShape, ran
             for rank in range(ranks.world_size):
                 start = max((times[other].end[rank] for other in before), default=0.0)
                 assert times[task].start[rank] == start
-                group = members(task.spec.group, rank, ranks)
+                group = members(task.axes, rank, ranks)
                 ends = [times[task].start[m] + seconds[task][m] for m in group]
                 assert times[task].end[rank] == max(ends)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from math import prod
 from typing import Final
 
@@ -24,7 +24,6 @@ import numpy.typing as npt
 Axes = tuple[str, ...]
 """Names of axes of one view; () = the rank alone."""
 Seconds = npt.NDArray[np.float64]
-
 
 
 class Group:
@@ -51,7 +50,7 @@ class MeshError(ValueError):
     """Axes that no view has together, or sizes that do not fill the world."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def resolve(axes: Axes) -> tuple[str, Axes]:
     """The view of some axes and its own axes among them. Raises MeshError for axes of different views."""
     single = [each for axis in axes for each in JOINED.get(axis, (axis,))]

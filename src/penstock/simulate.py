@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.graph import Graph, Group, Interval, Lane, Task, longest_path
+from penstock.graph import Graph, Interval, Lane, Task, longest_path
 from penstock.graph.paths import Clock
+from penstock.mesh import Group
 from penstock.schedule import Schedule
 from penstock.trace.records import TaskRecord
 
@@ -42,9 +43,9 @@ class Ranks:
 
     def meet(self, group: Group, times: Seconds) -> Seconds:
         """For every rank the latest time within its group. times: [ranks]."""
-        if group is Group.ALONE:
+        if group == Group.ALONE:
             return times
-        if group is Group.WORLD:
+        if group == Group.WORLD:
             return np.full_like(times, times.max())
         # [expert group, node, place in the node]
         by_place = times.reshape(-1, self.ep_size // (size := self.node_size or self.ep_size), size)
@@ -86,7 +87,7 @@ class _RankClock:
         return np.maximum(first, second)
 
     def end(self, task: Task, start: Seconds) -> Seconds:
-        return self.ranks.meet(task.spec.group, start + self.cost(task))
+        return self.ranks.meet(task.axes, start + self.cost(task))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.graph import Group
+from penstock.mesh import Group
 from penstock.runtime.sockets import Sockets
 from penstock.runtime.transport import GlooTransport, LocalTransport
 from penstock.topology import Layout, lane_groups

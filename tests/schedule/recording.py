@@ -16,7 +16,7 @@ from zlib import crc32
 import numpy as np
 
 from penstock.dispatch import DISPATCHES
-from penstock.graph import StepShape, Task
+from penstock.graph import Task
 from penstock.schedule import (
     SCHEDULES,
     TAIL,
@@ -31,6 +31,7 @@ from penstock.schedule import (
 )
 from penstock.schedule.system import System
 from penstock.simulate import Ranks, Seconds, simulate
+from penstock.step import StepShape
 
 RECORDED = Path(__file__).parent / "recorded" / "orders.txt"
 BYTES = 1000

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import ConfigError
-from penstock.graph import Group
+from penstock.mesh import Group
 from penstock.topology import Layout, ParallelConfig, lane_groups
 from tests.support.ranks import Pools
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.cost import StepCost
-from penstock.graph import Lane, Op, Phase, Task
+from penstock.graph import Lane, Phase, Task
 from penstock.plan.predict import Shares, settle
 from penstock.schedule import StepPlan
 from penstock.simulate import Ranks, Seconds, simulate
@@ -38,9 +38,9 @@ class ComputeTimes:
                 found[record.task][record.step, record.rank] = record.duration_s
         return ComputeTimes({task: _table(durations) for task, durations in found.items()})
 
-    def typical(self) -> dict[tuple[int, Op, Phase], float]:
+    def typical(self) -> dict[tuple[int, str, Phase], float]:
         """Median by kind: tasks of one layer, op and phase differ in microbatch and chunk only."""
-        kinds: dict[tuple[int, Op, Phase], list[npt.NDArray[np.float64]]] = defaultdict(list)
+        kinds: dict[tuple[int, str, Phase], list[npt.NDArray[np.float64]]] = defaultdict(list)
         for task, seconds in self.seconds.items():
             kinds[task.layer, task.op, task.phase].append(seconds)
         return {kind: float(np.median(np.stack(tables))) for kind, tables in kinds.items()}

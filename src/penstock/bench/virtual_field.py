@@ -73,7 +73,7 @@ class VirtualField:
         self._stack.close()
 
     def _entry(self, name: str) -> Entry:
-        plans = {plan.graph.shape: plan for plan in map(self._first_plan, variants(self._bench, name))}
+        plans = {plan.shape: plan for plan in map(self._first_plan, variants(self._bench, name))}
         best = min((self._ordered(name, plan) for plan in plans.values()), key=lambda e: e.simulated_s or 0.0)
         assert best.plan is not None, "a schedule has a plan"
         self._stack.adopt(best.plan)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 
 from penstock.config import ConfigError
 from penstock.cost.legs import busiest_share
-from penstock.graph.task import SPECS, Lane, Op, Phase
+from penstock.graph import Lane, Phase
+from penstock.ops import OPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class ClusterConfig:
         """Argument: bytes of the buffer each rank sends, its own share included."""
         return self._collective(ranks - 1, (ranks - 1) / ranks)
 
-    def leg(self, dispatch: str, op: Op, nodes: int, node_size: int) -> AlphaBeta:
+    def leg(self, dispatch: str, op: str, nodes: int, node_size: int) -> AlphaBeta:
         """One leg of a dispatch or combine. Argument: bytes of the rows that each rank has for all experts.
 
         Ranks of a node share its links, so one that sends alone has the whole of them.
@@ -60,7 +61,7 @@ class ClusterConfig:
         if dispatch == "flat":
             return self.all_to_all(nodes * node_size)
         share = busiest_share(dispatch, op, nodes, node_size)
-        if SPECS[op].lane is Lane.INTRA:
+        if OPS[op].lane is Lane.INTRA:
             return AlphaBeta(
                 alpha_s=(node_size - 1) * self.intra_latency_s, beta_s_per_byte=share / self.intra_bytes_per_s
             )
@@ -81,7 +82,7 @@ class ClusterConfig:
             alpha_s=(ranks - 1) * self.intra_latency_s, beta_s_per_byte=share / self.intra_bytes_per_s
         )
 
-    def compute_s(self, op: Op, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
+    def compute_s(self, op: str, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
         """A compute task whose forward has so many operations and copies. Backward is twice forward.
 
         pieces: in so many the work is done; by assumption that costs nothing, as published planners have it.

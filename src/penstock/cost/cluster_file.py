@@ -16,7 +16,8 @@ from typing import Literal
 from penstock.config import UNSET, ConfigError, from_dict, to_dict
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.json_file import write_json
-from penstock.graph import Group, Lane, Op, Phase
+from penstock.graph import Lane, Phase
+from penstock.mesh import Group
 
 VERSION = 1
 
@@ -87,7 +88,7 @@ class LinkModel:
         _check(self, positive=("ranks", "beta_s_per_byte"), not_negative=("alpha_s",))
         _check_name("lane", self.lane, Lane, "lane")
         if self.op:
-            _check_name("op", self.op, Op, "op of a task")
+            _check_name("op", self.op, str, "op of a task")
 
     @property
     def model(self) -> AlphaBeta:
@@ -110,7 +111,7 @@ class TaskModel:
 
     def __post_init__(self) -> None:
         _check(self, positive=("scale", "beside"), not_negative=("alpha_s",))
-        _check_name("op", self.op, Op, "op of a task")
+        _check_name("op", self.op, str, "op of a task")
         _check_name("phase", self.phase, Phase, "phase")
 
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
-from penstock.graph import Op
-from penstock.graph.task import AWAY
+from penstock.ops.transfers import AWAY
 
-LegModels = Mapping[tuple[str, Op], AlphaBeta]
+LegModels = Mapping[tuple[str, str], AlphaBeta]
 """By dispatch and leg (forward, outward; combine takes the same legs home)."""
 
 
@@ -43,7 +42,7 @@ class FittedCluster(ClusterConfig):
         del ranks
         return self.reduce
 
-    def leg(self, dispatch: str, op: Op, nodes: int, node_size: int) -> AlphaBeta:
+    def leg(self, dispatch: str, op: str, nodes: int, node_size: int) -> AlphaBeta:
         if dispatch == "flat":
             return self.dispatch
         found = self.legs.get((dispatch, AWAY.get(op, op)))

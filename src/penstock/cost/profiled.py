@@ -8,8 +8,9 @@ from functools import partial
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.cluster_file import ClusterFile, LinkModel, TaskModel
-from penstock.graph import Group, Op, Phase
-from penstock.graph.task import AWAY
+from penstock.graph import Phase
+from penstock.mesh import Group
+from penstock.ops.transfers import AWAY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class ProfiledCluster(ClusterConfig):
         found = [link for link in self.file.links if (link.collective, link.lane) == ("all_reduce", "inter")]
         return self._of_size(super().all_reduce, ranks, found)
 
-    def leg(self, dispatch: str, op: Op, nodes: int, node_size: int) -> AlphaBeta:
+    def leg(self, dispatch: str, op: str, nodes: int, node_size: int) -> AlphaBeta:
         if dispatch == "flat":
             return self.all_to_all(nodes * node_size)
         for link in self.file.links:
@@ -52,7 +53,7 @@ class ProfiledCluster(ClusterConfig):
         by_rates = partial(super().shards, scatters=scatters)
         return self._of_size(by_rates, ranks, [] if found is None else [found])
 
-    def compute_s(self, op: Op, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
+    def compute_s(self, op: str, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
         """pieces: where the file was measured, every piece has the fixed part of a task."""
         model = self._task(op, phase)
         if model is None:
@@ -61,7 +62,7 @@ class ProfiledCluster(ClusterConfig):
         alone_s = fixed_s + model.scale * self.nominal_s(flops, moved_bytes)
         return alone_s * (1 + self.company * (model.beside - 1))
 
-    def _task(self, op: Op, phase: Phase) -> TaskModel | None:
+    def _task(self, op: str, phase: Phase) -> TaskModel | None:
         return next((x for x in self.file.tasks if (x.op, x.phase) == (op, phase)), None)
 
     def _of_size(

@@ -14,8 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.graph import Group
-from penstock.graph.task import Op
+from penstock.mesh import Group
 
 Table = npt.NDArray[np.int64]
 """[P, P]: rows from each rank (first index) for each rank (second)."""
@@ -81,7 +80,7 @@ class Dispatch(Protocol):
     def name(self) -> str: ...
 
     @property
-    def ops(self) -> tuple[Op, ...]: ...
+    def ops(self) -> tuple[str, ...]: ...
 
     @property
     def needs_table(self) -> bool: ...

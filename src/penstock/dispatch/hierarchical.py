@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.dispatch.base import Leg, Place, Table, blocks
-from penstock.graph import Group
-from penstock.graph.task import Op
+from penstock.mesh import Group
+from penstock.ops import Op
 
 
 class HierarchicalDispatch1D:
@@ -23,7 +23,7 @@ class HierarchicalDispatch1D:
     """
 
     name = "hierarchical_1d"
-    ops: tuple[Op, ...] = (Op.DISPATCH_GATHER, Op.DISPATCH, Op.DISPATCH_SCATTER)
+    ops: tuple[str, ...] = (Op.DISPATCH_GATHER, Op.DISPATCH, Op.DISPATCH_SCATTER)
     needs_table = True
 
     def legs(self, table: Table, place: Place) -> tuple[Leg, ...]:
@@ -41,7 +41,7 @@ class HierarchicalDispatch2D:
     """
 
     name = "hierarchical_2d"
-    ops: tuple[Op, ...] = (Op.DISPATCH_GATHER, Op.DISPATCH)
+    ops: tuple[str, ...] = (Op.DISPATCH_GATHER, Op.DISPATCH)
     needs_table = True
 
     def legs(self, table: Table, place: Place) -> tuple[Leg, ...]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from penstock.ops.names import Op
 from penstock.ops.base import Kind, OpSpec, register
+from penstock.ops.names import Op
 
 REPLICATED = "gradients of L{layer}"
 EXPERTS = "expert gradients of L{layer}"
 """State: the gradients of a layer's replicated parameters, and those of its experts."""
 
 register(
-    OpSpec(
-        name=Op.EMBED, title="token and position embedding", kind=Kind.COMPUTE, gradients=REPLICATED
-    ),
+    OpSpec(name=Op.EMBED, title="token and position embedding", kind=Kind.COMPUTE, gradients=REPLICATED),
     OpSpec(
         name=Op.ATTENTION,
         title="attention, router and order (a dense block: all of it)",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.ops.names import Op
 from penstock.ops.base import Backward, Kind, OpSpec, register
+from penstock.ops.names import Op
 
 register(
     OpSpec(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from penstock.graph.task import Lane
 from penstock.mesh import Axes, Group
-from penstock.ops.names import Op
 from penstock.ops.base import Backward, Kind, OpSpec, register
+from penstock.ops.names import Op
 
 HOME = {
     Op.DISPATCH_GATHER: Op.COMBINE_SCATTER,
@@ -19,7 +19,6 @@ AWAY = {home: out for out, home in HOME.items()}
 """The other way round."""
 TRANSFERS = (*HOME, *AWAY)
 """Every op that moves rows."""
-
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,16 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
-from penstock.graph import Lane, Op, Phase, StepShape, Task, build_graph
+from penstock.graph import Lane, Phase, Task
 from penstock.graph.dependencies import statistics_task
+from penstock.ops import Op
 from penstock.plan.choice import Choice
 from penstock.plan.predict import alone
 from penstock.plan.problem import Problem
 from penstock.schedule import Cost
 from penstock.schedule.freeze import slowest
 from penstock.simulate import lower_bound
+from penstock.step import StepShape, build_graph
 
 Half = tuple[bool, Lane]
 """Forward or not, and the lane."""
@@ -130,7 +132,7 @@ class QuickBounds:
 
 
 def _part(seconds: Mapping[Task, float], chain_s: float) -> _Part:
-    def least(op: Op, phase: Phase) -> float:
+    def least(op: str, phase: Phase) -> float:
         return min(
             (each for task, each in seconds.items() if (task.op, task.phase) == (op, phase)), default=0.0
         )
@@ -148,7 +150,7 @@ def _part(seconds: Mapping[Task, float], chain_s: float) -> _Part:
 
 
 def _reduce_s(cost: Cost, layer: int, cut: StepShape) -> tuple[float, float]:
-    def each(op: Op, pieces: int) -> list[float]:
+    def each(op: str, pieces: int) -> list[float]:
         tasks = (Task(layer, op, Phase.BACKWARD, None, chunk) for chunk in range(pieces))
         return [slowest(cost(task)) for task in tasks]
 

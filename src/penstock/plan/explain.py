@@ -98,7 +98,7 @@ def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
     """Simulates the best few plans again on clusters of which one part is twice as fast."""
     best = found.best
     apart = alone(problem)
-    cost = apart.cost(best.choice, best.plan.graph.shape)
+    cost = apart.cost(best.choice, best.plan.shape)
     work = lane_work({task: cost(task) for task in best.plan.graph.tasks})
     busy = {str(lane): work[lane] / best.predicted_s for lane in Lane if lane in work}
     return Explanation(

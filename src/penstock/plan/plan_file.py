@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.config import UNSET, ConfigError, from_dict, to_dict
 from penstock.cost.json_file import write_json
-from penstock.graph import ScheduleError, build_graph
+from penstock.graph import ScheduleError
 from penstock.plan.choice import Choice
 from penstock.plan.dimensions import DIMENSIONS
 from penstock.plan.problem import Problem
@@ -19,6 +19,7 @@ from penstock.plan.search import Candidate
 from penstock.plan.words import choice_words
 from penstock.schedule import SCHEDULES, Partition, Schedule, StepPlan
 from penstock.schedule.penstock import PriorityName
+from penstock.step import build_graph
 
 VERSION = 1
 MOST_PIECES = 256

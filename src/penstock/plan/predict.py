@@ -116,7 +116,7 @@ def _covered(span: tuple[float, float], moments: Seconds, busy_s: Seconds) -> fl
 
 def _between(problem: Problem, choice: Choice, plan: StepPlan) -> RankCost:
     """The cost of every task at its own share of company."""
-    shape = plan.graph.shape
+    shape = plan.shape
     apart = alone(problem).cost(choice, shape)
     beside = _crowded(problem).cost(choice, shape)
 

@@ -8,10 +8,10 @@ from functools import cached_property
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, StepCost, UnevenRanks, Workload
 from penstock.dispatch import DISPATCHES
-from penstock.graph import StepShape
 from penstock.plan.choice import Choice
 from penstock.schedule import Cost, Pieces, StepPlan, plan_step
 from penstock.simulate import LowerBound, Ranks, Timeline, lower_bound, simulate
+from penstock.step import StepShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +78,11 @@ class Problem:
         return choice.pieces(self.workload.all_reduce_bytes, self.workload.expert_all_reduce_bytes)
 
     def simulate(self, choice: Choice, plan: StepPlan) -> Timeline:
-        return simulate(plan.schedule, plan.graph, self.cost(choice, plan.graph.shape), self.ranks)
+        return simulate(plan.schedule, plan.graph, self.cost(choice, plan.shape), self.ranks)
 
     def bound(self, choice: Choice, plan: StepPlan) -> LowerBound:
         """What no order of the same tasks beats."""
-        return lower_bound(plan.graph, self.cost(choice, plan.graph.shape), self.ranks)
+        return lower_bound(plan.graph, self.cost(choice, plan.shape), self.ranks)
 
     def uncut(self, choice: Choice) -> StepShape:
         """The shape with the legs of the choice's dispatch."""

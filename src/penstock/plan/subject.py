@@ -9,9 +9,10 @@ from difflib import get_close_matches
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile, ProfiledCluster, Workload
 from penstock.dispatch import DISPATCHES
-from penstock.graph import Op, StepShape
+from penstock.ops import Op
 from penstock.plan.models import MODELS, PublishedModel
 from penstock.plan.problem import Problem
+from penstock.step import StepShape
 
 ELEMENT_BYTES = FLOAT32_BYTES = 4
 MATRICES = {"gelu": 2, "swiglu": 3}

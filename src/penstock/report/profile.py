@@ -8,7 +8,7 @@ from dataclasses import replace
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import Fit, KernelModel, LinkModel, TaskModel
 from penstock.cost.legs import busiest_share
-from penstock.graph import Op
+from penstock.ops import Op
 
 MEGA, GIGA, MICRO = 1e6, 1e9, 1e-6
 FIT_HEAD = ("R2", "residual", "points")

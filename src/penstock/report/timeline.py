@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from penstock.graph import Lane, Op, Phase, Task
-from penstock.graph.task import SPECS
+from penstock.graph import Lane, Phase, Task
+from penstock.ops import OPS, Op
 from penstock.trace.records import TaskRecord
 
 LABEL_WIDTH = 9
@@ -212,10 +212,10 @@ def _legend(records: Sequence[TaskRecord], width: int) -> str:
     ops = {record.task.op for record in records}
     lines = []
     for lane in Lane:
-        on_lane = [op for op in Op if op in ops and SPECS[op].lane is lane]
+        on_lane = [op for op in Op if op in ops and OPS[op].lane is lane]
         for op in on_lane:
             label = lane if op is on_lane[0] else ""
-            lines.append(f"{label:<{LABEL_WIDTH}}{op:<3} {SPECS[op].title}")
+            lines.append(f"{label:<{LABEL_WIDTH}}{op:<3} {OPS[op].title}")
         if lane is Lane.COMPUTE and any(record.task.phase is Phase.WEIGHT for record in records):
             lines.append(f"{'':<{LABEL_WIDTH}}W   weight gradients of experts, made apart")
     reading = (

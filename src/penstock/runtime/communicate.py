@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.graph import Group, Phase, StepShape, Task
-from penstock.graph.dependencies import TRANSFERS, B, F, experts_input
-from penstock.graph.task import AWAY, Op
+from penstock.graph import Phase, Task
+from penstock.graph.dependencies import B, F, experts_input
+from penstock.mesh import Group
 from penstock.moe import RouteMaker
 from penstock.moe.choices import GateSums
+from penstock.ops import Op
+from penstock.ops.transfers import AWAY, TRANSFERS
 from penstock.runtime.buckets import GradientBucket
 from penstock.runtime.compute import Attended, ExpertGradient, UnorderGradients, find_routes
 from penstock.runtime.executor import Inputs
@@ -20,6 +22,7 @@ from penstock.runtime.results import Outcome
 from penstock.runtime.slices import to_ranks, to_slices
 from penstock.runtime.statistics import HeadSums, StatisticsCodec, StepStatistics
 from penstock.runtime.transport import Transports
+from penstock.step import StepShape
 
 Rows = Tensor | tuple[Tensor, ...]
 """Under way one tensor, rank by rank; before and behind that one tensor per slice."""
@@ -55,7 +58,7 @@ class CommunicationHandlers:
         self.shape, self.buckets, self.codec = shape, buckets, codec
         self.total: StepStatistics | None = None
 
-    def table(self) -> dict[tuple[Op, Phase], Callable[[Task, Inputs], Outcome]]:
+    def table(self) -> dict[tuple[str, Phase], Callable[[Task, Inputs], Outcome]]:
         """The handler of every communication op and phase."""
         return {
             (Op.COUNTS, F): self.counts,
@@ -91,7 +94,7 @@ class CommunicationHandlers:
             grads: UnorderGradients = inputs[Task(task.layer, Op.UNORDER, B, task.microbatch)]
             sizes = [sum(route.rows_sent) for route in find_routes(task, inputs, self.shape).slices]
             rows = self._slices(grads.rows_RM, sizes, task)
-        elif chain[place + 1] is Op.EXPERTS:
+        elif chain[place + 1] == Op.EXPERTS:
             made: ExpertGradient = inputs[experts_input(task, self.shape)]
             rows = made.rows
         else:
@@ -157,7 +160,7 @@ class CommunicationHandlers:
         return Outcome(None)
 
 
-def _at(task: Task, op: Op, phase: Phase) -> Task:
+def _at(task: Task, op: str, phase: Phase) -> Task:
     return Task(task.layer, op, phase, task.microbatch, task.chunk)
 
 

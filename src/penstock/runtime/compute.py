@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.graph import StepShape, Task
+from penstock.graph import Task
 from penstock.graph.dependencies import (
     INPUT,
     WEIGHT,
@@ -25,13 +25,13 @@ from penstock.graph.dependencies import (
     routing,
     statistics_task,
 )
-from penstock.graph.task import Op
 from penstock.moe import ChunkRoute, MoELayer, RouteMaker, Routes, SampleKeys, Tokens
 from penstock.moe.balance import Balance
 from penstock.moe.choices import GateSums
 from penstock.moe.config import MoEConfig
 from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
 from penstock.moe.orders.base import OrderPlan
+from penstock.ops import Op
 from penstock.runtime.executor import Inputs
 from penstock.runtime.legs import HostRoutes
 from penstock.runtime.parts import ModelParts
@@ -39,6 +39,7 @@ from penstock.runtime.results import Outcome
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.slices import joined
 from penstock.runtime.statistics import HeadSums, StepStatistics
+from penstock.step import StepShape
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class ComputeHandlers:
         self.segment, self.autocast, self.wire_dtype = segment, autocast, wire_dtype
         self.loss_gradient = torch.ones(())
 
-    def table(self) -> dict[tuple[Op, Any], Callable[[Task, Inputs], Outcome]]:
+    def table(self) -> dict[tuple[str, Any], Callable[[Task, Inputs], Outcome]]:
         """The handler of every compute op and phase."""
         return {
             (Op.EMBED, F): self.embed,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.graph import Op, Phase, Task
+from penstock.graph import Phase, Task
 from penstock.runtime.errors import TaskError
 from penstock.runtime.lanes import LaneError, Lanes, Ran
 from penstock.runtime.results import Outcome, ResultTable
@@ -32,7 +32,7 @@ class Handler(Protocol):
     def __call__(self, task: Task, inputs: Inputs, /) -> Outcome: ...
 
 
-Handlers = Mapping[tuple[Op, Phase], Handler]
+Handlers = Mapping[tuple[str, Phase], Handler]
 
 
 class Execution:

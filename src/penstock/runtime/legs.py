@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.dispatch import Leg
-from penstock.graph import Group
+from penstock.mesh import Group
 from penstock.moe.routes import Counts, Degrees, RouteMaker, Routes
 from penstock.runtime.transport import Transport
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from penstock.graph import Group
+from penstock.mesh import Group
 from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
 from penstock.runtime.stack import Machinery
 from penstock.runtime.transport import Transports, Unconnected

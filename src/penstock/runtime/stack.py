@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.dispatch import Place
-from penstock.graph import StepShape
 from penstock.moe import MoELayer, RouteMaker, SampleKeys
 from penstock.moe.balance import BALANCES
 from penstock.moe.config import MoEConfig
@@ -31,6 +30,7 @@ from penstock.runtime.segment import PassThrough, Segment
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.transport import Transports
 from penstock.schedule import StepPlan
+from penstock.step import StepShape
 from penstock.topology import Control, Layout
 from penstock.trace import TaskRecord
 
@@ -139,7 +139,7 @@ class PipelinedStack(nn.Module):
     def _cut(
         self, tokens_BL: Tensor, labels_BL: Tensor, sample_ids_B: Tensor | None, valid_BL: Tensor | None
     ) -> Batch:
-        pieces, batch = self.plan.graph.shape.microbatches, tokens_BL.shape[0]
+        pieces, batch = self.plan.shape.microbatches, tokens_BL.shape[0]
         if batch < pieces:
             raise ValueError(
                 f"schedule.microbatches = {pieces}: a batch of {batch} samples per rank cannot be cut into "
@@ -225,7 +225,7 @@ class _Step:
 
     def __init__(self, stack: PipelinedStack, batch: Batch, training: bool) -> None:
         self.stack, self.training, self.finished = stack, training, False
-        machinery, shape = stack.machinery, stack.plan.graph.shape
+        machinery, shape = stack.machinery, stack.plan.shape
         self.compute = ComputeHandlers(
             stack.parts,
             shape,

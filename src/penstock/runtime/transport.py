@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.graph import Group, Lane
+from penstock.graph import Lane
+from penstock.mesh import Group
 from penstock.runtime.sockets import Sockets
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
 

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from math import lcm
 
 from penstock.config import ConfigError
-from penstock.graph import Graph, StepShape, build_graph
+from penstock.graph import Graph
 from penstock.schedule.dense_overlap import DenseOverlap
 from penstock.schedule.flowmoe import FlowMoE
 from penstock.schedule.freeze import Cost
@@ -19,6 +19,7 @@ from penstock.schedule.penstock import Penstock, PriorityName
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.sequential import Sequential
 from penstock.schedule.system import Pieces, System
+from penstock.step import StepShape, build_graph
 
 MOST_PIECES = 256
 MOST_SLICES = 64

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from penstock.graph import Graph, Op, Phase, StepShape, Task
+from penstock.graph import Graph, Phase, Task
+from penstock.ops import Op
 from penstock.schedule.freeze import Cost
 from penstock.schedule.gaps import reduce_in_gaps
 from penstock.schedule.partition import TAIL, Partition, Portion, Slot
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import Pieces, whole
+from penstock.step import StepShape
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,6 @@ def _gaps(graph: Graph, partition: Partition) -> dict[Slot, list[Task]]:
             slot = TAIL if portion.slot.part == "tail" else portion.slot
             gaps.setdefault(slot, []).append(Task(layer, Op.ALL_REDUCE, Phase.BACKWARD, None, chunk))
     for task in graph.tasks:
-        if task.op is Op.EXPERT_ALL_REDUCE:
+        if task.op == Op.EXPERT_ALL_REDUCE:
             gaps.setdefault(Slot(layer=task.layer, part="dense"), []).append(task)
     return gaps

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from penstock.graph import Graph, Lane, Op, Phase, ScheduleError, Task
+from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
+from penstock.ops import Op
 from penstock.schedule.partition import TAIL, Slot
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import is_all_reduce
@@ -28,11 +29,11 @@ def _with_reductions(inter: Sequence[Task], layers: int, gaps: dict[Slot, Sequen
     """A layer's dense gap ends where the all-to-alls of the next MoE layer below begin."""
     above = layers  # layers whose gaps have all been passed
     for task in inter:
-        if task.phase is Phase.BACKWARD and task.op is Op.COMBINE:
+        if task.phase is Phase.BACKWARD and task.op == Op.COMBINE:
             for layer in reversed(range(task.layer + 1, above)):
                 yield from gaps.pop(Slot(layer=layer, part="dense"), ())
             above = task.layer + 1
-        if task.phase is Phase.BACKWARD and task.op is Op.DISPATCH:
+        if task.phase is Phase.BACKWARD and task.op == Op.DISPATCH:
             yield from gaps.pop(Slot(layer=task.layer, part="moe"), ())
         yield task
     for layer in reversed(range(above)):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.graph import Graph, Lane, Op, StepShape, Task
+from penstock.graph import Graph, Lane, Task
+from penstock.ops import Op
 from penstock.schedule.freeze import Cost
 from penstock.schedule.schedule import Schedule
+from penstock.step import StepShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,6 @@ def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:
     """
     tasks = [task for task in graph.tasks if not is_all_reduce(task)]
     last = [task for task in graph.tasks if is_all_reduce(task)]
-    tasks += sorted(last, key=lambda task: (task.layer, task.op is not Op.ALL_REDUCE))
+    tasks += sorted(last, key=lambda task: (task.layer, task.op != Op.ALL_REDUCE))
     orders = {lane: tuple(task for task in tasks if task.lane is lane) for lane in Lane}
     return Schedule(name, {lane: order for lane, order in orders.items() if order})

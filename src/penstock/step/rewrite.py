@@ -85,7 +85,9 @@ def _ends(
         if of == n and of:
             found.append(named[name][mine])
         elif of and n:
-            found += [p for i, p in enumerate(named[name]) if i * of < (mine + 1) * n and mine * n < (i + 1) * of]
+            found += [
+                p for i, p in enumerate(named[name]) if i * of < (mine + 1) * n and mine * n < (i + 1) * of
+            ]
         else:
             found += named[name]
     return tuple(found)

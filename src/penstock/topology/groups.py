@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from penstock.config import ConfigError
-from penstock.graph import Group
+from penstock.mesh import Group
 
 LONGEST_TIMEOUT_S = 1e6
 
@@ -128,16 +128,16 @@ class Layout:
     def members(self, group: Group) -> list[list[int]]:
         """Ranks of every group of this kind, in a fixed order."""
         ranks = range(self.world_size)
-        if group is Group.WORLD:
+        if group == Group.WORLD:
             return [list(ranks)]
-        if group is Group.EXPERT:
+        if group == Group.EXPERT:
             return [list(ranks[i : i + self.ep_size]) for i in range(0, self.world_size, self.ep_size)]
-        if group is Group.EXPERT_REPLICAS:
+        if group == Group.EXPERT_REPLICAS:
             return [list(ranks[i :: self.ep_size]) for i in range(self.ep_size)]
-        if group is Group.NODE:
+        if group == Group.NODE:
             size = self.ep_node_size
             return [list(ranks[i : i + size]) for i in range(0, self.world_size, size)]
-        if group is Group.RAIL:
+        if group == Group.RAIL:
             size, starts = self.ep_node_size, range(0, self.world_size, self.ep_size)
             return [list(ranks[i + place : i + self.ep_size : size]) for i in starts for place in range(size)]
         return [[rank] for rank in ranks]

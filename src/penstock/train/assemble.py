@@ -8,7 +8,6 @@ import torch
 
 from penstock.cost import StepCost, Workload
 from penstock.dispatch import DISPATCHES
-from penstock.graph import StepShape
 from penstock.models import GPT, ModelConfig
 from penstock.models.gpt import MakeLayer
 from penstock.moe import MoEConfig
@@ -17,6 +16,7 @@ from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
 from penstock.runtime.transport import build_transports
 from penstock.schedule import StepPlan, plan_step
+from penstock.step import StepShape
 from penstock.topology import Control, Layout, ParallelConfig
 from penstock.train.config import Precision, RunConfig
 

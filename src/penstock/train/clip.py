@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.graph import Group
+from penstock.mesh import Group
 from penstock.runtime import PipelinedStack
 
 TINY = 1e-6

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from penstock.cost.measured import Kind
-from penstock.graph import Group, Lane, Task
+from penstock.graph import Lane, Task
+from penstock.mesh import Group
 from penstock.trace import TaskRecord
 
 
@@ -74,7 +75,7 @@ def _transfers(
     found = {}
     for lane in (Lane.INTRA, Lane.INTER):
         earlier, later = (
-            _shortest(r for r in records if r.lane is lane and r.task.spec.group not in silent)
+            _shortest(r for r in records if r.lane is lane and r.task.axes not in silent)
             for records in (before, now)
         )
         if earlier:

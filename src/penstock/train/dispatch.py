@@ -77,7 +77,7 @@ def predict_iteration(name: DispatchName, config: RunConfig, layout: Layout, clu
         config.schedule.system, base_shape(config), pieces, lambda cut: StepCost(cut, sizes, cluster)
     )
     ranks = Ranks(layout.world_size, layout.ep_size, layout.ep_node_size)
-    cost = StepCost(plan.graph.shape, sizes, cluster)
+    cost = StepCost(plan.shape, sizes, cluster)
     return simulate(plan.schedule, plan.graph, cost, ranks).iteration_s
 
 

@@ -16,9 +16,11 @@ from penstock.cost import ClusterConfig, StepCost, Workload
 from penstock.cost.legs import busiest_share
 from penstock.dispatch import DISPATCHES, Leg, Place
 from penstock.dispatch.base import place_in
-from penstock.graph import Group, Lane, Op, StepShape, Task
-from penstock.graph.dependencies import TRANSFERS
-from penstock.graph.task import AWAY, BACK_AGAIN
+from penstock.graph import Lane, Task
+from penstock.mesh import Group
+from penstock.ops import Op
+from penstock.ops.transfers import AWAY, HOME, TRANSFERS
+from penstock.step import StepShape
 from penstock.virtual.apportion import Counts
 from penstock.virtual.rows import by_source_and_target, cut_rows
 
@@ -53,7 +55,7 @@ class VirtualCost:
     def seconds(self, task: Task) -> Seconds:
         """Seconds of a compute task on every rank, [P]."""
         even_s = self._even.compute_s(task)
-        if task.op is not Op.EXPERTS:
+        if task.op != Op.EXPERTS:
             return self._everywhere(even_s)
         # What experts compute and copy is in proportion to their rows; the overhead is not.
         overhead_s = self.cluster.task_overhead_s
@@ -88,7 +90,7 @@ class VirtualCost:
 
     def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
         """What a COUNTS task sends and receives on one rank, both [peers, slices, local experts]."""
-        assert task.op is Op.COUNTS and task.microbatch is not None, task
+        assert task.op == Op.COUNTS and task.microbatch is not None, task
         group, place = divmod(rank, self.workload.ep_size)
         layer, rows = self._moe_layer(task), self.rows[:, task.microbatch]
         tables = np.stack([self._table(rows[:, c, layer]) for c in range(self.shape.slices)], axis=3)
@@ -160,7 +162,7 @@ class VirtualCost:
     @staticmethod
     def _to_experts(task: Task) -> bool:
         """Rows go to the experts in dispatch; in backward, gradients go there in combine."""
-        return (task.op in BACK_AGAIN) is task.forward
+        return (task.op in HOME) is task.forward
 
     def _everywhere(self, seconds: float) -> Seconds:
         return np.full(self.workload.world_size, seconds)

@@ -12,9 +12,10 @@ from torch import Tensor
 from penstock.cost import Workload
 from penstock.cost.workload import part_sizes
 from penstock.dispatch import DISPATCHES
-from penstock.graph import Graph, Group, Lane, Op, Phase, Task
-from penstock.graph.dependencies import TRANSFERS
-from penstock.graph.task import SPECS
+from penstock.graph import Graph, Lane, Phase, Task
+from penstock.mesh import Group
+from penstock.ops import OPS, Op
+from penstock.ops.transfers import TRANSFERS
 from penstock.runtime.executor import Inputs
 from penstock.runtime.results import Outcome
 from penstock.runtime.statistics import HEADER
@@ -39,7 +40,7 @@ class RankStep:
     @staticmethod
     def build(cost: VirtualCost, graph: Graph, rank: int) -> RankStep:
         """Look everything up in the cost; takes milliseconds, which a step should not pay."""
-        counts = {t: cost.exchanged_counts(t, rank) for t in graph.tasks if t.op is Op.COUNTS}
+        counts = {t: cost.exchanged_counts(t, rank) for t in graph.tasks if t.op == Op.COUNTS}
         return RankStep(
             seconds={t: float(cost.seconds(t)[rank]) for t in graph.tasks if t.lane is Lane.COMPUTE},
             moves={t: cost.move(t, rank) for t in graph.tasks if t.op in TRANSFERS},
@@ -80,7 +81,7 @@ class VirtualHandlers:
     def __init__(self, step: RankStep, cost: VirtualCost, transports: Transports, buffers: Buffers) -> None:
         self.step, self.cost, self.transports, self.buffers = step, cost, transports, buffers
 
-    def table(self) -> dict[tuple[Op, Phase], Callable[[Task, Inputs], Outcome]]:
+    def table(self) -> dict[tuple[str, Phase], Callable[[Task, Inputs], Outcome]]:
         """The handler of every op and phase."""
         by_op = {
             Op.COUNTS: self.exchange_counts,
@@ -91,7 +92,7 @@ class VirtualHandlers:
         }
         return {
             (op, Phase(phase)): by_op.get(op, self.compute)
-            for op, spec in SPECS.items()
+            for op, spec in OPS.items()
             for phase in spec.phases
         }
 
@@ -132,14 +133,14 @@ class VirtualHandlers:
     def reduce_gradients(self, task: Task, inputs: Inputs) -> Outcome:
         del inputs
         work, shape = self.cost.workload, self.cost.shape
-        replicated = task.op is Op.ALL_REDUCE
+        replicated = task.op == Op.ALL_REDUCE
         sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
         equal = (1,) * shape.expert_all_reduce_chunks[task.layer]
         assert task.chunk is not None, task
         elements = sizes[task.layer] // self.buffers.gradients.element_size()
         parts = shape.parts_of(task.layer) if replicated else equal
         chunk = self.buffers.gradients[: part_sizes(elements, parts)[task.chunk]]
-        self.transports.inter.all_reduce(chunk, task.spec.group)
+        self.transports.inter.all_reduce(chunk, task.axes)
         return Outcome(None)
 
 

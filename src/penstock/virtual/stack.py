@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.cost import ClusterConfig, Workload
-from penstock.graph import StepShape
 from penstock.runtime.agree import check_agreement
 from penstock.runtime.executor import Execution
 from penstock.runtime.stack import Machinery
 from penstock.schedule import StepPlan
+from penstock.step import StepShape
 from penstock.trace import TaskRecord
 from penstock.virtual.apportion import Counts
 from penstock.virtual.cost import VirtualCost
@@ -63,7 +63,7 @@ class VirtualStack:
 
     def adopt(self, plan: StepPlan) -> StepPlan:
         """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ."""
-        pieces, batch = plan.graph.shape.microbatches, self.workload.batch
+        pieces, batch = plan.shape.microbatches, self.workload.batch
         if batch < pieces:
             raise ValueError(
                 f"schedule.microbatches = {pieces}: a batch of {batch} samples per rank cannot be cut into "
@@ -78,7 +78,7 @@ class VirtualStack:
         """What every task of step `number` costs on every rank under the plan of now, for the simulator."""
         if self._counts is None or self._counts[0] != number:
             self._counts = number, self.routing.counts(number)
-        return VirtualCost(self.plan.graph.shape, self.workload, self.cluster, self._counts[1])
+        return VirtualCost(self.plan.shape, self.workload, self.cluster, self._counts[1])
 
     def prepare(self, number: int) -> None:
         """Draw the routing of step `number` and work out its sizes and durations, before the step is timed.

@@ -16,9 +16,11 @@ from itertools import product
 from penstock.cost import AlphaBeta, ProfiledCluster, Workload
 from penstock.cost.cluster_file import TaskModel
 from penstock.cost.clusters import find_cluster
-from penstock.graph import Op, Phase, StepShape
+from penstock.graph import Phase
+from penstock.ops import Op
 from penstock.plan import Choice, Problem
 from penstock.schedule import Cost
+from penstock.step import StepShape
 
 FLOAT_BYTES = 4
 FSMOE_STACK, FLOWMOE_STACK = 4, 2
@@ -155,11 +157,11 @@ class OneLaneCluster(ProfiledCluster):
 
     shards_per_group: int
 
-    def leg(self, dispatch: str, op: Op, nodes: int, node_size: int) -> AlphaBeta:
+    def leg(self, dispatch: str, op: str, nodes: int, node_size: int) -> AlphaBeta:
         """Dispatch with the all-gather, combine with the reduce-scatter; on the way back it is the other way
         round, which changes no sum."""
         between = super().leg(dispatch, op, nodes, node_size)
-        inside = self.shards(self.shards_per_group, scatters=op is Op.COMBINE)
+        inside = self.shards(self.shards_per_group, scatters=op == Op.COMBINE)
         return AlphaBeta(
             alpha_s=between.alpha_s + inside.alpha_s,
             beta_s_per_byte=between.beta_s_per_byte + self.shards_per_group * inside.beta_s_per_byte,
@@ -177,7 +179,7 @@ def _compute_models(product_s: float, expert_matrices: int) -> tuple[TaskModel, 
     )
 
 
-def _shape(layers: int, dispatch: tuple[Op, ...]) -> StepShape:
+def _shape(layers: int, dispatch: tuple[str, ...]) -> StepShape:
     return StepShape(moe_layers=(True,) * layers, exchange_counts=False, dispatch=dispatch)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from penstock.graph import Lane, Op, Phase, StepShape, Task
+from penstock.graph import Lane, Phase, Task
+from penstock.ops import Op
 from penstock.plan.choice import Choice
 from penstock.plan.problem import Problem
 from penstock.plan.published.degree import DEGREES, Linear, MoEPart
 from penstock.plan.published.partition import Backward, GapLayer, Made
 from penstock.schedule.freeze import slowest
+from penstock.step import StepShape
 
-Seconds = Callable[[Op, Phase, int], float]
+Seconds = Callable[[str, Phase, int], float]
 """Seconds of one op of one layer's MoE part in all chunks together, by their number."""
 
 
@@ -50,7 +52,7 @@ class Durations:
         middle = chain.index(Op.EXPERTS)
         before, behind = chain[:middle], chain[middle + 1 :]
 
-        def linear(ops: tuple[Op, ...], lane: Lane) -> Linear:
+        def linear(ops: tuple[str, ...], lane: Lane) -> Linear:
             mine = [op for op in ops if Task(layer, op, phase, 0, 0).lane is lane]
             whole_s = sum(self._seconds(layer, op, phase, once) for op in mine)
             halves_s = sum(self._seconds(layer, op, phase, twice) for op in mine)
@@ -100,7 +102,7 @@ class Durations:
         )
         return sum(slowest(cost(task)) for task in tasks)
 
-    def _seconds(self, layer: int, op: Op, phase: Phase, shape: StepShape) -> float:
+    def _seconds(self, layer: int, op: str, phase: Phase, shape: StepShape) -> float:
         cost = self.problem.cost(self.choice, shape)
         chunks = range(shape.chunks)
         return sum(slowest(cost(Task(layer, op, phase, 0, chunk))) for chunk in chunks)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from penstock.graph import Cut, Graph, Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
-from penstock.ops.names import Op
 from penstock.ops.blocks import EXPERTS, REPLICATED
+from penstock.ops.names import Op
 from penstock.step.rewrite import end_layers
 from penstock.step.stages import Stage
 
@@ -21,8 +21,8 @@ Parts = Sequence[Sequence[int]]
 class GradientPieces:
     """A piece waits for every task that adds to its buffer, directly or through one that does.
 
-        before  AT.m1.B, AT.m0.B
-        after   AT.m1.B, AT.m0.B ─gradients─ AR.p0, AR.p1          X.m*.B ─gradients─ XR.p0
+    before  AT.m1.B, AT.m0.B
+    after   AT.m1.B, AT.m0.B ─gradients─ AR.p0, AR.p1          X.m*.B ─gradients─ XR.p0
     """
 
     replicated: Parts

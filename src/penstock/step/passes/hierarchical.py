@@ -30,7 +30,9 @@ class Hierarchical:
         ops = [hop.op for hop in self.hops]
         middle = ops.index(Op.DISPATCH)
         for hop in self.hops[:middle]:
-            graph = insert_before(graph, Op.DISPATCH, "rows", lambda task, rows, hop=hop: _leg(task, hop, rows))
+            graph = insert_before(
+                graph, Op.DISPATCH, "rows", lambda task, rows, hop=hop: _leg(task, hop, rows)
+            )
             graph = insert_after(graph, Op.COMBINE, "rows", lambda task, hop=hop: _leg(task, hop.home))
         for hop in reversed(self.hops[middle + 1 :]):
             graph = insert_after(graph, Op.DISPATCH, "rows", lambda task, hop=hop: _leg(task, hop))

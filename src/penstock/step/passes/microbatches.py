@@ -13,9 +13,9 @@ from penstock.step.stages import Stage
 class Microbatches:
     """FlowMoE's R: every task of a microbatch becomes `count` of them; sums over the batch read all.
 
-        before  AT ─rows─ D ... HD ─loss─ ST
-        after   AT.m0 ─rows─ D.m0 ... HD.m0 ─loss─ ST
-                AT.m1 ─rows─ D.m1 ... HD.m1 ─loss─ ST
+    before  AT ─rows─ D ... HD ─loss─ ST
+    after   AT.m0 ─rows─ D.m0 ... HD.m0 ─loss─ ST
+            AT.m1 ─rows─ D.m1 ... HD.m1 ─loss─ ST
     """
 
     count: int

@@ -14,8 +14,8 @@ from penstock.step.stages import Stage
 class WeightGradients:
     """X.B becomes X.I, which the next leg reads, and X.W, which nothing but the update needs.
 
-        before  C.B ─d_rows─ X.B ─d_rows─ D.B
-        after   C.B ─d_rows─ X.I ─d_rows─ D.B          X.I ─left─ X.W
+    before  C.B ─d_rows─ X.B ─d_rows─ D.B
+    after   C.B ─d_rows─ X.I ─d_rows─ D.B          X.I ─left─ X.W
     """
 
     name = "weight_gradients"

@@ -17,8 +17,9 @@ from torch import Tensor
 from penstock.cost.cluster_file import Collective, Fit, LinkModel
 from penstock.cost.fit import fit_line
 from penstock.dispatch import DISPATCHES, Dispatch, Place
-from penstock.graph import Group, Lane
-from penstock.graph.task import SPECS
+from penstock.graph import Lane
+from penstock.mesh import Group
+from penstock.ops import OPS
 from penstock.runtime import Machinery
 from penstock.runtime.legs import send_out
 from penstock.runtime.transport import Transport
@@ -141,7 +142,7 @@ def _groups(layout: Layout) -> Iterator[tuple[Lane, Group]]:
 
 def _is_used(collective: Collective, group: Group) -> bool:
     reduced = (Group.WORLD, Group.EXPERT_REPLICAS)
-    exchanged = collective == "all_to_all" and group is Group.EXPERT
+    exchanged = collective == "all_to_all" and group == Group.EXPERT
     return exchanged or (collective == "all_reduce" and group in reduced)
 
 
@@ -154,8 +155,8 @@ def _leg_probes(dispatch: Dispatch, machinery: Machinery) -> Iterator[Probe]:
     layout = machinery.layout
     place, ranks = Place(layout.ep_rank, layout.ep_size, layout.ep_node_size), layout.ep_size
     for number, op in enumerate(dispatch.ops):
-        transport = machinery.transports.of(SPECS[op].lane)
-        if SPECS[op].lane is Lane.INTRA and layout.ep_node_size == 1:
+        transport = machinery.transports.of(OPS[op].lane)
+        if OPS[op].lane is Lane.INTRA and layout.ep_node_size == 1:
             continue
 
         def make(elements: int, number: int = number, transport: Transport = transport) -> Action:
@@ -166,7 +167,7 @@ def _leg_probes(dispatch: Dispatch, machinery: Machinery) -> Iterator[Probe]:
         yield Probe(
             collective=_named(dispatch),
             group=Group.EXPERT,
-            lane=SPECS[op].lane,
+            lane=OPS[op].lane,
             members=_members(layout, Group.EXPERT),
             make=make,
             op=str(op),
