@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.graph import Graph, Lane, Phase, Task
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Graph, Lane, Phase, Task
-from penstock.mesh import Group
+from penstock.mesh import Axes, Group
 from penstock.ops import Op
 from penstock.schedule import SCHEDULES, Schedule, plan_step
 from penstock.simulate import LowerBound, Ranks, Seconds, lower_bound, overlap_efficiency, simulate
@@ -93,7 +94,7 @@ def worlds(draw: st.DrawFn) -> Ranks:
     return Ranks(ep_size * draw(st.integers(1, 3)), ep_size, node_size if told else 0)
 
 
-def members(group: Group, rank: int, ranks: Ranks) -> list[int]:
+def members(group: Axes, rank: int, ranks: Ranks) -> list[int]:
     """Expert groups and nodes are consecutive ranks; a rail has one of every node of an expert group."""
     everyone, size = range(ranks.world_size), ranks.node_size or ranks.ep_size
     together = {
@@ -109,8 +110,8 @@ def members(group: Group, rank: int, ranks: Ranks) -> list[int]:
     return [other for other in everyone if together[group](other)]
 
 
-@given(worlds(), seeds, st.sampled_from(Group))
-def test_a_group_meets_at_the_latest_of_its_members(ranks: Ranks, seed: int, group: Group) -> None:
+@given(worlds(), seeds, st.sampled_from(Axes))
+def test_a_group_meets_at_the_latest_of_its_members(ranks: Ranks, seed: int, group: Axes) -> None:
     times = np.random.default_rng(seed).random(ranks.world_size)
     met = ranks.meet(group, times)
     assert met.tolist() == [

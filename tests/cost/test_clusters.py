@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.graph import Lane, Phase
+
 import json
 import math
 import subprocess
@@ -16,8 +18,7 @@ from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, ProfiledCluster, StepCost
 from penstock.cost.cluster_file import ClusterFile, Fit, KernelModel, LinkModel, Machine, TaskModel
 from penstock.cost.clusters import find_cluster, names
-from penstock.graph import Lane, Phase
-from penstock.mesh import Group
+from penstock.mesh import Axes, Group
 from penstock.ops import Op
 from penstock.schedule import SCHEDULES, ScheduleConfig
 from penstock.step import StepShape, build_graph
@@ -221,7 +222,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest(
 
 
 def test_every_name_that_a_profile_writes_is_taken() -> None:
-    for group, lane, op in product(Group, Lane, ("", *Op)):
+    for group, lane, op in product(Axes, Lane, ("", *Op)):
         link = replace(MEASURED.links[0], group=str(group), lane=str(lane), op=str(op))
         assert replace(MEASURED, links=(link,)).links == (link,)
     for op, phase in product(str, Phase):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.graph import Lane
+
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,15 +13,14 @@ from hypothesis import strategies as st
 
 from penstock.dispatch import DISPATCHES, Dispatch, Leg, Place
 from penstock.dispatch.base import place_in
-from penstock.graph import Lane
-from penstock.mesh import Group
+from penstock.mesh import Axes, Group
 from penstock.ops import OPS, Op
 
 Row = tuple[int, int, int]
 """Source rank, target rank, number."""
 
 
-def members(group: Group, place: Place) -> list[int]:
+def members(group: Axes, place: Place) -> list[int]:
     """Ranks of the group that the rank at `place` is in."""
     size = place.node_size
     if group == Group.NODE:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.graph import Graph, Lane, Task
+
 import signal
 import threading
 import time
@@ -15,7 +17,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 
-from penstock.graph import Graph, Lane, Task
 from penstock.mesh import Group
 from penstock.runtime.lanes import LaneError, ThreadLanes, tensors_in
 from penstock.runtime.results import Outcome

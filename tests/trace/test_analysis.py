@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.graph import Lane, Task
+
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Lane, Task
 from penstock.mesh import Group
 from penstock.step import StepShape, build_graph
 from penstock.trace import Occupation, TaskRecord, compare, occupation, overhead_s, write_comparison

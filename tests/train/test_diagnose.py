@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from penstock.graph import Lane, Task
+
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Lane, Task
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.schedule import StepPlan, plan_step, unit_cost

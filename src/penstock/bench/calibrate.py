@@ -13,7 +13,6 @@ from penstock.graph import Lane, Task
 from penstock.runtime.links import fit_links
 from penstock.runtime.load import Load
 from penstock.schedule import SCHEDULES, ScheduleConfig, StepPlan
-from penstock.simulate import Ranks
 from penstock.trace import TaskRecord
 from penstock.train.assemble import first_plan, workload
 from penstock.train.dispatch import hierarchical_among
@@ -59,8 +58,8 @@ class Calibration:
         stacks, layout = self.stacks, self.stacks.layout
         sizes = workload(stacks.run_config, layout, *stacks.real.buckets.sizes_bytes)
         cost = PredictedCost(StepCost(first.shape, sizes, self.cluster), *self._computation(first))
-        plan = StepPlan(first.graph, SCHEDULES[name].order(first.graph, cost))
-        simulated_s = predict(plan, cost, Ranks(layout.world_size, layout.ep_size, layout.ep_node_size))
+        plan = replace(first, schedule=SCHEDULES[name].order(first.graph, cost))
+        simulated_s = predict(plan, cost, layout.mesh)
         contender = Scheduled(stacks.real, plan, stacks.batch)
         return Entry(name=name, transport="penstock", contender=contender, plan=plan, simulated_s=simulated_s)
 

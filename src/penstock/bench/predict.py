@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from penstock.cost import StepCost
 from penstock.graph import Lane, Phase, Task
+from penstock.mesh import Mesh, Seconds
 from penstock.plan.predict import Shares, settle
 from penstock.schedule import StepPlan
-from penstock.simulate import Ranks, Seconds, simulate
+from penstock.simulate import simulate
 from penstock.trace import TaskRecord
 
 
@@ -84,7 +85,7 @@ class PredictedCost:
         return scattered
 
 
-def predict(plan: StepPlan, cost: PredictedCost, ranks: Ranks) -> float:
+def predict(plan: StepPlan, cost: PredictedCost, ranks: Mesh) -> float:
     """Iteration in seconds: the mean over draws, since every collective waits for the slowest rank."""
     shares = settle(plan, cost.seconds)
     draws = (partial(_drawn, cost, shares, number) for number in range(cost.rounds))

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 
 from penstock.config import ConfigError
 from penstock.cost.legs import busiest_share
-from penstock.graph import Lane, Phase
-from penstock.ops import OPS
+from penstock.graph import Phase
+from penstock.ops import Op
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class ClusterConfig:
         if dispatch == "flat":
             return self.all_to_all(nodes * node_size)
         share = busiest_share(dispatch, op, nodes, node_size)
-        if OPS[op].lane is Lane.INTRA:
+        if op not in (Op.DISPATCH, Op.COMBINE):
             return AlphaBeta(
                 alpha_s=(node_size - 1) * self.intra_latency_s, beta_s_per_byte=share / self.intra_bytes_per_s
             )

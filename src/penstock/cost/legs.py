@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.graph import Lane
-from penstock.ops import OPS
+from penstock.ops import Op
 
 
 def busiest_share(dispatch: str, op: str, nodes: int, node_size: int) -> float:
@@ -13,7 +12,7 @@ def busiest_share(dispatch: str, op: str, nodes: int, node_size: int) -> float:
     hierarchical_1d: the first rank of a node gathers, exchanges and scatters for all of them.
     """
     ranks = nodes * node_size
-    inside = OPS[op].lane is Lane.INTRA
+    inside = op not in (Op.DISPATCH, Op.COMBINE)
     if dispatch == "flat":
         return (ranks - 1) / ranks
     if dispatch == "hierarchical_2d":

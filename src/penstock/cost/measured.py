@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from statistics import median
 
 from penstock.graph import Phase, Task
-from penstock.mesh import Group
 from penstock.trace.records import TaskRecord
 
 Kind = tuple[int, str, Phase]
@@ -37,7 +36,7 @@ class MeasuredCost:
         apart: dict[tuple[Kind, int], list[float]] = defaultdict(list)
         for record in records:
             task = record.task
-            if task.axes == Group.ALONE:
+            if not task.axes:
                 kind = (task.layer, task.op, task.phase)
                 apart[kind, record.rank].append(record.duration_s)
             else:

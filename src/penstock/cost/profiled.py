@@ -9,7 +9,6 @@ from functools import partial
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.cluster_file import ClusterFile, LinkModel, TaskModel
 from penstock.graph import Phase
-from penstock.mesh import Group
 from penstock.ops.transfers import AWAY
 
 
@@ -33,7 +32,7 @@ class ProfiledCluster(ClusterConfig):
         return ProfiledCluster(**rates, file=file, company=company)
 
     def all_to_all(self, ranks: int) -> AlphaBeta:
-        found = self.file.link("all_to_all", Group.EXPERT)
+        found = self.file.link("all_to_all", "ep")
         return self._of_size(super().all_to_all, ranks, [] if found is None else [found])
 
     def all_reduce(self, ranks: int) -> AlphaBeta:
@@ -49,7 +48,7 @@ class ProfiledCluster(ClusterConfig):
         return self._beside(super().leg(dispatch, op, nodes, node_size))
 
     def shards(self, ranks: int, *, scatters: bool) -> AlphaBeta:
-        found = self.file.link("reduce_scatter" if scatters else "all_gather", Group.NODE)
+        found = self.file.link("reduce_scatter" if scatters else "all_gather", "node")
         by_rates = partial(super().shards, scatters=scatters)
         return self._of_size(by_rates, ranks, [] if found is None else [found])
 

@@ -33,7 +33,7 @@ class StepCost:
 
     def __call__(self, task: Task) -> float:
         piece = None if task.microbatch is None else self._samples[task.microbatch]
-        alike = (self._kinds[task.layer], task.op, task.phase, piece, task.chunk)
+        alike = (self._kinds[task.layer], task.op, task.phase, piece, task.chunk, task.piece)
         known = self._known.get(alike)
         if known is None:
             computes = task.lane is Lane.COMPUTE
@@ -43,7 +43,7 @@ class StepCost:
     @cached_property
     def _samples(self) -> tuple[int, ...]:
         """Of every microbatch."""
-        return split_sizes(self.workload.batch, self.shape.microbatches)
+        return split_sizes(self.workload.batch, task.cut.microbatches)
 
     @cached_property
     def _kinds(self) -> list[int]:
@@ -65,7 +65,7 @@ class StepCost:
         """load: how many times as many rows as with even routing."""
         work, cluster = self.workload, self.cluster
         if task.op == Op.COUNTS:
-            sent = work.num_experts * self.shape.slices * COUNT_BYTES
+            sent = work.num_experts * task.cut.slices * COUNT_BYTES
             return cluster.all_to_all(work.ep_size).seconds(sent)
         if task.op in TRANSFERS:
             if task.lane is Lane.INTRA and work.shard_size > 1:
@@ -97,7 +97,7 @@ class StepCost:
         pieces = 1
         if task.op == Op.EXPERTS:
             assert task.chunk is not None, task
-            pieces = len(self.shape.slices_of(task.chunk, task.phase))
+            pieces = len(task.cut.held)
         alone_s = self.cluster.compute_s(task.op, task.phase, load * flops, load * moved_bytes, pieces)
         return alone_s + self._sharded_s(task)
 
@@ -110,7 +110,7 @@ class StepCost:
         if work.shard_size == 1 or task.op not in (Op.ATTENTION, Op.UNORDER):
             return 0.0
         assert task.microbatch is not None, task
-        whole = work.hidden_bytes(work.tokens(task.microbatch, self.shape.microbatches) * work.shard_size)
+        whole = work.hidden_bytes(work.tokens(task.microbatch, task.cut.microbatches) * work.shard_size)
         scatters = (task.op == Op.ATTENTION) is task.forward
         return self.cluster.shards(work.shard_size, scatters=scatters).seconds(whole)
 
@@ -121,7 +121,7 @@ class StepCost:
             rows = self._rows(task)
             return work.expert_flops(rows), 2 * work.hidden_bytes(rows)
         assert task.microbatch is not None, task
-        tokens = work.tokens(task.microbatch, self.shape.microbatches)
+        tokens = work.tokens(task.microbatch, task.cut.microbatches)
         copies = work.hidden_bytes(2 * tokens * work.top_k)
         if task.op == Op.ATTENTION:
             dense = 0.0 if self.shape.moe_layers[task.layer] else work.dense_flops(tokens)
@@ -134,19 +134,16 @@ class StepCost:
 
     def _rows(self, task: Task) -> float:
         assert task.microbatch is not None and task.chunk is not None, task
-        shape, microbatch = self.shape, task.microbatch
-        slices = shape.slices_of(task.chunk, task.phase)
-        return sum(self.workload.rows(microbatch, shape.microbatches, s, shape.slices) for s in slices)
+        cut, microbatch = task.cut, task.microbatch
+        return sum(self.workload.rows(microbatch, cut.microbatches, s, cut.slices) for s in cut.held)
 
     def _all_reduce_s(self, task: Task) -> float:
-        work, shape = self.workload, self.shape
+        work = self.workload
         replicated = task.op == Op.ALL_REDUCE
         sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
         ranks = work.world_size if replicated else work.world_size // work.ep_size
-        assert task.chunk is not None, task
-        total = sizes[task.layer] // FLOAT32_BYTES
-        equal = (1,) * shape.expert_all_reduce_chunks[task.layer]
-        elements = part_sizes(total, shape.parts_of(task.layer) if replicated else equal)[task.chunk]
+        assert task.piece is not None, task
+        elements = part_sizes(sizes[task.layer] // FLOAT32_BYTES, task.cut.parts)[task.piece]
         return self.cluster.all_reduce(ranks).seconds(elements * FLOAT32_BYTES)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
+from penstock.mesh import Mesh
+
 
 def split_sizes(total: int, pieces: int) -> tuple[int, ...]:
     """Sizes of `pieces` nearly equal pieces, larger ones first (as `torch.tensor_split` cuts)."""
@@ -66,6 +68,11 @@ class Workload:
     node_size: int = 0
     shared_ffn_hidden_size: int = 0
     shard_size: int = 1
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks of the step, as its layers share them."""
+        return Mesh(world_size=self.world_size, ep_size=self.ep_size, ep_local_size=self.node_size)
 
     @property
     def ranks_per_node(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.dispatch.base import Leg, Place, Table, blocks
 from penstock.mesh import Group
-from penstock.ops import Op
+from penstock.ops.transfers import FLAT, Hop
 
 
 class FlatDispatch:
@@ -14,7 +14,7 @@ class FlatDispatch:
     """
 
     name = "flat"
-    ops: tuple[str, ...] = (Op.DISPATCH,)
+    hops: tuple[Hop, ...] = FLAT
     needs_table = False
 
     def legs(self, table: Table, place: Place) -> tuple[Leg, ...]:

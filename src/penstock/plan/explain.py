@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.cost import AlphaBeta, ClusterConfig, FittedCluster, ProfiledCluster
 from penstock.graph import Lane
+from penstock.ops import Op
 from penstock.plan.choice import Choice
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
 from penstock.plan.predict import alone
@@ -169,7 +170,7 @@ def faster(
     )
     if not isinstance(quick, FittedCluster):
         return quick
-    legs = {key: _quicker(leg, intra if key[1].value != "D" else inter) for key, leg in quick.legs.items()}
+    legs = {key: _quicker(leg, intra if key[1] != Op.DISPATCH else inter) for key, leg in quick.legs.items()}
     return replace(
         quick, dispatch=_quicker(quick.dispatch, inter), reduce=_quicker(quick.reduce, inter), legs=legs
     )

@@ -216,13 +216,14 @@ class PlanFile:
         try:
             if self.schedule is None:
                 return problem.plan(choice)
-            graph = build_graph(problem.cut(choice))
-            schedule = Schedule.parse("\n".join(self.schedule) + "\n")
+            shape = problem.cut(choice)
+            graph = build_graph(shape)
+            schedule = Schedule.parse("\n".join(self.schedule) + "\n", graph)
             schedule.check(graph)
         except ScheduleError as error:
             key = "choice" if self.schedule is None else "schedule"
             raise ConfigError(f"{name}.{key}", UNSET, f"{error}", ORDER_ANEW) from error
-        return StepPlan(graph, schedule)
+        return StepPlan(graph, schedule, shape)
 
     def _check_more(self, name: str) -> None:
         """Every further decision is one that somebody registered: any other would decide nothing."""

@@ -13,7 +13,7 @@ from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, StepCost, Workload
 from penstock.report.timeline import duration_text, render_timeline
 from penstock.schedule import SCHEDULES, Pieces, StepPlan, System, plan_step
-from penstock.simulate import LowerBound, Ranks, lower_bound, overlap_efficiency, simulate
+from penstock.simulate import LowerBound, lower_bound, overlap_efficiency, simulate
 from penstock.step import StepShape
 from penstock.trace import Occupation, TaskRecord, occupation
 
@@ -268,7 +268,7 @@ def _run(system: System, workload: Workload, cluster: ClusterConfig, pieces: Pie
 
     shape = StepShape(moe_layers=(True,) * len(workload.all_reduce_bytes))
     plan = plan_step(system, shape, pieces, cost_of)
-    cost, ranks = cost_of(plan.shape), Ranks(workload.world_size, workload.ep_size)
+    cost, ranks = cost_of(plan.shape), workload.mesh
     timeline = simulate(plan.schedule, plan.graph, cost, ranks)
     records = [record for record in timeline.records() if record.rank == 0]
     bound = lower_bound(plan.graph, cost, ranks)

@@ -13,7 +13,7 @@ from penstock.cost import AlphaBeta, ClusterConfig, FittedCluster
 from penstock.cost.fit import fit_line
 from penstock.dispatch import DISPATCHES, Dispatch, Place
 from penstock.mesh import Group
-from penstock.ops import OPS
+from penstock.ops.transfers import Hop
 from penstock.runtime.legs import send_out
 from penstock.runtime.transport import Transport, Transports
 from penstock.topology import Control, Layout
@@ -69,13 +69,13 @@ def fit_legs(
     """Every leg of a dispatch by itself, with even routing. Argument: bytes of the rows each rank has."""
     place, ranks = Place(layout.ep_rank, layout.ep_size, layout.ep_node_size), layout.ep_size
     found = {}
-    for number, op in enumerate(dispatch.ops):
+    for number, hop in enumerate(dispatch.hops):
 
-        def move(elements: int, number: int = number, op: str = op) -> None:
+        def move(elements: int, number: int = number, hop: Hop = hop) -> None:
             leg = dispatch.legs(np.full((ranks, ranks), elements // ranks), place)[number]
-            send_out(torch.zeros(sum(leg.sizes)), leg, transports.of(OPS[op].lane))
+            send_out(torch.zeros(sum(leg.sizes)), leg, transports.of(hop.lane))
 
-        found[dispatch.name, op] = _fit(move, control)
+        found[dispatch.name, hop.op] = _fit(move, control)
     return found
 
 

@@ -88,7 +88,7 @@ class PipelinedStack(nn.Module):
     def adopt(self, plan: StepPlan) -> StepPlan:
         """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ."""
         plan.schedule.check(plan.graph)
-        check_agreement(plan.schedule, self.machinery.control)
+        check_agreement(plan, self.machinery.control)
         self.plan = plan
         return plan
 
@@ -207,7 +207,7 @@ def shape_of(layers: Sequence[MoELayer | None]) -> StepShape:
     if not moe:
         return StepShape(moe_layers=(False,) * len(layers))
     dynamic = {layer.order.dynamic for layer in moe}
-    legs = {layer.dispatch.ops for layer in moe}
+    legs = {layer.dispatch.hops for layer in moe}
     shared = {layer.shared is not None for layer in moe}
     for what, found in (("order", dynamic), ("dispatch", legs), ("shared experts", shared)):
         if len(found) > 1:

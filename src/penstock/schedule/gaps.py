@@ -16,12 +16,15 @@ def reduce_in_gaps(name: str, graph: Graph, gaps: Mapping[Slot, Sequence[Task]])
 
     Raises ScheduleError for the gap between the all-to-alls of a layer that has none.
     """
+    chunked = {task.layer for task in graph.tasks if task.chunk is not None}
     for slot in gaps:
-        if slot.part == "moe" and not graph.shape.moe_layers[slot.layer]:
+        if slot.part == "moe" and slot.layer not in chunked:
             raise ScheduleError(f"layer {slot.layer} is dense: there is no gap between its all-to-alls")
     tasks = [task for task in graph.tasks if not is_all_reduce(task)]
     lanes = {lane: [task for task in tasks if task.lane is lane] for lane in Lane}
-    lanes[Lane.INTER] = list(_with_reductions(lanes[Lane.INTER], graph.shape.num_layers, dict(gaps)))
+    lanes[Lane.INTER] = list(
+        _with_reductions(lanes[Lane.INTER], 1 + max(task.layer for task in graph.tasks), dict(gaps))
+    )
     return Schedule(name, {lane: tuple(order) for lane, order in lanes.items() if order})
 
 

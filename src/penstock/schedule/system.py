@@ -7,6 +7,7 @@ from typing import Protocol
 
 from penstock.graph import Graph, Lane, Task
 from penstock.ops import Op
+from penstock.ops.sums import REDUCTIONS
 from penstock.schedule.freeze import Cost
 from penstock.schedule.schedule import Schedule
 from penstock.step import StepShape
@@ -35,7 +36,7 @@ class System(Protocol):
     def name(self) -> str: ...
 
     def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
-        """The graph transformation: microbatches, chunks, pieces of each all-reduce."""
+        """How the step is cut, and by which further passes (`more`) it is rewritten."""
         ...
 
     def order(self, graph: Graph, cost: Cost) -> Schedule:
@@ -55,7 +56,7 @@ def whole(total_bytes: tuple[int, ...]) -> tuple[int, ...]:
 
 def is_all_reduce(task: Task) -> bool:
     """Whether the task synchronises gradients, of replicated parameters or of replicated experts."""
-    return task.op in (Op.ALL_REDUCE, Op.EXPERT_ALL_REDUCE)
+    return task.op in REDUCTIONS
 
 
 def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:

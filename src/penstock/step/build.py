@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from penstock.graph import Graph
 from penstock.ops.transfers import FLAT
 from penstock.step.passes import (
@@ -38,8 +36,8 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
     return tuple(found)
 
 
-def build_graph(shape: StepShape, more: Sequence[Pass] = ()) -> Graph:
-    """The checked graph of a step. more: passes beside those that the shape asks for.
+def build_graph(shape: StepShape) -> Graph:
+    """The checked graph of a step.
 
     Raises ScheduleError for two passes of one name, an edge to nothing, a cycle, or state that is read before
     it is complete.
@@ -49,4 +47,4 @@ def build_graph(shape: StepShape, more: Sequence[Pass] = ()) -> Graph:
         exchange_counts=shape.exchange_counts,
         shared_experts=shape.shared_experts,
     )
-    return apply(plain.graph(), [*passes_of(shape), *more]).check()
+    return apply(plain.graph(), [*passes_of(shape), *shape.more]).check()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.graph import Graph, Lane, Name, Phase, Task
+from penstock.graph.task import Inputs
 from penstock.mesh import Axes, Group
 from penstock.ops.names import Op
 
@@ -48,22 +49,20 @@ class PlainStep:
                 routers.append(attention.name)
         last = len(self.moe_layers) - 1
         yield (head := _compute(last, Op.HEAD, hidden=hidden))
-        read = {"loss": (head.name,), "routers": tuple(routers)}
-        yield Task(Name(last, Op.STATISTICS, F), Lane.INTER, Group.WORLD, read)
+        yield statistics(last, {"loss": (head.name,), "routers": tuple(routers)})
 
     def _moe(self, attention: Task) -> Iterator[Task]:
         layer, knows = attention.layer, attention
         if self.exchange_counts:
             yield (knows := _transfer(layer, Op.COUNTS, chunked=False, counts=attention))
         yield (there := _transfer(layer, Op.DISPATCH, rows=attention, route=knows))
-        shared = {}
+        read = {"residual": attention, "weights": attention, "order": attention}
         if self.shared_experts:
-            shared["shared"] = _compute(layer, Op.SHARED, tokens=attention)
-            yield shared["shared"]
+            yield (shared := _compute(layer, Op.SHARED, tokens=attention))
+            read["shared"] = shared
         yield (experts := _compute(layer, Op.EXPERTS, chunked=True, rows=there, route=knows))
         yield (home := _transfer(layer, Op.COMBINE, rows=experts, route=knows))
-        mine = {"residual": attention, "weights": attention, "order": attention}
-        yield _compute(layer, Op.UNORDER, **mine, **shared, rows=home)
+        yield _task(layer, Op.UNORDER, Lane.COMPUTE, (), False, {**read, "rows": home})
 
 
 def _task(layer: int, op: str, lane: Lane, axes: Axes, chunked: bool, read: dict[str, Task]) -> Task:
@@ -77,3 +76,8 @@ def _compute(layer: int, op: str, *, chunked: bool = False, **read: Task) -> Tas
 
 def _transfer(layer: int, op: str, *, chunked: bool = True, **read: Task) -> Task:
     return _task(layer, op, Lane.INTER, Group.EXPERT, chunked, read)
+
+
+def statistics(last: int, read: Inputs | None = None) -> Task:
+    """The sums over all ranks at the end of a forward half; `last` is the last layer."""
+    return Task(Name(last, Op.STATISTICS, F), Lane.INTER, Group.WORLD, read or {})

@@ -49,10 +49,10 @@ def insert_after(graph: Graph, op: str, role: str, make: Callable[[Task], Task])
     return Graph.of(out)
 
 
-def split(graph: Graph, axis: Axis, pieces: Callable[[Task], int], cut: Callable[[Task], Cut]) -> Graph:
+def split(graph: Graph, axis: Axis, pieces: Callable[[Task], int], cut: Callable[[Task, int], Cut]) -> Graph:
     """Cut tasks into pieces. An edge between two cut tasks joins pieces that overlap, every other edge all.
 
-    pieces: of a task; 0 = it is not cut along this axis. cut: what a piece, already named, is told of it.
+    pieces: of a task; 0 = it is not cut along this axis. cut: of a task and one of its pieces.
     So equal numbers connect one to one, and 3 chunks forward with 2 backward connect as their intervals do.
     """
     number = {task.name: pieces(task) for task in graph.tasks}
@@ -64,13 +64,19 @@ def split(graph: Graph, axis: Axis, pieces: Callable[[Task], int], cut: Callable
             inputs = {
                 role: _ends(names, mine, of, number, named, task) for role, names in task.inputs.items()
             }
-            piece = replace(task, name=name, inputs=inputs)
-            out.append(replace(piece, cut=cut(piece)))
+            held = cut(task, mine)
+            out.append(Task(name, task.lane, task.axes, inputs, held, task.accumulates, task.reads))
     return Graph.of(out)
 
 
 def _pieces(name: Name, axis: Axis, count: int) -> Names:
-    return tuple(name._replace(**{axis: i}) for i in range(count)) if count else (name,)
+    if not count:
+        return (name,)
+    if axis == "microbatch":
+        return tuple(name._replace(microbatch=i) for i in range(count))
+    if axis == "chunk":
+        return tuple(name._replace(chunk=i) for i in range(count))
+    return tuple(name._replace(piece=i) for i in range(count))
 
 
 def _ends(

@@ -9,6 +9,7 @@ from penstock.graph.errors import ScheduleError
 from penstock.graph.task import Phase
 from penstock.ops.names import Op
 from penstock.ops.transfers import FLAT, HOME, Hop
+from penstock.step.stages import Pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class StepShape:
     expert_all_reduce_chunks: the same for its expert gradients; 0 where no expert has a replica.
     dispatch: the legs of a dispatch in their order; combine takes them backwards.
     shared_experts: every MoE layer has shared experts, a task that waits for no transfer.
+    more: passes beside those that the other fields ask for.
     split_experts: experts' weight gradients are tasks of their own (W), nothing but their update needs them.
     """
 
@@ -39,6 +41,7 @@ class StepShape:
     dispatch: tuple[Hop, ...] = FLAT
     shared_experts: bool = False
     split_experts: bool = False
+    more: tuple[Pass, ...] = ()
 
     def __post_init__(self) -> None:
         if self.all_reduce_parts:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.graph import Lane, Task
-from penstock.mesh import Group
+from penstock.mesh import Axes
 from penstock.trace.records import TaskRecord
 
 Span = tuple[float, float]
@@ -28,7 +28,7 @@ class Occupation:
     exposed_s: float
 
 
-def occupation(records: Iterable[TaskRecord], silent: Collection[Group] = ()) -> Occupation:
+def occupation(records: Iterable[TaskRecord], silent: Collection[Axes] = ()) -> Occupation:
     """Occupation of one rank in one step from its records.
 
     silent: groups of one rank, in which nothing is sent; their tasks are no communication.

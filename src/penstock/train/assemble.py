@@ -111,7 +111,7 @@ def base_shape(config: RunConfig) -> StepShape:
     return StepShape(
         moe_layers=tuple(config.model.is_moe(layer) for layer in range(config.model.num_layers)),
         exchange_counts=config.moe.order_name == "sort",
-        dispatch=DISPATCHES[dispatch_of(config.moe)].ops,
+        dispatch=DISPATCHES[dispatch_of(config.moe)].hops,
         shared_experts=config.moe.shared_ffn_hidden_size > 0,
     )
 

@@ -9,7 +9,7 @@ from statistics import median
 
 from penstock.cost.measured import Kind
 from penstock.graph import Lane, Task
-from penstock.mesh import Group
+from penstock.mesh import Axes
 from penstock.trace import TaskRecord
 
 
@@ -56,7 +56,7 @@ def diagnose(
     before: Sequence[Iterable[TaskRecord]],
     now: Sequence[Iterable[TaskRecord]],
     threshold: float,
-    silent: Collection[Group] = (),
+    silent: Collection[Axes] = (),
 ) -> Diagnosis:
     """Compare records of the same plan. before, now: by rank, of some steps each.
 
@@ -70,7 +70,7 @@ def diagnose(
 
 
 def _transfers(
-    before: list[TaskRecord], now: list[TaskRecord], silent: Collection[Group]
+    before: list[TaskRecord], now: list[TaskRecord], silent: Collection[Axes]
 ) -> dict[Lane, float]:
     found = {}
     for lane in (Lane.INTRA, Lane.INTER):

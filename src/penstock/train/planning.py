@@ -127,7 +127,8 @@ class Order:
 
     @property
     def plan(self) -> StepPlan:
-        return StepPlan(build_graph(self.shape), Schedule.parse(self.text))
+        graph = build_graph(self.shape)
+        return StepPlan(graph, Schedule.parse(self.text, graph), self.shape)
 
 
 def decided(control: Control, decide: Callable[[], T], purpose: str) -> T:

@@ -64,7 +64,7 @@ def best_simulated(problem: Problem, choice: Choice, sizes: SizeRange, kinds: di
     def simulated_s(size_bytes: int) -> float:
         plan = sized(problem, choice, size_bytes, kinds)
         cost = _costs(problem, choice, kinds)(plan.shape)
-        return simulate(plan.schedule, plan.graph, cost, problem.ranks).iteration_s
+        return simulate(plan.schedule, plan.graph, cost, problem.mesh).iteration_s
 
     places = (number / (STARTS - 1) for number in range(STARTS))
     return min(dict.fromkeys([choice.all_reduce_chunk_bytes, *map(sizes.at, places)]), key=simulated_s)

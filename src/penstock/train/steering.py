@@ -16,7 +16,6 @@ from collections import deque
 from dataclasses import replace
 
 from penstock.cost.measured import Kind
-from penstock.mesh import Group
 from penstock.plan.words import milliseconds
 from penstock.runtime import PipelinedStack
 from penstock.trace import TaskRecord
@@ -199,7 +198,7 @@ class Steering:
         everyone = machinery.control.gather(mine, "collecting durations")
         before, now = ([rank[i] for rank in everyone] for i in (0, 1))
         layout, threshold = machinery.layout, self._asked.plan.drift_threshold
-        silent = [group for group in Group if group != Group.ALONE and layout.size(group) == 1]
+        silent = layout.mesh.silent
         return decided(
             machinery.control, lambda: diagnose(before, now, threshold, silent), "finding what has changed"
         )

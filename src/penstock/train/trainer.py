@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from penstock.config import ConfigError, to_toml
-from penstock.mesh import Group
 from penstock.moe import update_expert_biases
 from penstock.report import RunSummary
 from penstock.runtime.statistics import StepStatistics
@@ -247,7 +246,7 @@ class Trainer:
     ) -> StepMetrics:
         statistics = self.stack.statistics
         assert statistics is not None
-        silent = [group for group in Group if group != Group.ALONE and self.layout.size(group) == 1]
+        silent = self.layout.mesh.silent
         used = occupation(records, silent)
         tokens = self.config.data.batch_per_device * self.layout.world_size * self.config.model.seq_len
         return StepMetrics(

@@ -17,7 +17,7 @@ from penstock.cost.legs import busiest_share
 from penstock.dispatch import DISPATCHES, Leg, Place
 from penstock.dispatch.base import place_in
 from penstock.graph import Lane, Task
-from penstock.mesh import Group
+from penstock.mesh import Axes
 from penstock.ops import Op
 from penstock.ops.transfers import AWAY, HOME, TRANSFERS
 from penstock.step import StepShape
@@ -31,7 +31,7 @@ Seconds = npt.NDArray[np.float64]
 class Move:
     """One leg of one rank: rows to and from every member of a group."""
 
-    group: Group
+    group: Axes
     input_splits: tuple[int, ...]
     output_splits: tuple[int, ...]
 
@@ -85,8 +85,8 @@ class VirtualCost:
         group, place = divmod(rank, work.ep_size)
         table = self._table(self._piece(task))[group].sum(axis=2)
         leg = self._legs(table, place)[self._number(task)]
-        there = Move(leg.group, leg.input_splits, leg.output_splits)
-        return there if self._to_experts(task) else Move(leg.group, leg.output_splits, leg.input_splits)
+        there = Move(leg.axes, leg.input_splits, leg.output_splits)
+        return there if self._to_experts(task) else Move(leg.axes, leg.output_splits, leg.input_splits)
 
     def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
         """What a COUNTS task sends and receives on one rank, both [peers, slices, local experts]."""
@@ -108,9 +108,8 @@ class VirtualCost:
     def _even_rows(self, task: Task) -> float:
         """Rows that every rank's experts would get if routing were even."""
         assert task.microbatch is not None and task.chunk is not None, task
-        pieces, slices = self.shape.microbatches, self.shape.slices
-        held = self.shape.slices_of(task.chunk, task.phase)
-        return sum(self.workload.rows(task.microbatch, pieces, s, slices) for s in held)
+        cut = task.cut
+        return sum(self.workload.rows(task.microbatch, cut.microbatches, s, cut.slices) for s in cut.held)
 
     def _received(self, task: Task) -> Counts:
         """Rows that every rank's experts get, [P]."""
@@ -129,7 +128,7 @@ class VirtualCost:
         for group, table in enumerate(by_pair):
             for place in range(work.ep_size):
                 leg = self._legs(table, place)[number]
-                own = place_in(leg.group, Place(place, work.ep_size, work.ranks_per_node))
+                own = place_in(leg.axes, Place(place, work.ep_size, work.ranks_per_node))
                 sent, received = sum(leg.input_splits), sum(leg.output_splits)
                 remote[group * work.ep_size + place] = max(
                     sent - leg.input_splits[own], received - leg.output_splits[own]
@@ -142,12 +141,12 @@ class VirtualCost:
 
     def _number(self, task: Task) -> int:
         """Which leg of the dispatch a task takes, one way or the other."""
-        return self.shape.dispatch.index(AWAY.get(task.op, task.op))
+        return [hop.op for hop in self.shape.dispatch].index(AWAY.get(task.op, task.op))
 
     def _piece(self, task: Task) -> Counts:
         """Rows of the task's microbatch and chunk, [P, E]."""
         assert task.microbatch is not None and task.chunk is not None, task
-        held = self.shape.slices_of(task.chunk, task.phase)
+        held = task.cut
         slices_PCE = self.rows[:, task.microbatch, held.start : held.stop, self._moe_layer(task)]
         rows_PE: Counts = slices_PCE.sum(axis=1)
         return rows_PE

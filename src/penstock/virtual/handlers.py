@@ -90,11 +90,7 @@ class VirtualHandlers:
             Op.ALL_REDUCE: self.reduce_gradients,
             Op.EXPERT_ALL_REDUCE: self.reduce_gradients,
         }
-        return {
-            (op, Phase(phase)): by_op.get(op, self.compute)
-            for op, spec in OPS.items()
-            for phase in spec.phases
-        }
+        return {(op, phase): by_op.get(op, self.compute) for op in OPS for phase in Phase}
 
     def compute(self, task: Task, inputs: Inputs) -> Outcome:
         del inputs
@@ -132,14 +128,12 @@ class VirtualHandlers:
 
     def reduce_gradients(self, task: Task, inputs: Inputs) -> Outcome:
         del inputs
-        work, shape = self.cost.workload, self.cost.shape
+        work = self.cost.workload
         replicated = task.op == Op.ALL_REDUCE
         sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
-        equal = (1,) * shape.expert_all_reduce_chunks[task.layer]
-        assert task.chunk is not None, task
+        assert task.piece is not None, task
         elements = sizes[task.layer] // self.buffers.gradients.element_size()
-        parts = shape.parts_of(task.layer) if replicated else equal
-        chunk = self.buffers.gradients[: part_sizes(elements, parts)[task.chunk]]
+        chunk = self.buffers.gradients[: part_sizes(elements, task.cut.parts)[task.piece]]
         self.transports.inter.all_reduce(chunk, task.axes)
         return Outcome(None)
 

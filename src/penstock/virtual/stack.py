@@ -70,7 +70,7 @@ class VirtualStack:
                 f"{pieces} pieces, attention needs whole samples. Use {batch} or fewer."
             )
         plan.schedule.check(plan.graph)
-        check_agreement(plan.schedule, self.machinery.control)
+        check_agreement(plan, self.machinery.control)
         self.plan = plan
         return plan
 

@@ -18,7 +18,9 @@ from penstock.cost.cluster_file import TaskModel
 from penstock.cost.clusters import find_cluster
 from penstock.graph import Phase
 from penstock.ops import Op
+from penstock.ops.transfers import FLAT, Hop
 from penstock.plan import Choice, Problem
+from penstock.plan.subject import SHARDED
 from penstock.schedule import Cost
 from penstock.step import StepShape
 
@@ -118,7 +120,7 @@ def fsmoe_problem(spec: LayerSpec, cluster: str) -> LayerProblem:
         tasks=_compute_models(file.rates.task_overhead_s, spec.expert_matrices),
     )
     return LayerProblem(
-        shape=_shape(spec.stack, (Op.DISPATCH, Op.DISPATCH_SCATTER)),
+        shape=_shape(spec.stack, SHARDED),
         workload=spec.workload(groups=file.nodes, num_experts=file.nodes, shard_size=file.ranks_per_node),
         cluster=ProfiledCluster.build(tuned),
     )
@@ -148,7 +150,7 @@ def one_lane(problem: LayerProblem) -> LayerProblem:
     built = ProfiledCluster.build(problem.cluster.file)
     shards = problem.workload.shard_size
     cluster = OneLaneCluster(**vars(built), shards_per_group=shards)
-    return replace(problem, shape=_shape(problem.shape.num_layers, (Op.DISPATCH,)), cluster=cluster)
+    return replace(problem, shape=_shape(problem.shape.num_layers, FLAT), cluster=cluster)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +181,7 @@ def _compute_models(product_s: float, expert_matrices: int) -> tuple[TaskModel, 
     )
 
 
-def _shape(layers: int, dispatch: tuple[str, ...]) -> StepShape:
+def _shape(layers: int, dispatch: tuple[Hop, ...]) -> StepShape:
     return StepShape(moe_layers=(True,) * layers, exchange_counts=False, dispatch=dispatch)
 
 
@@ -205,7 +207,7 @@ def flowmoe_problem(spec: LayerSpec, cluster: str) -> LayerProblem:
     """One expert per device and a flat all-to-all; see the cluster's file for what its rates assume."""
     file = find_cluster(cluster)
     return LayerProblem(
-        shape=_shape(spec.stack, (Op.DISPATCH,)),
+        shape=_shape(spec.stack, FLAT),
         workload=spec.workload(groups=file.ranks, num_experts=file.ranks, shard_size=1),
         cluster=ProfiledCluster.build(file),
     )

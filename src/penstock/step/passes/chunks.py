@@ -34,12 +34,10 @@ class Chunks:
         def count(task: Task) -> int:
             return self.forward if task.forward else self.backward
 
-        def cut(task: Task) -> Cut:
-            whole = Cut(task.cut.microbatches, slices, 0, slices)
-            if task.chunk is None:
-                return whole if task.layer in chunked and task.microbatch is not None else task.cut
-            each = slices // count(task)
-            first = task.chunk * each
-            return Cut(task.cut.microbatches, slices, first, first + each)
+        def cut(task: Task, chunk: int) -> Cut:
+            if task.layer not in chunked or task.microbatch is None:
+                return task.cut
+            each = slices if task.chunk is None else slices // count(task)
+            return Cut(task.cut.microbatches, slices, chunk * each, (chunk + 1) * each)
 
         return split(graph, "chunk", lambda t: 0 if t.chunk is None else count(t), cut)

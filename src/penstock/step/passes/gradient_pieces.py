@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.graph import Cut, Graph, Lane, Name, Phase, Task
-from penstock.mesh import Axes, Group
+from penstock.mesh import Group
 from penstock.ops.blocks import EXPERTS, REPLICATED
 from penstock.ops.names import Op
 from penstock.step.rewrite import end_layers
@@ -33,27 +33,35 @@ class GradientPieces:
     def __call__(self, graph: Graph) -> Graph:
         last = _last_to_add(graph)
         added: dict[int, list[Task]] = {}
-        for op, state, axes, layers in (
-            (Op.EXPERT_ALL_REDUCE, EXPERTS, Group.EXPERT_REPLICAS, self.experts),
-            (Op.ALL_REDUCE, REPLICATED, Group.WORLD, self.replicated),
-        ):
-            for layer, parts in enumerate(layers):
-                buffer = state.format(layer=layer)
-                pieces = _pieces(op, layer, axes, tuple(parts), last.get(buffer, ()), buffer)
-                added.setdefault(layer, []).extend(pieces)
+        for layer, (parts, expert_parts) in enumerate(zip(self.replicated, self.experts, strict=True)):
+            replicated, experts = reductions(layer, parts, expert_parts, last)
+            added[layer] = [*experts, *replicated]
         return end_layers(graph, added)
 
 
-def _pieces(
-    op: str, layer: int, axes: Axes, parts: tuple[int, ...], read: Sequence[Name], buffer: str
-) -> list[Task]:
-    if not read:
-        return []
-    cut, inputs = Cut(parts=parts), {"gradients": tuple(read)}
-    return [
-        Task(Name(layer, op, Phase.BACKWARD, piece=piece), Lane.INTER, axes, inputs, cut, reads=(buffer,))
-        for piece in range(len(parts))
-    ]
+def reductions(
+    layer: int,
+    parts: Sequence[int],
+    expert_parts: Sequence[int],
+    last: Mapping[str, Sequence[Name]] | None = None,
+) -> tuple[list[Task], list[Task]]:
+    """The pieces of a layer's replicated gradients, and those of its experts.
+
+    last: the tasks after which a buffer is complete; nothing adds to a buffer that it does not name. None = to
+    be priced only, without inputs.
+    """
+    found = []
+    for op, state, axes, sizes in (
+        (Op.ALL_REDUCE, REPLICATED, Group.WORLD, tuple(parts)),
+        (Op.EXPERT_ALL_REDUCE, EXPERTS, Group.EXPERT_REPLICAS, tuple(expert_parts)),
+    ):
+        buffer = state.format(layer=layer)
+        inputs = {} if last is None else {"gradients": tuple(last.get(buffer, ()))}
+        pieces = range(len(sizes) if last is None or inputs["gradients"] else 0)
+        names = [Name(layer, op, Phase.BACKWARD, piece=piece) for piece in pieces]
+        cut = Cut(parts=sizes)
+        found.append([Task(name, Lane.INTER, axes, inputs, cut, reads=(buffer,)) for name in names])
+    return found[0], found[1]
 
 
 def _last_to_add(graph: Graph) -> dict[str, list[Name]]:

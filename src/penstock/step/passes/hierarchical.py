@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.graph import Graph, Task
+from penstock.graph import Graph, Name, Task
 from penstock.ops.names import Op
 from penstock.ops.transfers import Hop
 from penstock.step.rewrite import insert_after, insert_before
@@ -27,25 +27,26 @@ class Hierarchical:
     stage = Stage.INSERT
 
     def __call__(self, graph: Graph) -> Graph:
-        ops = [hop.op for hop in self.hops]
-        middle = ops.index(Op.DISPATCH)
+        middle = [hop.op for hop in self.hops].index(Op.DISPATCH)
         for hop in self.hops[:middle]:
-            graph = insert_before(
-                graph, Op.DISPATCH, "rows", lambda task, rows, hop=hop: _leg(task, hop, rows)
-            )
-            graph = insert_after(graph, Op.COMBINE, "rows", lambda task, hop=hop: _leg(task, hop.home))
+            graph = insert_before(graph, Op.DISPATCH, "rows", _Leg(hop).before)
+            graph = insert_after(graph, Op.COMBINE, "rows", _Leg(hop.home).after)
         for hop in reversed(self.hops[middle + 1 :]):
-            graph = insert_after(graph, Op.DISPATCH, "rows", lambda task, hop=hop: _leg(task, hop))
-            graph = insert_before(
-                graph, Op.COMBINE, "rows", lambda task, rows, hop=hop: _leg(task, hop.home, rows)
-            )
-        axes = self.hops[middle].axes
-        between = (Op.DISPATCH, Op.COMBINE)
+            graph = insert_after(graph, Op.DISPATCH, "rows", _Leg(hop).after)
+            graph = insert_before(graph, Op.COMBINE, "rows", _Leg(hop.home).before)
+        axes, between = self.hops[middle].axes, (Op.DISPATCH, Op.COMBINE)
         return Graph.of(replace(task, axes=axes) if task.op in between else task for task in graph.tasks)
 
 
-def _leg(task: Task, hop: Hop, rows: tuple[object, ...] | None = None) -> Task:
-    """A leg beside `task`: reads what it read, or its rows."""
-    name = task.name._replace(op=hop.op)
-    read = {"rows": (task.name,) if rows is None else rows, "route": task.inputs["route"]}
-    return Task(name, hop.lane, hop.axes, read)  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class _Leg:
+    """Makes the tasks of one leg beside those of D or C, with the same route."""
+
+    hop: Hop
+
+    def before(self, task: Task, rows: tuple[Name, ...]) -> Task:
+        name = task.name._replace(op=self.hop.op)
+        return Task(name, self.hop.lane, self.hop.axes, {"rows": rows, "route": task.inputs["route"]})
+
+    def after(self, task: Task) -> Task:
+        return self.before(task, (task.name,))

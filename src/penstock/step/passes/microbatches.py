@@ -23,7 +23,7 @@ class Microbatches:
     stage = Stage.MICROBATCHES
 
     def __call__(self, graph: Graph) -> Graph:
-        def cut(task: Task) -> Cut:
+        def cut(task: Task, _: int) -> Cut:
             return task.cut if task.microbatch is None else replace(task.cut, microbatches=self.count)
 
         return split(graph, "microbatch", lambda t: 0 if t.microbatch is None else self.count, cut)
