@@ -43,7 +43,7 @@ class StepCost:
     @cached_property
     def _samples(self) -> tuple[int, ...]:
         """Of every microbatch."""
-        return split_sizes(self.workload.batch, task.cut.microbatches)
+        return split_sizes(self.workload.batch, self.shape.microbatches)
 
     @cached_property
     def _kinds(self) -> list[int]:

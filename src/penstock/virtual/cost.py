@@ -146,7 +146,7 @@ class VirtualCost:
     def _piece(self, task: Task) -> Counts:
         """Rows of the task's microbatch and chunk, [P, E]."""
         assert task.microbatch is not None and task.chunk is not None, task
-        held = task.cut
+        held = task.cut.held
         slices_PCE = self.rows[:, task.microbatch, held.start : held.stop, self._moe_layer(task)]
         rows_PE: Counts = slices_PCE.sum(axis=1)
         return rows_PE

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.cost import ClusterConfig, Workload
+from penstock.ops import Op
 from penstock.runtime.agree import check_agreement
 from penstock.runtime.executor import Execution
+from penstock.runtime.program import compile_plan
 from penstock.runtime.stack import Machinery
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
@@ -72,6 +74,8 @@ class VirtualStack:
         plan.schedule.check(plan.graph)
         check_agreement(plan, self.machinery.control)
         self.plan = plan
+        stops = [task.name for task in plan.graph.tasks if task.op == Op.STATISTICS]
+        self._program = compile_plan(plan, virtual_handlers(), stops, self.machinery.layout.mesh.silent)
         return plan
 
     def cost(self, number: int) -> VirtualCost:
@@ -93,11 +97,10 @@ class VirtualStack:
         Returns when this rank has done all of its tasks. Raises TaskError naming the task that failed.
         """
         handlers = self._ready(number).handlers
-        self.execution = Execution(
-            self.plan, self.machinery.lanes, handlers.table(), self.machinery.layout.rank, training=True
-        )
-        self.execution.run(forward=True)
-        self.execution.run(forward=False)
+        rank, lanes = self.machinery.layout.rank, self.machinery.lanes
+        self.execution = Execution(self.plan, self._program, lanes, handlers, rank)
+        self.execution.run()
+        self.execution.run()
 
     def records(self, step: int = 0) -> list[TaskRecord]:
         """When every task of the last step ran on this rank; `step` is written into the records."""
