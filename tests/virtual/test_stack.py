@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.graph import Lane, Task
 
+
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.ops import Op
 from penstock.runtime import ScheduleMismatchError, TaskError
-from penstock.runtime.communicate import Buckets
+from penstock.runtime.buckets import Buckets
 from penstock.schedule import SCHEDULES, Schedule, ScheduleConfig, StepPlan
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, first_plan, gradient_bytes

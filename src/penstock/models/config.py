@@ -17,6 +17,7 @@ class ModelConfig:
     moe_layers: which layers have an MoE part, counted from 0; none = all of them.
     ffn_hidden_size: hidden width of the dense layers; none = 4 * hidden_size.
     dropout: of embedding, attention output and feed-forward output; the same for every schedule and layout.
+    tie_word_embeddings: token embedding and output head are one matrix.
     """
 
     preset: str | None = None
@@ -28,6 +29,7 @@ class ModelConfig:
     moe_layers: tuple[int, ...] | None = None
     ffn_hidden_size: int | None = None
     dropout: float = 0.0
+    tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
         for key in ("num_layers", "hidden_size", "num_heads", "seq_len", "vocab_size"):

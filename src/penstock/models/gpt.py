@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -113,15 +114,15 @@ class GPT(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.position_embedding = nn.Embedding(config.seq_len, config.hidden_size)
         self.embedding_dropout = CounterDropout(config.dropout, place=0)
-        blocks = [Block(config, layer, make_moe) for layer in range(config.num_layers)]
-        self.blocks = nn.ModuleList(blocks)
-        self._parts = blocks
+        self.blocks = nn.ModuleList(Block(config, layer, make_moe) for layer in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.output.weight = self.token_embedding.weight
 
     @property
     def parts(self) -> Sequence[Block]:
-        return self._parts
+        return cast(Sequence[Block], self.blocks)  # what is there now: a block may be replaced
 
     def initialise(self, seed: int) -> None:
         """Fill all weights; the same for any layout. Projections into the residual stream are smaller."""

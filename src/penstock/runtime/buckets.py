@@ -1,8 +1,9 @@
-"""Gradients of one layer in one flat buffer, so that an all-reduce chunk is a view and copies nothing."""
+"""Gradients of one layer in flat buffers, so that an all-reduce chunk is a view and copies nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -10,50 +11,145 @@ from torch import Tensor, nn
 from penstock.cost.workload import part_sizes
 
 
-class GradientBucket:
-    """The gradients of some parameters, back to back. `param.grad` becomes a view of the buffer.
+class FlatGradients:
+    """The gradients of parameters of one type and device, back to back in one buffer.
 
-    `begin` before a backward pass, `chunk(c)` for the pieces to reduce, `finish` after the last of them.
-    Gradients that were there before (gradient accumulation) are kept aside and added by `finish`, so that
-    they are not reduced twice.
+    Between two backward passes the buffer belongs to whoever holds a gradient in it. If somebody does when
+    the next pass begins, that pass gets a new buffer; otherwise it uses the old one again, since memory
+    fresh from the system costs several times as much as clearing what is there.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        types = {(p.dtype, p.device) for p in self.parameters}
-        if len(types) > 1:
-            raise ValueError(
-                f"parameters of one layer must share type and device, found {sorted(map(str, types))}"
-            )
-        dtype, device = next(iter(types), (torch.float32, torch.device("cpu")))
-        sizes = [p.numel() for p in self.parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        self._views = (
-            [part.view_as(p) for part, p in zip(self.flat.split(sizes), self.parameters, strict=True)]
-            if sizes
-            else []
-        )
+        self.sizes = [p.numel() for p in self.parameters]
+        self._kinds = [(p.dtype, p.shape, p.device) for p in self.parameters]
+        self._flat: Tensor | None = None
+        self._idle = 0
+        self._views: list[Tensor] = []
         self._before: list[Tensor | None] = []
 
     @property
+    def flat(self) -> Tensor:
+        """The buffer of the current backward pass."""
+        assert self._flat is not None, "`begin` makes the buffer"
+        return self._flat
+
+    @property
     def size_bytes(self) -> int:
-        return self.flat.numel() * self.flat.element_size()
+        return sum(p.nbytes for p in self.parameters)
 
     def begin(self) -> None:
-        """Point every `param.grad` at its zeroed part of the buffer."""
-        self._before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
-        self.flat.zero_()
+        """Point every `param.grad` at its zeroed part of the buffer; put aside what was there.
+
+        Raises RuntimeError for a parameter that is of another type, shape or device than when the bucket was
+        made, which is when the forward pass ran.
+        """
+        for parameter, kind in zip(self.parameters, self._kinds, strict=True):
+            if (parameter.dtype, parameter.shape, parameter.device) != kind:
+                raise RuntimeError(
+                    f"a parameter was {_words(*kind)} in the forward pass and is "
+                    f"{_words(parameter.dtype, parameter.shape, parameter.device)} in its backward pass: "
+                    "convert a model between steps, and compute the loss again"
+                )
+        self._clear()
+        parts = zip(self.flat.split(self.sizes), self.parameters, strict=True)
+        self._views = [part.view(p.shape) for part, p in parts]
+        self._before = [p.grad for p in self.parameters]
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
 
-    def chunk(self, index: int, parts: Sequence[int]) -> Tensor:
+    def _clear(self) -> None:
+        if self._flat is not None and _holders(self._flat) == self._idle:
+            self._flat.zero_()
+            return
+        dtype, _, device = self._kinds[0]
+        self._flat = torch.zeros(sum(self.sizes), dtype=dtype, device=device)
+        self._idle = _holders(self._flat)
+
+    def piece(self, index: int, parts: Sequence[int]) -> Tensor:
         """Piece `index` of as many as `parts` has, of these relative sizes."""
         sizes = part_sizes(self.flat.numel(), parts)
         return self.flat.narrow(0, sum(sizes[:index]), sizes[index])
 
-    def finish(self) -> None:
-        """Add what was there before."""
-        for view, before in zip(self._views, self._before, strict=True):
-            if before is not None:
-                view.add_(before)
-        self._before = []
+    @torch.no_grad()
+    def finish(self) -> list[nn.Parameter]:
+        """Add the sums to what was there before; returns parameters whose gradient is not in the buffer.
+
+        As in PyTorch, a gradient that was there is added to in place, and a parameter that has been frozen
+        since the forward pass keeps what it had.
+        """
+        replaced = []
+        for parameter, view, before in zip(self.parameters, self._views, self._before, strict=True):
+            if parameter.grad is not view:
+                replaced.append(parameter)
+            elif not parameter.requires_grad:
+                parameter.grad = before
+            elif before is not None:
+                parameter.grad = before.add_(view)
+        self._views, self._before = [], []
+        return replaced
+
+
+class GradientBucket:
+    """The gradients of some parameters, in one flat buffer per type and device.
+
+    `begin` before a backward pass, `chunk(c)` for the pieces to reduce, `finish` after the last of them.
+    Gradients that were there before (gradient accumulation) are kept aside and added to by `finish`, so that
+    they are not reduced twice.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for parameter in parameters:
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        self.flats = [FlatGradients(alike) for alike in kinds.values()]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(flat.size_bytes for flat in self.flats)
+
+    def begin(self) -> None:
+        """Point every `param.grad` at its zeroed part of a buffer."""
+        for flat in self.flats:
+            flat.begin()
+
+    def chunk(self, index: int, parts: Sequence[int]) -> list[Tensor]:
+        """Piece `index` of as many as `parts` has, one tensor per buffer; empty ones are left out."""
+        pieces = (flat.piece(index, parts) for flat in self.flats)
+        return [piece for piece in pieces if piece.numel()]
+
+    def finish(self) -> list[nn.Parameter]:
+        """Add to what was there before; returns parameters whose gradient was replaced in backward."""
+        return [parameter for flat in self.flats for parameter in flat.finish()]
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Gradient buckets by layer. experts: empty buckets where no expert has a replica.
+
+    at_once: ids of expert parameters whose weight gradients must not be put off, since they are reduced with
+    a layer below those that use them.
+    """
+
+    replicated: Sequence[GradientBucket]
+    experts: Sequence[GradientBucket]
+    at_once: frozenset[int] = frozenset()
+
+    @property
+    def sizes_bytes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes of every layer's replicated and expert gradients."""
+        replicated = tuple(bucket.size_bytes for bucket in self.replicated)
+        return replicated, tuple(bucket.size_bytes for bucket in self.experts)
+
+    @property
+    def all(self) -> tuple[GradientBucket, ...]:
+        return (*self.replicated, *self.experts)
+
+
+def _holders(flat: Tensor) -> int:
+    """How many tensors, in Python or not, share the memory of `flat`."""
+    return torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
+
+
+def _words(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> str:
+    return f"{dtype} {list(shape)} on {device}"

@@ -25,3 +25,7 @@ class TaskError(RuntimeError):
 
 class ScheduleMismatchError(RuntimeError):
     """Ranks hold different schedules; running them would deadlock."""
+
+
+class ParameterMismatchError(RuntimeError):
+    """Ranks would train different parameters: sums of their gradients would mean nothing."""

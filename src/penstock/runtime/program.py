@@ -61,8 +61,8 @@ def compile_plan(
     """Compile `plan` into spans that end with the tasks of `stops`; what depends on the last one follows.
 
     A span holds what does not depend on its stop, and the stop. all: with what follows the last stop; without
-    it, nothing is kept for readers there. silent: kinds of groups of one rank; their tasks run on the compute
-    lane, where they cost no change of threads. Raises ScheduleError for a task that no handler can run.
+    it, nothing is kept for readers there. silent: kinds of groups of one rank; a lane that
+    has no other tasks runs on the compute lane, where it costs no change of threads. Raises ScheduleError for a task that no handler can run.
     """
     check_handlers(plan.graph.tasks, handlers)
     number = _spans(plan.graph, stops)
@@ -90,13 +90,16 @@ def _spans(graph: Graph, stops: Sequence[Name]) -> dict[Task, int]:
 
 
 def _lanes(plan: StepPlan, kept: Iterable[Task], silent: Collection[Axes]) -> dict[Lane, list[Task]]:
-    """The order in which threads really run the tasks: those that send nothing run where they are computed."""
+    """The order in which threads really run the tasks: a lane that sends nothing runs where computation does."""
     wanted, quiet = set(kept), set(silent)
+    home = {
+        lane: Lane.COMPUTE if all(task.axes in quiet for task in order) else lane
+        for lane, order in plan.schedule.lanes.items()
+    }
     found: dict[Lane, list[Task]] = {}
     for task in issue_order(plan.schedule.lanes, plan.graph.needs.__getitem__):
         if task in wanted:
-            lane = Lane.COMPUTE if task.axes in quiet else task.lane
-            found.setdefault(lane, []).append(task)
+            found.setdefault(home[task.lane], []).append(task)
     return found
 
 

@@ -6,28 +6,33 @@ loss.backward()                      # runs the backward tasks; every gradient i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from penstock.dispatch import Place
-from penstock.moe import MoELayer, RouteMaker, SampleKeys
+from penstock.moe import RouteMaker, SampleKeys
 from penstock.moe.balance import BALANCES
 from penstock.moe.config import MoEConfig
+from penstock.ops import Op
+from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
 from penstock.runtime.agree import check_agreement
-from penstock.runtime.buckets import GradientBucket
-from penstock.runtime.communicate import Buckets, CommunicationHandlers
-from penstock.runtime.compute import Batch, ComputeHandlers
+from penstock.runtime.buckets import Buckets
 from penstock.runtime.executor import Execution
+from penstock.runtime.gradients import Gradients
+from penstock.runtime.handlers import HANDLERS, Batch
 from penstock.runtime.lanes import Lanes
+from penstock.runtime.layers import check_layers, check_same, shape_of
+from penstock.runtime.misuse import check_no_checkpoint, refuse_data_parallel, refuse_pickle
 from penstock.runtime.parts import ModelParts
-from penstock.runtime.segment import PassThrough, Segment
+from penstock.runtime.program import Program, compile_plan
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
+from penstock.runtime.step import Step
 from penstock.runtime.transport import Transports
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
@@ -55,7 +60,9 @@ class Machinery:
 class PipelinedStack(nn.Module):
     """Runs a model by a step plan. `plan` may be exchanged between steps; parameters stay where they are.
 
-    Parameters are those of `model`. Expert parameters carry `allreduce = False`, as Megatron and DeepSpeed
+    Parameters are those of `model`, which may be frozen, converted, replaced or added between two steps, on
+    all ranks alike. Layers cannot be added or change their kind. A copy (`copy.deepcopy`) has a model of its
+    own and runs on the same machinery. Expert parameters carry `allreduce = False`, as Megatron and DeepSpeed
     mark them: they belong to this rank (and to the `edp` replicas), not to everybody.
     """
 
@@ -75,22 +82,49 @@ class PipelinedStack(nn.Module):
         self.model, self.moe, self.machinery, self.seed = model, moe, machinery, seed
         # Usually `parts` is `model` itself: registered a second time, every parameter would have two names.
         object.__setattr__(self, "parts", parts)
-        _check_layers([part.moe for part in parts.parts], moe, machinery.layout)
+        self._shape = self._checked_shape()
         self.balance = BALANCES[moe.aux_loss_group]
         self.codec = StatisticsCodec(moe, self.balance)
-        self.buckets, self.makers = self._build_buckets(), self._route_makers()
+        self.gradients = Gradients(model, parts, machinery.layout, machinery.device)
+        self.makers = self._route_makers()
         self.execution: Execution | None = None
         self.statistics: StepStatistics | None = None
         self._samples_seen = 0
         self._compared: torch.Size | None = None
-        self.plan = self.adopt(make_plan(self.base_shape, *self.buckets.sizes_bytes))
+        self._make_plan = make_plan
+        self.plan = self.adopt(make_plan(self._shape, *self.buckets.sizes_bytes))
 
     def adopt(self, plan: StepPlan) -> StepPlan:
         """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ."""
         plan.schedule.check(plan.graph)
         check_agreement(plan, self.machinery.control)
         self.plan = plan
+        self._programs: dict[bool, Program] = {}
         return plan
+
+    def program(self, *, training: bool) -> Program:
+        """The plan, compiled for training or for the forward half alone; made when first asked for.
+
+        Raises ScheduleError for a task that no handler can run.
+        """
+        if training not in self._programs:
+            silent = self.machinery.layout.mesh.silent
+            stops = [task.name for task in self.plan.graph.tasks if task.op == Op.STATISTICS]
+            self._programs[training] = compile_plan(self.plan, HANDLERS, stops, silent, all=training)
+        return self._programs[training]
+
+    def replan(self) -> StepPlan:
+        """Plan anew for the parameters that are trained now; every rank must call it.
+
+        Worth it after much was frozen or thawed: a plan reckons with the gradients that there were.
+        """
+        self.gradients.prepare()
+        return self.adopt(self._make_plan(self._shape, *self.buckets.sizes_bytes))
+
+    @property
+    def buckets(self) -> Buckets:
+        """The gradients of trained parameters, by the layer that they are reduced with."""
+        return self.gradients.buckets
 
     def forward(
         self,
@@ -103,10 +137,15 @@ class PipelinedStack(nn.Module):
 
         tokens_BL, labels_BL: int64 [B, L]; a label of -100 counts for nothing. sample_ids_B: unique over the
         run, keys of dropout (default: counted). In training mode with gradients enabled, backward follows.
+        Raises ValueError if the model has changed in a way that cannot be taken up, ParameterMismatchError if
+        it has not changed alike on all ranks.
         """
         training = torch.is_grad_enabled() and self.training
+        if training:
+            check_no_checkpoint()
+        self._take_up_changes()
         self._check_batch(tokens_BL.shape)
-        step = _Step(self, self._cut(tokens_BL, labels_BL, sample_ids_B, valid_BL), training)
+        step = Step(self, self._cut(tokens_BL, labels_BL, sample_ids_B, valid_BL), training)
         if not training:
             with torch.no_grad():
                 return step.forward()
@@ -120,6 +159,46 @@ class PipelinedStack(nn.Module):
     def close(self) -> None:
         """End the lanes' threads."""
         self.machinery.lanes.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A stack with a copy of the model, on the same machinery: for averages of weights, say."""
+        for kept in (self.machinery, self._make_plan, self.plan, self._programs):
+            memo[id(kept)] = kept
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        of_a_step = {"execution": None, "statistics": None, "gradients": None}
+        copied.__dict__.update(copy.deepcopy({**self.__dict__, **of_a_step}, memo))
+        layout, device = self.machinery.layout, self.machinery.device
+        copied.gradients = Gradients(copied.model, copied.parts, layout, device)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return refuse_pickle()
+
+    def _replicate_for_data_parallel(self) -> Any:
+        return refuse_data_parallel()
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """The first that DistributedDataParallel asks of a module."""
+        return refuse_data_parallel()
+
+    def _take_up_changes(self) -> None:
+        """Notice what was done to the model since the last step."""
+        if self.model is not self.gradients.model:
+            raise ValueError(
+                "stack.model was replaced, and the stack still runs the model that it was built with: change "
+                "modules inside that one, or build a new stack."
+            )
+        if not self.gradients.holds(self.plan.shape):
+            check_same(self._checked_shape(), self._shape)
+            self.makers = self._route_makers()
+            self.gradients.renew(self.plan.shape)
+
+    def _checked_shape(self) -> StepShape:
+        """The uncut shape of a step of the layers that there are now."""
+        check_layers([part.moe for part in self.parts.parts], self.moe, self.machinery.layout)
+        return shape_of([part.moe for part in self.parts.parts])
 
     def _check_batch(self, shape: torch.Size) -> None:
         """With fixed slots all ranks need equally many tokens, or rows would end where they do not belong.
@@ -160,7 +239,7 @@ class PipelinedStack(nn.Module):
     @property
     def base_shape(self) -> StepShape:
         """The uncut shape of a step, before a system transforms it."""
-        return shape_of([part.moe for part in self.parts.parts])
+        return self._shape
 
     def _route_makers(self) -> list[RouteMaker | None]:
         return [
@@ -175,114 +254,12 @@ class PipelinedStack(nn.Module):
         layout = self.machinery.layout
         return Place(layout.ep_rank, layout.ep_size, layout.ep_node_size)
 
-    def _build_buckets(self) -> Buckets:
-        layers = range(len(self.parts.parts))
-        experts: list[GradientBucket] = []
-        for layer in layers:
-            parameters = self.parts.expert_parameters(layer)
-            for parameter in parameters:
-                parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
-            experts.append(GradientBucket(parameters if self.machinery.layout.edp_size > 1 else []))
-        replicated = [GradientBucket(self.parts.replicated_parameters(layer)) for layer in layers]
-        return Buckets(replicated=replicated, experts=experts)
-
-
-def _check_layers(layers: Sequence[MoELayer | None], moe: MoEConfig, layout: Layout) -> None:
-    """Layers that a user built must be what the configuration and the layout say."""
-    for number, layer in enumerate(layers):
-        if layer is None:
-            continue
-        for what, found, wanted in (
-            ("num_experts", layer.num_experts, moe.num_experts),
-            ("ep_size", layer.ep_size, layout.ep_size),
-        ):
-            if found != wanted:
-                why = f"layer {number} was built with {what} = {found}, the stack with {wanted}"
-                raise ValueError(f"{why}: build the layer with the stack's {what}")
-
-
-def shape_of(layers: Sequence[MoELayer | None]) -> StepShape:
-    """The uncut shape of a step of these layers (None: a dense one); they need the same kinds of tasks."""
-    moe = [layer for layer in layers if layer is not None]
-    if not moe:
-        return StepShape(moe_layers=(False,) * len(layers))
-    dynamic = {layer.order.dynamic for layer in moe}
-    legs = {layer.dispatch.hops for layer in moe}
-    shared = {layer.shared is not None for layer in moe}
-    for what, found in (("order", dynamic), ("dispatch", legs), ("shared experts", shared)):
-        if len(found) > 1:
-            raise ValueError(f"all MoE layers of a stack need the same kind of {what}: their tasks are alike")
-    return StepShape(
-        moe_layers=tuple(layer is not None for layer in layers),
-        exchange_counts=dynamic.pop(),
-        dispatch=legs.pop(),
-        shared_experts=shared.pop(),
-    )
-
-
-class _Step:
-    """One iteration: its handlers and its execution."""
-
-    def __init__(self, stack: PipelinedStack, batch: Batch, training: bool) -> None:
-        self.stack, self.training, self.finished = stack, training, False
-        machinery, shape = stack.machinery, stack.plan.shape
-        self.compute = ComputeHandlers(
-            stack.parts,
-            shape,
-            batch,
-            stack.moe,
-            stack.makers,
-            stack.balance,
-            partial(Segment, machinery.device) if training else PassThrough,
-            machinery.autocast,
-            machinery.autocast_dtype,
-        )
-        self.communicate = CommunicationHandlers(
-            machinery.transports, stack.makers, shape, stack.buckets, stack.codec
-        )
-        handlers = {**self.compute.table(), **self.communicate.table()}
-        self.execution = Execution(
-            stack.plan, machinery.lanes, handlers, machinery.layout.rank, training=training
-        )
-
-    def forward(self) -> Tensor:
-        # Inside an autograd.Function gradients are off; segments need them for their own graphs.
-        with torch.set_grad_enabled(self.training):
-            self.execution.run(forward=True)
-        statistics = self.communicate.total
-        assert statistics is not None, "the statistics task has run"
-        self.stack.execution, self.stack.statistics = self.execution, statistics
-        return statistics.loss
-
-    def backward(self, loss_gradient: Tensor) -> None:
-        if self.finished:
-            raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
-        self.finished = True
-        self.compute.loss_gradient = loss_gradient
-        buckets = (*self.stack.buckets.replicated, *self.stack.buckets.experts)
-        for bucket in buckets:
-            bucket.begin()
-        self.execution.run(forward=False)
-        for bucket in buckets:
-            bucket.finish()
-        for layer in range(len(self.stack.parts.parts)):
-            _fill_missing(self.stack.parts.expert_parameters(layer))
-        self._count_choices()
-
-    def _count_choices(self) -> None:
-        """Tell gates with a bias what has been trained on; the same on all ranks."""
-        assert self.stack.statistics is not None, "the statistics task has run"
-        layers = [part.moe for part in self.stack.parts.parts if part.moe is not None]
-        for moe, chosen_E in zip(layers, self.stack.statistics.chosen_YE, strict=True):
-            if moe.gate.bias is not None:
-                moe.gate.bias.count(chosen_E)
-
 
 class _StepFunction(torch.autograd.Function):
     """Puts a whole step behind one autograd node. Gradients of parameters are accumulated by its tasks."""
 
     @staticmethod
-    def forward(ctx: Any, step: _Step, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, step: Step, anchor: Tensor) -> Tensor:
         del anchor  # its only use is to make the loss differentiable
         ctx.step = step
         return step.forward()
@@ -291,10 +268,3 @@ class _StepFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
         ctx.step.backward(grads[0])
         return None, None
-
-
-def _fill_missing(parameters: Sequence[nn.Parameter]) -> None:
-    """An expert that saw no token has a gradient all the same: zero."""
-    for parameter in parameters:
-        if parameter.grad is None and parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)

@@ -13,6 +13,7 @@ from penstock.models.gpt import MakeLayer
 from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
+from penstock.runtime.assignment import Layers, assign
 from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
 from penstock.runtime.transport import build_transports
 from penstock.schedule import StepPlan, plan_step
@@ -125,13 +126,12 @@ def gradient_bytes(
     """
     with torch.device("meta"):
         parts = GPT(model, moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
-    layers = range(model.num_layers)
-    replicated = [parts.replicated_parameters(layer) for layer in layers]
-    experts = [parts.expert_parameters(layer) if layout.edp_size > 1 else [] for layer in layers]
-    return _sizes_bytes(replicated), _sizes_bytes(experts)
+    assigned = assign(parts, parts)
+    experts = assigned.experts if layout.edp_size > 1 else ((),) * model.num_layers
+    return _sizes_bytes(assigned.replicated), _sizes_bytes(experts)
 
 
-def _sizes_bytes(layers: list[list[torch.nn.Parameter]]) -> tuple[int, ...]:
+def _sizes_bytes(layers: Layers) -> tuple[int, ...]:
     return tuple(sum(parameter.nbytes for parameter in parameters) for parameters in layers)
 
 

@@ -20,8 +20,10 @@ def clip_grad_norm(stack: PipelinedStack, max_norm: float | None) -> Tensor:
     counted here, expert gradients are summed over the expert group (its replicas hold the same sums again).
     The norm is the same on every rank. Costs one all-reduce of 8 bytes.
     """
-    experts = [p for layer in range(len(stack.parts.parts)) for p in stack.parts.expert_parameters(layer)]
-    ids = {id(p) for p in experts}
+    layers = range(len(stack.parts.parts))
+    # A parameter that several layers use counts once.
+    found = {id(p): p for layer in layers for p in stack.parts.expert_parameters(layer)}
+    ids, experts = found.keys(), list(found.values())
     replicated = [p for p in stack.parameters() if id(p) not in ids]
     square = _sum_of_squares(experts)
     stack.machinery.transports.inter.all_reduce(square, Group.EXPERT)

@@ -8,6 +8,7 @@ from statistics import median
 
 from penstock.report import RunSummary
 from penstock.runtime import PipelinedStack
+from penstock.runtime.assignment import assign
 from penstock.train.config import RunConfig
 from penstock.train.corpus import Corpus
 from penstock.train.metrics import StepMetrics
@@ -65,7 +66,7 @@ def _if_there(path: Path) -> str | None:
 
 def total_parameters(stack: PipelinedStack) -> int:
     """Parameters of the whole model, every expert once."""
-    layers = range(len(stack.parts.parts))
-    replicated = sum(p.numel() for layer in layers for p in stack.parts.replicated_parameters(layer))
-    local = sum(p.numel() for layer in layers for p in stack.parts.expert_parameters(layer))
+    assigned = assign(stack.parts, stack.model)
+    replicated = sum(p.numel() for layer in assigned.replicated for p in layer)
+    local = sum(p.numel() for layer in assigned.experts for p in layer)
     return replicated + local * stack.machinery.layout.ep_size

@@ -17,6 +17,7 @@ from penstock.mesh import Group
 from penstock.ops import OPS, Kind, Op
 from penstock.ops.transfers import TRANSFERS
 from penstock.runtime.handlers import NOTHING, Handler, Handlers, Inputs, Outputs
+from penstock.runtime.marks import FIELDS
 from penstock.runtime.statistics import HEADER
 from penstock.runtime.transport import Transports
 from penstock.virtual.cost import Move, VirtualCost
@@ -60,7 +61,9 @@ class Buffers:
         self._row_bytes = round(work.wire_bytes(1))
         largest = max(*work.all_reduce_bytes, *work.expert_all_reduce_bytes)
         self.gradients = torch.zeros(largest // torch.float32.itemsize)
-        self.statistics = torch.zeros(HEADER + 2 * moe_layers * work.num_experts, dtype=torch.float64)
+        self.statistics = torch.zeros(
+            HEADER + 2 * moe_layers * work.num_experts + FIELDS, dtype=torch.float64
+        )
         self._rows: Sequence[Tensor] = ()
 
     def grow(self, rows: int) -> None:

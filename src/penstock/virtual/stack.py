@@ -20,7 +20,7 @@ from penstock.step import StepShape
 from penstock.trace import TaskRecord
 from penstock.virtual.apportion import Counts
 from penstock.virtual.cost import VirtualCost
-from penstock.virtual.handlers import Buffers, RankStep, VirtualHandlers
+from penstock.virtual.handlers import Buffers, RankStep, VirtualHandlers, virtual_handlers
 from penstock.virtual.routing import Routing
 
 

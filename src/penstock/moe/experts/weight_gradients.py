@@ -35,9 +35,13 @@ class AutogradWeights:
 
 
 class WeightGradients:
-    """Remembers what weight gradients are made of until `compute` is called."""
+    """Remembers what weight gradients are made of until `compute` is called.
 
-    def __init__(self) -> None:
+    at_once: ids of weights that cannot wait, since their gradients are reduced before this layer's.
+    """
+
+    def __init__(self, at_once: frozenset[int] = frozenset()) -> None:
+        self._at_once = at_once
         self._pending: list[tuple[Tensor, Tensor, Tensor, Sequence[int]]] = []
 
     def product(self, rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -45,7 +49,10 @@ class WeightGradients:
 
     def take(self, rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> None:
         """What a weight gradient is made of, in backward."""
-        self._pending.append((rows_RM, grad_RH, weight_EMH, sizes))
+        if id(weight_EMH) in self._at_once:
+            _accumulate(rows_RM, grad_RH, weight_EMH, sizes)
+        else:
+            self._pending.append((rows_RM, grad_RH, weight_EMH, sizes))
 
     def compute(self) -> None:
         """Add all that was put off to the weights' gradients."""

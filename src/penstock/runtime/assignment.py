@@ -1,0 +1,111 @@
+"""Which layer's reduction a parameter's gradient belongs to: every parameter to exactly one.
+
+A parameter that several layers use belongs to the lowest of them. Backward comes there last, and the layer's
+reduction waits for it; any other would send a gradient to which a layer below has still to add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from penstock.moe import MoELayer
+from penstock.runtime.parts import ModelParts
+
+Layers = tuple[tuple[nn.Parameter, ...], ...]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Parameters by layer, each once. several: ids of expert parameters that several layers use."""
+
+    replicated: Layers
+    experts: Layers
+    several: frozenset[int]
+
+
+def assign(parts: ModelParts, model: nn.Module) -> Assignment:
+    """Give every parameter of `parts` and of `model` to one layer, frozen ones too.
+
+    A parameter that `parts` names in no layer goes to layer 0, whose reduction waits for all of backward.
+    Raises ValueError for a parameter that is an expert's and replicated, and for one that different experts
+    share although they are spread over ranks.
+    """
+    layers = range(len(parts.parts))
+    replicated = [parts.replicated_parameters(layer) for layer in layers]
+    experts = [parts.expert_parameters(layer) for layer in layers]
+    for layer in layers:
+        moe = parts.parts[layer].moe
+        if moe is not None:
+            _check_apart(moe, layer)
+    _check_one_kind(replicated, experts, model)
+    named = {id(p) for layer in (*replicated, *experts) for p in layer}
+    replicated[0] = [*replicated[0], *(p for p in model.parameters() if id(p) not in named)]
+    return Assignment(_lowest(replicated), _lowest(experts), _in_several(experts))
+
+
+def names_of(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> dict[int, str]:
+    """The first name of every parameter, by id; `others` may be parameters that `model` does not have."""
+    found: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), name)
+    for number, parameter in enumerate(others):
+        found.setdefault(id(parameter), f"parameter {number} outside the module")
+    return found
+
+
+def _lowest(layers: Sequence[Sequence[nn.Parameter]]) -> Layers:
+    seen: set[int] = set()
+    kept: list[tuple[nn.Parameter, ...]] = []
+    for layer in layers:
+        kept.append(tuple({id(p): p for p in layer if id(p) not in seen}.values()))
+        seen.update(map(id, layer))
+    return tuple(kept)
+
+
+def _in_several(layers: Sequence[Sequence[nn.Parameter]]) -> frozenset[int]:
+    seen: set[int] = set()
+    again: set[int] = set()
+    for layer in layers:
+        mine = set(map(id, layer))
+        again |= seen & mine
+        seen |= mine
+    return frozenset(again)
+
+
+def _check_one_kind(
+    replicated: Sequence[Sequence[nn.Parameter]], experts: Sequence[Sequence[nn.Parameter]], model: nn.Module
+) -> None:
+    """An expert is this rank's own and its gradient complete here; a replicated parameter is neither."""
+    of_experts = {id(p) for layer in experts for p in layer}
+    for number, layer in enumerate(replicated):
+        for parameter in layer:
+            if id(parameter) in of_experts:
+                name = names_of(model).get(id(parameter), f"a parameter of layer {number}")
+                raise ValueError(
+                    f"{name} is used by an expert, which one rank holds, and by a part that all ranks hold: "
+                    "its gradient would be summed over ranks in one place and not in the other. Give the "
+                    "expert a parameter of its own, or move what is shared into the shared expert."
+                )
+
+
+def _check_apart(moe: MoELayer, layer: int) -> None:
+    """Experts that share a parameter must be on one rank: elsewhere its copies would drift apart."""
+    if moe.ep_size == 1:
+        return
+    first_names: dict[int, str] = {}
+    for name, parameter in moe.experts.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), name)
+        if first != name and _numbers(moe, first, parameter) != _numbers(moe, name, parameter):
+            raise ValueError(
+                f"layer {layer}: experts.{name} is the same parameter as experts.{first} of another expert; "
+                f"the layer's experts are spread over {moe.ep_size} ranks, each with a copy that would be "
+                "trained differently. Put what experts share into the layer's shared expert."
+            )
+
+
+def _numbers(moe: MoELayer, name: str, parameter: nn.Parameter) -> set[int]:
+    """The experts that a parameter belongs to under this name."""
+    return {number for _, number, _ in moe.experts.split(name, parameter)}

@@ -1,0 +1,183 @@
+"""The gradient buckets of a model, made anew when the model has changed between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from penstock.runtime.assignment import Assignment, Layers, assign, names_of
+from penstock.runtime.buckets import Buckets, GradientBucket
+from penstock.runtime.marks import Entry, Marks, value_marks
+from penstock.runtime.parts import ModelParts
+from penstock.runtime.snapshot import Snapshot
+from penstock.step import StepShape
+from penstock.topology import Layout
+
+MOST_NAMES = 3
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A parameter as it was taken up; value: see `value_marks`."""
+
+    parameter: nn.Parameter
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    value: float
+
+    def is_still(self, parameter: nn.Parameter, name: str) -> bool:
+        same = self.parameter is parameter and self.name == name
+        return same and (self.dtype, self.shape) == (parameter.dtype, parameter.shape)
+
+
+class Gradients:
+    """What is reduced with which layer. `holds` is asked before every step, `renew` when it says no.
+
+    buckets: trained parameters only; frozen ones keep whatever gradient they have. marks: what ranks compare;
+    to_sum: the same as numbers [5], for the statistics task.
+    """
+
+    def __init__(self, model: nn.Module, parts: ModelParts, layout: Layout, device: torch.device) -> None:
+        self.model, self._parts, self._layout, self._device = model, parts, layout, device
+        self._known: dict[int, _Known] = {}
+        self.taken_up: tuple[str, ...] = ()
+        self.prepare()
+
+    def holds(self, shape: StepShape) -> bool:
+        """Whether model and buckets still belong together, under a plan of this shape."""
+        return self.marks is not None and _covers(shape, self.buckets) and self._snapshot.holds()
+
+    def prepare(self) -> None:
+        """Buckets for the model as it is now, before there is a plan; their sizes are what it is made of."""
+        self.marks: Marks | None = None
+        assigned = self._look()
+        self._fill(assigned.replicated, assigned.experts, assigned.several)
+
+    def renew(self, shape: StepShape) -> None:
+        """Buckets for the model as it is now, and for a plan of this shape; costs a look at new values.
+
+        Raises ValueError for what cannot be taken up, naming it.
+        """
+        assigned = self._look()
+        replicated, _ = _covered(assigned.replicated, shape.all_reduce_chunks, self._names)
+        experts, moved = assigned.experts, frozenset[int]()
+        if self._has_replicas:
+            experts, moved = _covered(experts, shape.expert_all_reduce_chunks, self._names)
+        marked = experts if self._has_replicas else ()
+        self._take_up([p for layer in (*replicated, *marked) for p in layer])
+        self.marks = Marks(self._entries(replicated), self._entries(marked))
+        # Copied to the device here, since that makes the host wait.
+        numbers = self.marks.numbers(self._layout)
+        self.to_sum = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        self._fill(replicated, experts, moved | assigned.several)
+
+    @property
+    def _has_replicas(self) -> bool:
+        return self._layout.edp_size > 1
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """The parameter's first name in the model."""
+        return self._names[id(parameter)]
+
+    def changes(self, rank: int) -> str:
+        """What this rank took up last, in words."""
+        few = ", ".join(self.taken_up[:MOST_NAMES])
+        more = len(self.taken_up) - MOST_NAMES
+        return f"rank {rank} took up {few}{f' and {more} more' if more > 0 else ''}, and others did not"
+
+    def experts(self) -> list[nn.Parameter]:
+        """Trained parameters of this rank's experts, each once."""
+        return [p for layer in self._experts for p in layer if p.requires_grad]
+
+    def _look(self) -> Assignment:
+        """The model as it is now, checked."""
+        snapshot, assigned = Snapshot(self.model), assign(self._parts, self.model)
+        everything = [p for layer in (*assigned.replicated, *assigned.experts) for p in layer]
+        names = names_of(self.model, everything)
+        _check_places(everything, names, self._device)
+        for layer in assigned.experts:
+            for parameter in layer:
+                parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
+        self._snapshot, self._names, self._experts = snapshot, names, assigned.experts
+        return assigned
+
+    def _fill(self, replicated: Layers, experts: Layers, at_once: frozenset[int]) -> None:
+        reduced = experts if self._has_replicas else ((),) * len(experts)
+        self.buckets = Buckets(
+            replicated=[GradientBucket(_trained(layer)) for layer in replicated],
+            experts=[GradientBucket(_trained(layer)) for layer in reduced],
+            at_once=at_once,
+        )
+
+    def _take_up(self, parameters: Sequence[nn.Parameter]) -> None:
+        names, known = self._names, self._known
+        new = [p for p in parameters if id(p) not in known or not known[id(p)].is_still(p, names[id(p)])]
+        found = {
+            id(p): _Known(p, names[id(p)], p.dtype, p.shape, value)
+            for p, value in zip(new, value_marks(new), strict=True)
+        }
+        self._known = {id(p): found.get(id(p)) or known[id(p)] for p in parameters}
+        self.taken_up = tuple(names[id(p)] for p in new)
+
+    def _entries(self, layers: Layers) -> tuple[Entry, ...]:
+        found = []
+        for layer, parameters in enumerate(layers):
+            for p in parameters:
+                known = self._known[id(p)]
+                kind = str(p.dtype).removeprefix("torch.")
+                found.append(Entry(known.name, layer, p.requires_grad, kind, tuple(p.shape), known.value))
+        return tuple(found)
+
+
+def _covers(shape: StepShape, buckets: Buckets) -> bool:
+    """Whether the plan reduces every bucket that holds something."""
+    pairs = (
+        *zip(shape.all_reduce_chunks, buckets.replicated, strict=True),
+        *zip(shape.expert_all_reduce_chunks, buckets.experts, strict=True),
+    )
+    return all(chunks or not bucket.flats for chunks, bucket in pairs)
+
+
+def _trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    return [p for p in parameters if p.requires_grad]
+
+
+def _covered(layers: Layers, chunks: Sequence[int], names: dict[int, str]) -> tuple[Layers, frozenset[int]]:
+    """Every trained parameter in a layer that the plan reduces: its own or the next below; ids of moved ones.
+
+    A plan has no reduction for a layer that was frozen when it was made. A lower layer's comes later.
+    """
+    found: list[list[nn.Parameter]] = [[] for _ in layers]
+    moved: set[int] = set()
+    for layer, parameters in enumerate(layers):
+        homes = [lower for lower in range(layer + 1) if chunks[lower]]
+        for p in parameters:
+            home = layer if chunks[layer] or not p.requires_grad else max(homes, default=None)
+            if home is None:
+                raise ValueError(
+                    f"{names[id(p)]} is trained now, and the plan reduces no gradients of layer {layer} or "
+                    "below: they were frozen when it was made. Call stack.replan() on every rank."
+                )
+            found[home].append(p)
+            if home != layer:
+                moved.add(id(p))
+    return tuple(map(tuple, found)), frozenset(moved)
+
+
+def _check_places(parameters: Sequence[nn.Parameter], names: dict[int, str], device: torch.device) -> None:
+    for p in parameters:
+        name = names[id(p)]
+        if hasattr(p, "placements"):
+            raise ValueError(
+                f"{name} is a DTensor: a stack places and reduces parameters itself. Do not shard the model "
+                "around it (fully_shard); for sharded layers use MoELayer with ExpertParallel instead."
+            )
+        if p.device.type != device.type or device.index not in (None, p.device.index):
+            raise ValueError(
+                f"{name} is on {p.device}, and the stack runs on {device}: move the model back, or build a "
+                "new stack with machinery for the other device."
+            )

@@ -1,0 +1,55 @@
+"""What the layers of a model say about the tasks of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from penstock.moe import MoELayer
+from penstock.moe.config import MoEConfig
+from penstock.step import StepShape
+from penstock.topology import Layout
+
+
+def check_layers(layers: Sequence[MoELayer | None], moe: MoEConfig, layout: Layout) -> None:
+    """Layers that a user built must be what the configuration and the layout say."""
+    for number, layer in enumerate(layers):
+        if layer is None:
+            continue
+        for what, found, wanted in (
+            ("num_experts", layer.num_experts, moe.num_experts),
+            ("ep_size", layer.ep_size, layout.ep_size),
+        ):
+            if found != wanted:
+                why = f"layer {number} was built with {what} = {found}, the stack with {wanted}"
+                raise ValueError(f"{why}: build the layer with the stack's {what}")
+
+
+def check_same(now: StepShape, before: StepShape) -> None:
+    """The tasks of a step are decided when a stack is built."""
+    for field in fields(StepShape):
+        found, wanted = getattr(now, field.name), getattr(before, field.name)
+        if found != wanted:
+            raise ValueError(
+                f"the model's layers have changed: {field.name} is {found} and was {wanted} when the stack "
+                "was built, and a step's tasks depend on it. Build a new stack for the changed model."
+            )
+
+
+def shape_of(layers: Sequence[MoELayer | None]) -> StepShape:
+    """The uncut shape of a step of these layers (None: a dense one); they need the same kinds of tasks."""
+    moe = [layer for layer in layers if layer is not None]
+    if not moe:
+        return StepShape(moe_layers=(False,) * len(layers))
+    dynamic = {layer.order.dynamic for layer in moe}
+    legs = {layer.dispatch.hops for layer in moe}
+    shared = {layer.shared is not None for layer in moe}
+    for what, found in (("order", dynamic), ("dispatch", legs), ("shared experts", shared)):
+        if len(found) > 1:
+            raise ValueError(f"all MoE layers of a stack need the same kind of {what}: their tasks are alike")
+    return StepShape(
+        moe_layers=tuple(layer is not None for layer in layers),
+        exchange_counts=dynamic.pop(),
+        dispatch=legs.pop(),
+        shared_experts=shared.pop(),
+    )

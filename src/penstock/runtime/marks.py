@@ -1,0 +1,154 @@
+"""Whether all ranks train the same parameters from the same values, found out without an exchange of its own.
+
+Every rank adds five numbers to the sums of the statistics task, weighted so that they cancel where ranks
+agree. A rank that froze, replaced or added something by itself is seen before any gradient is reduced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from penstock.runtime.errors import ParameterMismatchError
+from penstock.topology import Control, Layout
+
+FIELDS = 5
+"""A one (to count ranks), then layout and values of replicated parameters, and of experts."""
+TOLERANCE = 1e-3
+"""Values drawn apart differ by about one; those of the same seed on different processors by rounding."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What all ranks must have alike of one parameter. value: of its values when it was taken up."""
+
+    name: str
+    layer: int
+    trained: bool
+    dtype: str
+    shape: tuple[int, ...]
+    value: float
+
+    @property
+    def line(self) -> str:
+        """All but the values."""
+        return f"{self.layer} {self.name} {self.trained} {self.dtype} {self.shape}"
+
+    def differs(self, other: Entry) -> str | None:
+        """What is different, in words about self and other."""
+        if self.trained != other.trained:
+            return f"is {_state(self.trained)} there and {_state(other.trained)} here"
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return f"is {self.dtype} {list(self.shape)} there and {other.dtype} {list(other.shape)} here"
+        if self.layer != other.layer:
+            return f"is used by layer {self.layer} there and by layer {other.layer} here"
+        if abs(self.value - other.value) > TOLERANCE:
+            return "got other values there than here, or was replaced on one of the two only"
+        return None
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The entries of one rank: of replicated parameters, and of experts that have replicas."""
+
+    replicated: tuple[Entry, ...]
+    experts: tuple[Entry, ...]
+
+    def numbers(self, layout: Layout) -> list[float]:
+        """What this rank adds to the sums, [FIELDS]. What must cancel exactly is whole and below 2**53."""
+        world = 1 - layout.world_size if layout.rank == 0 else 1
+        first = layout.rank < layout.ep_size
+        replicas = (1 - layout.edp_size if first else 1) * (2 * layout.ep_rank + 1)
+        return [
+            1.0,
+            float(world * _digest(self.replicated)),
+            world * _values(self.replicated),
+            float(replicas * _digest(self.experts)),
+            replicas * _values(self.experts),
+        ]
+
+
+def agree(total: Sequence[float], layout: Layout) -> bool:
+    """Whether the sums over ranks say that all are alike. True where a transport sums nothing."""
+    if total[0] != layout.world_size:
+        return True
+    _, layouts, values, expert_layouts, expert_values = total
+    return layouts == expert_layouts == 0 and abs(values) < TOLERANCE and abs(expert_values) < TOLERANCE
+
+
+def value_marks(parameters: Sequence[nn.Parameter]) -> list[float]:
+    """For every parameter the sum of its values over their norm; one wait for the device."""
+    if not parameters:
+        return []
+    with torch.no_grad():
+        found = torch.stack([_value_mark(p.detach()).cpu() for p in parameters])
+    return torch.nan_to_num(found).tolist()
+
+
+def raise_mismatch(mine: Marks, layout: Layout, control: Control) -> None:
+    """Raise ParameterMismatchError that names a parameter. Every rank must call it."""
+    everyone = control.gather(mine, "comparing parameters")
+    for rank, theirs in enumerate(everyone):
+        pairs = ((theirs.replicated, 0, "replicated"), (theirs.experts, rank % layout.ep_size, "experts"))
+        for entries, first, kind in pairs:
+            reference: tuple[Entry, ...] = getattr(everyone[first], kind)
+            found = _difference(entries, reference)
+            if found is not None:
+                raise mismatch(f"on rank {rank} against rank {first}: {found}")
+    raise mismatch("they differ in more ways than one message can say")
+
+
+def mismatch(what: str) -> ParameterMismatchError:
+    """The error with what to do."""
+    return ParameterMismatchError(
+        f"ranks train different parameters: {what}. Freeze, thaw, replace and add parameters on all ranks "
+        "before the same step, and give new ones equal values (the same seed on all ranks, or rank 0's "
+        "values by torch.distributed.broadcast)."
+    )
+
+
+def _difference(entries: Iterable[Entry], reference: Iterable[Entry]) -> str | None:
+    there: Mapping[str, Entry] = {entry.name: entry for entry in entries}
+    here: Mapping[str, Entry] = {entry.name: entry for entry in reference}
+    for name in (*here, *there):
+        if name not in there:
+            return f"{name} does not exist there"
+        if name not in here:
+            return f"{name} exists there only"
+        problem = there[name].differs(here[name])
+        if problem is not None:
+            return f"{name} {problem}"
+    return None
+
+
+def _value_mark(values: Tensor) -> Tensor:
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if not values.is_floating_point():
+        values = values.double()
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    mark: Tensor = values.sum(dtype=torch.float64) / norm.clamp(min=torch.finfo(torch.float64).tiny)
+    return mark
+
+
+def _digest(entries: Iterable[Entry]) -> int:
+    lines = "\n".join(entry.line for entry in entries)
+    return int.from_bytes(hashlib.blake2b(lines.encode(), digest_size=4).digest(), "big")
+
+
+def _values(entries: Iterable[Entry]) -> float:
+    """Weighted by name, so that two parameters that have changed places are seen."""
+    return sum(entry.value * _weight(entry.name) for entry in entries)
+
+
+def _weight(name: str) -> float:
+    digest = hashlib.blake2b(name.encode(), digest_size=2).digest()
+    return 1 + int.from_bytes(digest, "big") / 2**16
+
+
+def _state(trained: bool) -> str:
+    return "trained" if trained else "frozen"

@@ -1,0 +1,46 @@
+"""What cannot be done with a stack, and what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+
+def refuse_data_parallel() -> NoReturn:
+    """Raise TypeError: DistributedDataParallel around a stack would average gradients a second time."""
+    raise TypeError(
+        "a PipelinedStack needs no DistributedDataParallel or DataParallel: when loss.backward() returns, "
+        "every gradient is synchronised already. Use the stack as it is."
+    )
+
+
+def refuse_pickle() -> NoReturn:
+    """Raise TypeError: the threads and process groups of a stack are of this process."""
+    raise TypeError(
+        "a PipelinedStack cannot be pickled: it runs on threads and process groups of this process. Save "
+        "stack.state_dict() (or pickle stack.model) and build a stack anew; copy.deepcopy(stack) works."
+    )
+
+
+def raise_replaced(name: str) -> NoReturn:
+    """Raise RuntimeError: what a hook put into `.grad` in mid-step was not synchronised."""
+    raise RuntimeError(
+        f"the gradient of {name} was replaced or removed while backward was running, before it was summed "
+        "over ranks and microbatches: what has been updated from it is wrong. Update parameters after "
+        "loss.backward(), not in a hook (register_post_accumulate_grad_hook)."
+    )
+
+
+def check_no_checkpoint() -> None:
+    """Raise RuntimeError if activation checkpointing is around the whole stack.
+
+    It would run the forward tasks again in the middle of the backward ones, on the same lanes.
+    """
+    recomputes = torch._C._current_graph_task_id() != -1
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if recomputes or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"):
+        raise RuntimeError(
+            "torch.utils.checkpoint around a whole PipelinedStack would run its transfers again in the "
+            "middle of backward. Put it around modules inside the blocks, such as block.attention."
+        )
