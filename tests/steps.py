@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from hypothesis import strategies as st
 
 from penstock.dispatch import DISPATCHES
-from penstock.graph import Graph, Lane, Op, Phase, StepShape, Task
+from penstock.graph import Graph, Lane, Phase, Task
+from penstock.ops import Op
 from penstock.schedule import SCHEDULES, Pieces, StepPlan, plan_step, unit_cost
+from penstock.step import StepShape
 
 PICTURE_WIDTH = 106
 """Columns of a picture inside a class docstring: 110 less the indentation."""

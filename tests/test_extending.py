@@ -270,7 +270,7 @@ def test_the_layer_of_the_readme() -> None:
     assert known["out"].shape == known["x"].shape == known["x"].grad.shape
     assert all(p.grad is not None for name, p in known["layer"].named_parameters() if "experts" not in name)
     stack = stack_built(scheduled, known)
-    assert stack.plan.graph.shape.shared_experts
+    assert stack.plan.shape.shared_experts
     check_trains(stack)
 
 

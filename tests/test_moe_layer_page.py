@@ -16,8 +16,7 @@ import penstock.moe
 from penstock import MoELayer, clip_grad_norm_
 from penstock.cli import main
 from penstock.dispatch import HierarchicalDispatch2D
-from penstock.graph import Lane, Op, StepShape
-from penstock.graph.task import SPECS
+from penstock.graph import Lane
 from penstock.models import ModelConfig
 from penstock.moe import (
     Bfloat16Rows,
@@ -31,7 +30,9 @@ from penstock.moe import (
     SwiGLUExperts,
     Tokens,
 )
+from penstock.ops import OPS, Op
 from penstock.schedule import SCHEDULES, Pieces, ScheduleConfig, plan_step, unit_cost
+from penstock.step import StepShape
 from penstock.train.assemble import build_stack
 from penstock.train.config import RunConfig
 from tests.support.pages import CHOICES, EXPERTS, HIDDEN, MOE_LAYER, ROOT, blocks, run_block
@@ -165,7 +166,7 @@ def test_the_parts_exist_and_tasks_are_on_their_lanes() -> None:
         for part in where.split(";"):
             *ops, lane = re.split(r", | and ", re.sub(r" \(and W\)", "", part.strip()))
             if lane in set(Lane):
-                assert {SPECS[Op(op)].lane for op in ops} == {lane}, (name, part)
+                assert {OPS[Op(op)].lane for op in ops} == {lane}, (name, part)
 
 
 def test_defaults_of_the_configuration() -> None:

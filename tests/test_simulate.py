@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Graph, Group, Lane, Op, Phase, StepShape, Task, build_graph
+from penstock.graph import Graph, Lane, Phase, Task
+from penstock.mesh import Axes, Group
+from penstock.ops import Op
 from penstock.schedule import SCHEDULES, Schedule, plan_step
 from penstock.simulate import LowerBound, Ranks, Seconds, lower_bound, overlap_efficiency, simulate
+from penstock.step import StepShape, build_graph
 from tests.steps import example_plan, pieces_for, random_orders, random_seconds, seeds, shapes
 
 # ---- a published closed form -------------------------------------------------------------------------------
@@ -90,7 +93,7 @@ def worlds(draw: st.DrawFn) -> Ranks:
     return Ranks(ep_size * draw(st.integers(1, 3)), ep_size, node_size if told else 0)
 
 
-def members(group: Group, rank: int, ranks: Ranks) -> list[int]:
+def members(group: Axes, rank: int, ranks: Ranks) -> list[int]:
     """Expert groups and nodes are consecutive ranks; a rail has one of every node of an expert group."""
     everyone, size = range(ranks.world_size), ranks.node_size or ranks.ep_size
     together = {
@@ -106,8 +109,8 @@ def members(group: Group, rank: int, ranks: Ranks) -> list[int]:
     return [other for other in everyone if together[group](other)]
 
 
-@given(worlds(), seeds, st.sampled_from(Group))
-def test_a_group_meets_at_the_latest_of_its_members(ranks: Ranks, seed: int, group: Group) -> None:
+@given(worlds(), seeds, st.sampled_from(Axes))
+def test_a_group_meets_at_the_latest_of_its_members(ranks: Ranks, seed: int, group: Axes) -> None:
     times = np.random.default_rng(seed).random(ranks.world_size)
     met = ranks.meet(group, times)
     assert met.tolist() == [
@@ -141,7 +144,7 @@ def test_every_rank_keeps_the_rule_and_groups_end_together(shape: StepShape, ran
             for rank in range(ranks.world_size):
                 start = max((times[other].end[rank] for other in before), default=0.0)
                 assert times[task].start[rank] == start
-                group = members(task.spec.group, rank, ranks)
+                group = members(task.axes, rank, ranks)
                 ends = [times[task].start[m] + seconds[task][m] for m in group]
                 assert times[task].end[rank] == max(ends)
 

@@ -12,10 +12,10 @@ some axes are fixed: `members(rank, ("ep_node",))` are the ranks along that rank
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +24,35 @@ Axes = tuple[str, ...]
 """Names of axes of one view; () = the rank alone."""
 Seconds = npt.NDArray[np.float64]
 
-ALONE: Axes = ()
-EXPERT: Axes = ("ep",)
-NODE: Axes = ("ep_local",)
-RAIL: Axes = ("ep_node",)
-EXPERT_REPLICAS: Axes = ("edp",)
-WORLD: Axes = ("dp", "mp")
+
+class Group:
+    """The kinds of groups that Penstock's own tasks meet in.
+
+    EXPERT: the ranks that share a layer's experts. NODE: those of them in one node. RAIL: those with the same
+    place in their nodes. EXPERT_REPLICAS: the replicas of an expert. WORLD: all ranks.
+    """
+
+    ALONE: Final[Axes] = ()
+    EXPERT: Final[Axes] = ("ep",)
+    NODE: Final[Axes] = ("ep_local",)
+    RAIL: Final[Axes] = ("ep_node",)
+    EXPERT_REPLICAS: Final[Axes] = ("edp",)
+    WORLD: Final[Axes] = ("dp", "mp")
+
+    NAMES: Final[dict[str, Axes]] = {
+        "ep": EXPERT,
+        "node": NODE,
+        "rail": RAIL,
+        "edp": EXPERT_REPLICAS,
+        "world": WORLD,
+    }
+    """What cluster files and messages call them."""
+
+    @classmethod
+    def name(cls, axes: Axes) -> str:
+        """What people call a kind of group; its axes where it has no other name."""
+        return next((name for name, own in cls.NAMES.items() if own == axes), " x ".join(axes))
+
 
 VIEWS: dict[str, Axes] = {"dense": ("dp", "mp"), "experts": ("edp", "ep_node", "ep_local", "esp")}
 JOINED: dict[str, Axes] = {"ep": ("ep_node", "ep_local")}
@@ -163,9 +186,10 @@ class Mesh:
         latest = by_axis.max(axis=along, keepdims=True)
         return np.broadcast_to(latest, by_axis.shape).reshape(-1)
 
-    def silent(self, kinds: Iterable[Axes]) -> frozenset[Axes]:
-        """Of some kinds of groups those that have one rank only: nothing is sent there."""
-        return frozenset(axes for axes in kinds if axes and self.size(axes) == 1)
+    @property
+    def silent(self) -> frozenset[Axes]:
+        """The kinds of groups that have one rank only: nothing is sent in them."""
+        return frozenset(axes for axes in Group.NAMES.values() if self.size(axes) == 1)
 
     def _shape(self, view: str) -> tuple[int, ...]:
         return tuple(self.sizes[axis] for axis in VIEWS[view])

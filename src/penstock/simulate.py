@@ -7,49 +7,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from penstock.graph import Graph, Group, Interval, Lane, Task, longest_path
+from penstock.graph import Graph, Interval, Lane, Task, longest_path
 from penstock.graph.paths import Clock
+from penstock.mesh import Mesh, Seconds
 from penstock.schedule import Schedule
 from penstock.trace.records import TaskRecord
 
 T = TypeVar("T")
-Seconds = npt.NDArray[np.float64]
 RankCost = Callable[[Task], Any]
 """Seconds of a task: one number for all ranks, or an array [ranks]."""
-
-
-MEETING_AXES = {
-    Group.EXPERT: (1, 2),
-    Group.EXPERT_REPLICAS: (0,),
-    Group.NODE: (2,),
-    Group.RAIL: (1,),
-}
-"""Of ranks arranged as [expert group, node, place in the node]: the axes along which a group extends."""
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Which ranks meet in a collective: expert groups are consecutive, expert replicas strided.
-
-    node_size: ranks of an expert group in one node; 0 = all of them.
-    """
-
-    world_size: int = 1
-    ep_size: int = 1
-    node_size: int = 0
-
-    def meet(self, group: Group, times: Seconds) -> Seconds:
-        """For every rank the latest time within its group. times: [ranks]."""
-        if group is Group.ALONE:
-            return times
-        if group is Group.WORLD:
-            return np.full_like(times, times.max())
-        # [expert group, node, place in the node]
-        by_place = times.reshape(-1, self.ep_size // (size := self.node_size or self.ep_size), size)
-        latest = by_place.max(axis=MEETING_AXES[group], keepdims=True)
-        return np.broadcast_to(latest, by_place.shape).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -57,7 +24,7 @@ class Timeline:
     """Start and end of every task on every rank: arrays [ranks], seconds."""
 
     times: dict[Task, Interval[Seconds]]
-    ranks: Ranks
+    mesh: Mesh
 
     @property
     def iteration_s(self) -> float:
@@ -68,7 +35,7 @@ class Timeline:
         return [
             TaskRecord(task, rank, float(interval.start[rank]), float(interval.end[rank]))
             for task, interval in self.times.items()
-            for rank in range(self.ranks.world_size)
+            for rank in range(self.mesh.world_size)
         ]
 
 
@@ -77,16 +44,16 @@ class _RankClock:
     """Times are arrays [ranks]; a collective ends for its whole group at once."""
 
     cost: RankCost
-    ranks: Ranks
+    mesh: Mesh
 
     def zero(self) -> Seconds:
-        return np.zeros(self.ranks.world_size)
+        return np.zeros(self.mesh.world_size)
 
     def latest(self, first: Seconds, second: Seconds) -> Seconds:
         return np.maximum(first, second)
 
     def end(self, task: Task, start: Seconds) -> Seconds:
-        return self.ranks.meet(task.spec.group, start + self.cost(task))
+        return self.mesh.latest(start + self.cost(task), task.axes)
 
 
 @dataclass(frozen=True)
@@ -105,17 +72,17 @@ class _AlikeClock:
         return start + self.seconds[task]
 
 
-def simulate(schedule: Schedule, graph: Graph, cost: RankCost, ranks: Ranks | None = None) -> Timeline:
+def simulate(schedule: Schedule, graph: Graph, cost: RankCost, mesh: Mesh | None = None) -> Timeline:
     """When every task runs. A task starts when its inputs and the task before it on its lane are done."""
-    ranks = ranks or Ranks()
+    mesh = mesh or Mesh()
     needs = graph.needs.__getitem__
     seconds = {task: cost(task) for order in schedule.lanes.values() for task in order}
     if any(isinstance(each, np.ndarray) for each in seconds.values()):
-        return Timeline(longest_path(schedule.lanes, needs, _RankClock(seconds.__getitem__, ranks)), ranks)
+        return Timeline(longest_path(schedule.lanes, needs, _RankClock(seconds.__getitem__, mesh)), mesh)
     alike = longest_path(schedule.lanes, needs, _AlikeClock(seconds))
     times = np.array(list(alike.values()), dtype=np.float64).reshape(-1, 2, 1)
-    shown = np.broadcast_to(times, (len(times), 2, ranks.world_size))  # no copy per rank
-    return Timeline({task: Interval(*both) for task, both in zip(alike, shown, strict=True)}, ranks)
+    shown = np.broadcast_to(times, (len(times), 2, mesh.world_size))  # no copy per rank
+    return Timeline({task: Interval(*both) for task, both in zip(alike, shown, strict=True)}, mesh)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,15 +98,15 @@ class LowerBound:
         return max(self.busiest_lane_s, self.critical_path_s)
 
 
-def lower_bound(graph: Graph, cost: RankCost, ranks: Ranks | None = None) -> LowerBound:
+def lower_bound(graph: Graph, cost: RankCost, mesh: Mesh | None = None) -> LowerBound:
     """The bound for every schedule of this graph; each lane's work is that of its slowest rank."""
-    ranks = ranks or Ranks()
+    mesh = mesh or Mesh()
     seconds = {task: cost(task) for task in graph.tasks}
     uneven = any(isinstance(each, np.ndarray) for each in seconds.values())
     busy = lane_work(seconds)
     busiest = max(busy, key=lambda lane: busy[lane])
     path_s = (
-        _critical_path(graph, _RankClock(seconds.__getitem__, ranks))
+        _critical_path(graph, _RankClock(seconds.__getitem__, mesh))
         if uneven
         else _critical_path(graph, _AlikeClock(seconds))
     )

@@ -223,7 +223,7 @@ class Tuned:
 
 def cut_of(entry: Entry) -> tuple[int, int]:
     assert entry.plan is not None
-    return entry.plan.graph.shape.microbatches, entry.plan.graph.shape.chunks
+    return entry.plan.shape.microbatches, entry.plan.shape.chunks
 
 
 def tuned_by(maker: Calibration | VirtualField, chosen: Entry, config: BenchConfig) -> Tuned:

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from penstock.bench.predict import ComputeTimes, PredictedCost, predict
 from penstock.cost import AlphaBeta, FittedCluster, StepCost, Workload
-from penstock.graph import Interval, Lane, Op, Phase, StepShape, Task, build_graph
+from penstock.graph import Interval, Lane, Phase, Task
+from penstock.ops import Op
 from penstock.plan.predict import company
 from penstock.schedule import SCHEDULES, StepPlan, unit_cost
 from penstock.simulate import Ranks, Timeline
+from penstock.step import StepShape, build_graph
 from penstock.trace import TaskRecord
 
 F, B = Phase.FORWARD, Phase.BACKWARD
@@ -104,7 +106,7 @@ def cost_of(
     plan: StepPlan, *, reduce_s: float, slowed: float, alone_s: float, beside: list[list[float]]
 ) -> PredictedCost:
     alone = everywhere(plan, [[alone_s] * len(beside[0])] * len(beside))
-    return PredictedCost(transfers(plan.graph.shape, reduce_s), alone, everywhere(plan, beside), slowed)
+    return PredictedCost(transfers(plan.shape, reduce_s), alone, everywhere(plan, beside), slowed)
 
 
 SCATTERED = [[2.0, 1.0], [1.25, 1.75]]

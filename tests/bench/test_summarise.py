@@ -11,8 +11,8 @@ from penstock.bench.contender import Entry, Sample
 from penstock.bench.result import BenchResult, Spread
 from penstock.bench.summarise import busiest_uplink_bytes, summarise
 from penstock.bench.table import render
-from penstock.graph import StepShape
 from penstock.schedule import SCHEDULES, Pieces, StepPlan, plan_step, unit_cost
+from penstock.step import StepShape
 from penstock.trace import TaskRecord
 
 

@@ -16,8 +16,11 @@ from penstock.config import ConfigError, from_dict
 from penstock.cost import ClusterConfig, ProfiledCluster, Span, StepCost
 from penstock.cost.cluster_file import ClusterFile, Fit, KernelModel, LinkModel, Machine, TaskModel
 from penstock.cost.clusters import find_cluster, names
-from penstock.graph import Group, Lane, Op, Phase, StepShape, build_graph
+from penstock.graph import Lane, Phase
+from penstock.mesh import Axes
+from penstock.ops import Op
 from penstock.schedule import SCHEDULES, ScheduleConfig
+from penstock.step import StepShape, build_graph
 from tests.cost.test_step import workload
 
 HERE = Machine(
@@ -255,10 +258,10 @@ def test_a_misspelt_name_is_answered_with_the_nearest(
 
 
 def test_every_name_that_a_profile_writes_is_taken() -> None:
-    for group, lane, op in product(Group, Lane, ("", *Op)):
+    for group, lane, op in product(Axes, Lane, ("", *Op)):
         link = replace(MEASURED.links[0], group=str(group), lane=str(lane), op=str(op))
         assert replace(MEASURED, links=(link,)).links == (link,)
-    for op, phase in product(Op, Phase):
+    for op, phase in product(str, Phase):
         replace(MEASURED.tasks[0], op=str(op), phase=str(phase))
 
 

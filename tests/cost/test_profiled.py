@@ -9,7 +9,9 @@ import pytest
 from penstock.cost import AlphaBeta, ProfiledCluster, Span, StepCost
 from penstock.cost.cluster_file import Collective, LinkModel, TaskModel
 from penstock.cost.clusters import find_cluster
-from penstock.graph import Op, Phase, StepShape, build_graph
+from penstock.graph import Phase
+from penstock.ops import Op
+from penstock.step import StepShape, build_graph
 from tests.cost.test_clusters import HERE
 from tests.cost.test_step import workload
 
@@ -86,7 +88,7 @@ def test_experts_of_several_slices_have_the_fixed_part_of_each() -> None:
         model = TaskModel(op="X", phase="F", alpha_s=alpha_s, scale=1.0)
         cluster = ProfiledCluster.build(replace(TESTBED_B, tasks=(model,), measured=HERE))
         for cut in (shape, even):
-            tasks = [t for t in build_graph(cut).tasks if t.op is Op.EXPERTS and t.phase is Phase.FORWARD]
+            tasks = [t for t in build_graph(cut).tasks if t.op == Op.EXPERTS and t.phase is Phase.FORWARD]
             seconds[cut, alpha_s] = sum(StepCost(cut, work, cluster)(task) for task in tasks)
     assert seconds[shape, 1e-3] - seconds[shape, 0.0] == pytest.approx(4e-3)
     assert seconds[even, 1e-3] - seconds[even, 0.0] == pytest.approx(2e-3)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from penstock.cost import Span
 from penstock.cost.span import span_of
-from penstock.graph import Group, StepShape
+from penstock.mesh import Axes, Group
+from penstock.step import StepShape
 from penstock.topology import Layout
 from tests.cost.test_step import workload
 
@@ -20,7 +21,7 @@ KINDS = [Group.EXPERT, Group.EXPERT_REPLICAS, Group.WORLD]
 @given(
     st.sampled_from(KINDS), st.sampled_from([1, 2, 3, 4]), st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 6])
 )
-def test_spans_are_those_of_the_layout(kind: Group, ep_size: int, replicas: int, node_size: int) -> None:
+def test_spans_are_those_of_the_layout(kind: Axes, ep_size: int, replicas: int, node_size: int) -> None:
     """Also of groups that do not fill whole nodes."""
     world = ep_size * replicas
     groups = Layout(world_size=world, ep_size=ep_size, rank=0, node_size=node_size).members(kind)

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, Span, StepCost, UnevenRanks, Workload
 from penstock.dispatch import DISPATCHES
-from penstock.graph import Group, Lane, Op, Phase, StepShape, Task, build_graph
-from penstock.graph.dependencies import TRANSFERS
-from penstock.graph.task import BACK_AGAIN
+from penstock.graph import Lane, Phase, Task
+from penstock.mesh import Group
+from penstock.ops import Op
+from penstock.ops.transfers import HOME, TRANSFERS
+from penstock.step import StepShape, build_graph
 from tests.steps import shapes
 
 CLUSTER = ClusterConfig(
@@ -62,15 +64,15 @@ def alpha_s(task: Task, work: Workload) -> float:
         return CLUSTER.task_overhead_s
     if task.op in TRANSFERS:
         return CLUSTER.leg(work.dispatch, task.op, work.span(Group.EXPERT)).alpha_s
-    if task.op is Op.COUNTS:
+    if task.op == Op.COUNTS:
         return CLUSTER.all_to_all(work.span(Group.EXPERT)).alpha_s
-    group = Group.EXPERT_REPLICAS if task.op is Op.EXPERT_ALL_REDUCE else Group.WORLD
+    group = Group.EXPERT_REPLICAS if task.op == Op.EXPERT_ALL_REDUCE else Group.WORLD
     return CLUSTER.all_reduce(work.span(group)).alpha_s
 
 
-def volume_s(shape: StepShape) -> dict[tuple[int, Op, Phase], float]:
+def volume_s(shape: StepShape) -> dict[tuple[int, str, Phase], float]:
     """Seconds per layer, op and phase without start-ups."""
-    cost, total = cost_of(shape), defaultdict[tuple[int, Op, Phase], float](float)
+    cost, total = cost_of(shape), defaultdict[tuple[int, str, Phase], float](float)
     for task in build_graph(shape).tasks:
         total[task.layer, task.op, task.phase] += cost(task) - alpha_s(task, cost.workload)
     return total
@@ -168,7 +170,7 @@ def test_legs_of_four_nodes_of_two() -> None:
     )
     for name, dispatch in DISPATCHES.items():
         for op in dispatch.ops:
-            back = CLUSTER.leg(name, BACK_AGAIN[op], Span.regular(4, 2))
+            back = CLUSTER.leg(name, HOME[op], Span.regular(4, 2))
             assert back == CLUSTER.leg(name, op, Span.regular(4, 2))
 
 
@@ -198,7 +200,7 @@ def test_a_popular_rank_computes_longer_and_holds_up_transfers() -> None:
     uneven = UnevenRanks(even, load=(2.0, 1.0, 0.5, 0.5))
     for task in build_graph(shape).tasks:
         usual_s, found = even(task), np.asarray(uneven(task))
-        if task.op is Op.EXPERTS:
+        if task.op == Op.EXPERTS:
             fixed_s = CLUSTER.task_overhead_s
             np.testing.assert_allclose(found - fixed_s, (usual_s - fixed_s) * np.array([2.0, 1.0, 0.5, 0.5]))
         elif task.op in (Op.DISPATCH, Op.COMBINE):
@@ -212,5 +214,5 @@ def test_a_slow_rank_with_few_tokens() -> None:
     shape = StepShape(moe_layers=(True,))
     even = StepCost(shape, workload(shape), replace(CLUSTER, task_overhead_s=1e-12))
     both = UnevenRanks(even, slowness=(1.0, 4.0), load=(1.5, 0.5))
-    for task in (t for t in build_graph(shape).tasks if t.op is Op.EXPERTS):
+    for task in (t for t in build_graph(shape).tasks if t.op == Op.EXPERTS):
         np.testing.assert_allclose(both(task), even(task) * np.array([1.5, 2.0]), rtol=1e-6)

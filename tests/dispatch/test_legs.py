@@ -11,20 +11,21 @@ from hypothesis import strategies as st
 
 from penstock.dispatch import DISPATCHES, Dispatch, Leg, Place
 from penstock.dispatch.base import place_in
-from penstock.graph import Group, Lane
-from penstock.graph.task import SPECS, Op
+from penstock.graph import Lane
+from penstock.mesh import Axes, Group
+from penstock.ops import OPS, Op
 
 Row = tuple[int, int, int]
 """Source rank, target rank, number."""
 
 
-def members(group: Group, place: Place) -> list[int]:
+def members(group: Axes, place: Place) -> list[int]:
     """Ranks of the group that the rank at `place` is in."""
     size = place.node_size
-    if group is Group.NODE:
+    if group == Group.NODE:
         return list(range(place.node * size, (place.node + 1) * size))
     return (
-        list(range(place.local, place.ep_size, size)) if group is Group.RAIL else list(range(place.ep_size))
+        list(range(place.local, place.ep_size, size)) if group == Group.RAIL else list(range(place.ep_size))
     )
 
 
@@ -110,7 +111,7 @@ def test_legs_stay_on_their_lanes(dispatch: Dispatch) -> None:
                 n for peer, n in zip(peers, leg.input_splits, strict=True) if peer // size != rank // size
             ]
             crossing += sum(away)
-            if SPECS[op].lane is Lane.INTRA:
+            if OPS[op].lane is Lane.INTRA:
                 assert sum(away) == 0, f"{op} of rank {rank}"
     node = np.arange(ranks) // size
     assert crossing == table[node[:, None] != node[None, :]].sum()

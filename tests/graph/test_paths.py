@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 
-from penstock.graph import Graph, Lane, ScheduleError, StepShape, Task, build_graph, longest_path
+from penstock.graph import Graph, Lane, ScheduleError, Task, longest_path
 from penstock.graph.paths import issue_order
+from penstock.step import StepShape, build_graph
 from tests.steps import random_orders, seeds, shapes
 
 Orders = Mapping[Lane, Sequence[Task]]

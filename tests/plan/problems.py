@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, ClusterFile, Workload
 from penstock.dispatch import DISPATCHES
-from penstock.graph import StepShape
 from penstock.plan import Problem
+from penstock.step import StepShape
 
 FILE = ClusterFile(
     name="two-nodes",

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.cost import AlphaBeta, ClusterConfig, FittedCluster, ProfiledCluster
-from penstock.graph import Op
+from penstock.ops import Op
 from penstock.plan import MemoryBudget, explain, find_plan
 from penstock.plan.explain import faster
 from penstock.plan.words import change, gib, mib, milliseconds

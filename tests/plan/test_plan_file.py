@@ -58,7 +58,7 @@ def test_what_is_saved_is_read_and_replayed(
     )
     replayed = file.step_plan(each)
     assert replayed.schedule == found.plan.schedule
-    assert replayed.graph.shape == found.plan.graph.shape
+    assert replayed.shape == found.plan.shape
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def test_without_its_schedule_the_order_is_made_anew(path: Path) -> None:
         del table["schedule"]
 
     plan = edited(path, edit).step_plan(problem())
-    assert plan.graph.shape.microbatches == 4
+    assert plan.shape.microbatches == 4
     plan.schedule.check(plan.graph)
 
 

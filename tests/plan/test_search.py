@@ -128,7 +128,7 @@ def test_a_long_model_is_looked_at_through_a_short_one() -> None:
     short = module.sketch(long)
     assert short.shape.num_layers == module.FEW_LAYERS + 2
     found = find_plan(long)
-    assert found.best.plan.graph.shape.num_layers == 40
+    assert found.best.plan.shape.num_layers == 40
     for planner in PUBLISHED.values():
         assert found.best.predicted_s <= evaluate(long, planner(long)).predicted_s
 

@@ -9,8 +9,8 @@ import pytest
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster, names
-from penstock.graph import Op
 from penstock.models import PRESETS
+from penstock.ops import Op
 from penstock.plan import MODELS, Choice, estimate_memory, evaluate, published_problem
 from penstock.plan.subject import Overrides
 
@@ -105,8 +105,8 @@ def test_one_group_reduces_in_no_time_and_still_holds_its_weights() -> None:
     assert alone.workload.world_size == 1
     choice = Choice()
     plan = alone.plan(choice)
-    cost = alone.cost(choice, plan.graph.shape)
-    assert {cost(task) for task in plan.graph.tasks if task.op is Op.ALL_REDUCE} == {0.0}
+    cost = alone.cost(choice, plan.shape)
+    assert {cost(task) for task in plan.graph.tasks if task.op == Op.ALL_REDUCE} == {0.0}
     replicated = sum(alone.workload.all_reduce_bytes)
     with_weights, without = (
         estimate_memory(replace(alone, workload=work), choice).weights_bytes

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.graph import StepShape
 from penstock.moe.config import Compression
 from penstock.runtime import PipelinedStack
 from penstock.schedule import TAIL, FSMoE, Partition, Portion, ScheduleConfig, Slot, plan_step, unit_cost
+from penstock.step import StepShape
 from tests.runtime.test_moe_parity import case
 from tests.support.parity import (
     Case,

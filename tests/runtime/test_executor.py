@@ -10,15 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.runtime.results import Outcome
 
-from penstock.graph import Graph, Lane, Op, Phase, StepShape, Task, build_graph
+from penstock.graph import Graph, Lane, Phase, Task
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
+from penstock.ops import Op
 from penstock.runtime import TaskError
 from penstock.runtime.executor import Execution, Inputs
 from penstock.runtime.lanes import ThreadLanes
-from penstock.runtime.results import Outcome
 from penstock.schedule import Schedule, ScheduleConfig, StepPlan, freeze
+from penstock.step import StepShape, build_graph
 from tests.steps import example_plan, random_orders, random_seconds
 from tests.support.parity import (
     Case,
@@ -82,7 +84,7 @@ def random_schedule(graph: Graph, cut: Cut) -> Schedule:
 
 def run_cut(rank: int, case: Case, cut: Cut) -> StepResult:
     stack = stack_of(rank, case)
-    stack.adopt(random_plan(stack.plan.graph.shape, cut))
+    stack.adopt(random_plan(stack.plan.shape, cut))
     tokens, labels = batch_of(case)
     mine = slice(rank * case.batch, (rank + 1) * case.batch)
     loss = stack(tokens[mine], labels[mine])
@@ -144,7 +146,7 @@ class Recorder:
             raise self.error
         return Outcome(f"value of {task}", f"saved by {task}")
 
-    def table(self) -> dict[tuple[Op, Phase], Any]:
+    def table(self) -> dict[tuple[str, Phase], Any]:
         return {(op, phase): self for op in Op for phase in Phase}
 
 
@@ -201,7 +203,7 @@ def test_a_failure_names_task_rank_and_cell(name: str) -> None:
     assert grid == recorder.plan.schedule.grid(recorder.plan.graph, mark=task)
     assert grid.count(f">{task.cell}<") == 1
     if task.lane is Lane.INTER:
-        assert f"with the {task.spec.group} group" in first
+        assert f"with the {task.axes} group" in first
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(2)], ids=repr)

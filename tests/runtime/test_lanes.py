@@ -14,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
-
-from penstock.graph import Graph, Group, Lane, StepShape, Task, build_graph
-from penstock.runtime.lanes import LaneError, ThreadLanes, tensors_in
 from penstock.runtime.results import Outcome
+
+from penstock.graph import Graph, Lane, Task
+from penstock.mesh import Group
+from penstock.runtime.lanes import LaneError, ThreadLanes, tensors_in
 from penstock.runtime.transport import GlooTransport
+from penstock.step import StepShape, build_graph
 from penstock.topology import Layout, lane_groups
 from tests.steps import random_orders, seeds, shapes
 from tests.support.ranks import Pools

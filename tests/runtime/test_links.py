@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from penstock.cost import AlphaBeta, ClusterConfig, FittedCluster, Span
 from penstock.dispatch import DISPATCHES
-from penstock.graph import Group, Op
+from penstock.mesh import Group
+from penstock.ops import Op
 from penstock.runtime import links
 from penstock.runtime.links import fit_all_reduce, fit_all_to_all, fit_links
 from penstock.runtime.transport import Transports, build_transports
@@ -54,7 +55,7 @@ def test_devices_are_left_as_they_were_given(ranks: Pools) -> None:
     assert (found.flops_per_s, found.memory_bytes_per_s, found.task_overhead_s) == (3e9, 5e8, 7e-4)
 
 
-def legs(rank: int, name: str) -> dict[tuple[str, Op], AlphaBeta]:
+def legs(rank: int, name: str) -> dict[tuple[str, str], AlphaBeta]:
     layout = Layout(world_size=4, ep_size=4, rank=rank, node_size=2)
     transports = build_transports(layout, torch.device("cpu"), ParallelConfig())
     found = fit_links(transports, layout, Control(rank, 4), DEVICES, [name])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from penstock.graph import Group
+from penstock.mesh import Group
 from penstock.runtime.load import SIZE_BYTES, TIMED, UNTIMED, Load
 from penstock.runtime.transport import GlooTransport
 from penstock.topology import Control, Layout, lane_groups

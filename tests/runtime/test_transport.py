@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.graph import Group
+from penstock.mesh import Axes, Group
 from penstock.runtime.sockets import Sockets
 from penstock.runtime.transport import GlooTransport, LocalTransport
 from penstock.topology import Layout, lane_groups
@@ -91,7 +91,7 @@ def test_uneven_and_empty_pieces_arrive_in_order(ranks: Pools, world_size: int) 
     check()
 
 
-def reduce_in(rank: int, world_size: int, ep_size: int, group: Group) -> tuple[list[float], int]:
+def reduce_in(rank: int, world_size: int, ep_size: int, group: Axes) -> tuple[list[float], int]:
     transport = machinery(world_size, ep_size, rank).transports.inter
     tensor = torch.tensor([10.0**rank, 1.0], dtype=torch.float64)
     transport.all_reduce(tensor, group)
@@ -100,7 +100,7 @@ def reduce_in(rank: int, world_size: int, ep_size: int, group: Group) -> tuple[l
 
 @pytest.mark.parametrize(("world_size", "ep_size"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 @pytest.mark.parametrize("group", [Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS])
-def test_all_reduce_sums_over_its_group(ranks: Pools, world_size: int, ep_size: int, group: Group) -> None:
+def test_all_reduce_sums_over_its_group(ranks: Pools, world_size: int, ep_size: int, group: Axes) -> None:
     results = ranks(world_size).run(reduce_in, world_size, ep_size, group)
     for members in layout_of(0, world_size, ep_size).members(group):
         for rank in members:

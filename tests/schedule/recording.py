@@ -16,7 +16,8 @@ from zlib import crc32
 import numpy as np
 
 from penstock.dispatch import DISPATCHES
-from penstock.graph import StepShape, Task
+from penstock.graph import Task
+from penstock.mesh import Mesh, Seconds
 from penstock.schedule import (
     SCHEDULES,
     TAIL,
@@ -30,14 +31,15 @@ from penstock.schedule import (
     plan_step,
 )
 from penstock.schedule.system import System
-from penstock.simulate import Ranks, Seconds, simulate
+from penstock.simulate import simulate
+from penstock.step import StepShape
 
 RECORDED = Path(__file__).parent / "recorded" / "orders.txt"
 BYTES = 1000
 """Size of an all-reduce piece: gradients of a layer are a number of thousands."""
 SEARCHED = 8
 """In so many cases penstock's order is searched for, which takes a hundred times as long as a rule."""
-RANKS = Ranks(world_size=8, ep_size=4, node_size=2)
+MESH = Mesh(world_size=8, ep_size=4, ep_local_size=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ def cases() -> list[Case]:
         shape = StepShape(
             moe_layers=moe_layers,
             exchange_counts=number % 2 == 0,
-            dispatch=list(DISPATCHES.values())[number // 2 % len(DISPATCHES)].ops,
+            dispatch=list(DISPATCHES.values())[number // 2 % len(DISPATCHES)].hops,
             shared_experts=number % 5 < 2,
         )
         pieces = Pieces(
@@ -107,15 +109,22 @@ def systems(case: Case, number: int) -> Iterator[tuple[str, System]]:
         yield "penstock/search", Penstock("search")
 
 
+def recorded_name(task: Task) -> str:
+    """What the task was called when orders were recorded: pieces of a buffer counted as chunks."""
+    return str(task).replace(".p", ".c")
+
+
 def seconds(task: Task) -> float:
     """A fixed duration between 0.1 and 1.1 by the task's name."""
-    return 0.1 + crc32(str(task).encode()) / 2**32
+    return 0.1 + crc32(recorded_name(task).encode()) / 2**32
 
 
 def seconds_by_rank(task: Task) -> Seconds:
     """The same with a difference of up to a half between ranks."""
-    ranks = range(RANKS.world_size)
-    return np.array([seconds(task) * (1 + crc32(f"{task} on {rank}".encode()) / 2**33) for rank in ranks])
+    ranks = range(MESH.world_size)
+    return np.array(
+        [seconds(task) * (1 + crc32(f"{recorded_name(task)} on {rank}".encode()) / 2**33) for rank in ranks]
+    )
 
 
 def plan_of(case: Case, system: System) -> StepPlan:
@@ -125,10 +134,10 @@ def plan_of(case: Case, system: System) -> StepPlan:
 
 def line(number: int, name: str, plan: StepPlan) -> str:
     """Case, schedule, number of tasks, hash of the order, seconds on equal ranks and on ranks that differ."""
-    order = replace(plan.schedule, name=name).text().encode()
+    order = replace(plan.schedule, name=name).text().replace(".p", ".c").encode()
     digest = hashlib.sha256(order).hexdigest()[:16]
-    even_s = simulate(plan.schedule, plan.graph, seconds, RANKS).iteration_s
-    uneven_s = simulate(plan.schedule, plan.graph, seconds_by_rank, RANKS).iteration_s
+    even_s = simulate(plan.schedule, plan.graph, seconds, MESH).iteration_s
+    uneven_s = simulate(plan.schedule, plan.graph, seconds_by_rank, MESH).iteration_s
     return f"{number} {name} {len(plan.graph.tasks)} {digest} {even_s:.6f} {uneven_s:.6f}"
 
 

@@ -9,9 +9,11 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given
 
-from penstock.graph import Graph, Lane, Op, StepShape, Task, build_graph
+from penstock.graph import Graph, Lane, Task
+from penstock.ops import Op
 from penstock.schedule import Schedule, freeze
 from penstock.simulate import simulate
+from penstock.step import StepShape, build_graph
 from tests.steps import Times, random_seconds, ready_s, seeds, shapes
 
 Key = Callable[[Task], tuple[int, ...]]
@@ -86,9 +88,9 @@ def test_durations_decide_the_order() -> None:
 
     def chunks_in_the_gap(gap_s: float) -> list[str]:
         order = freeze(
-            "s", graph, lambda t: gap_s if t == gap else 1.0, lambda t: (int(t.op is Op.ALL_REDUCE),)
+            "s", graph, lambda t: gap_s if t == gap else 1.0, lambda t: (int(t.op == Op.ALL_REDUCE),)
         ).lanes[Lane.INTER]
-        return [str(task) for task in order[: order.index(after)] if task.op is Op.ALL_REDUCE]
+        return [str(task) for task in order[: order.index(after)] if task.op == Op.ALL_REDUCE]
 
     assert chunks_in_the_gap(1.0) == ["L1.AR.c0.B"]
     assert chunks_in_the_gap(1.5) == ["L1.AR.c0.B", "L1.AR.c1.B"]

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Lane, Phase, StepShape, Task, build_graph
+from penstock.graph import Lane, Phase, Task
 from penstock.schedule import Schedule
+from penstock.step import StepShape, build_graph
 from tests.steps import example_plan, of_phase, random_orders, seeds, shapes
 
 GOLDEN = {

@@ -7,8 +7,8 @@ from textwrap import dedent
 import pytest
 
 from penstock.dispatch import DISPATCHES
-from penstock.graph import StepShape
 from penstock.schedule import SCHEDULES, Pieces, plan_step, unit_cost
+from penstock.step import StepShape
 
 PICTURES = {
     "hierarchical_2d": """\

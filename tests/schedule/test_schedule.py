@@ -10,8 +10,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from penstock.graph import Graph, Lane, Phase, ScheduleError, StepShape, Task, build_graph
+from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
 from penstock.schedule import Schedule, StepPlan
+from penstock.step import StepShape, build_graph
 from tests.steps import example_plan, random_orders, seeds, shapes
 
 
@@ -141,7 +142,7 @@ def test_a_task_on_another_lane_is_named(plan: StepPlan, seed: int, lane: Lane) 
 
 @given(plans())
 def test_a_task_that_the_graph_lacks_is_named(plan: StepPlan) -> None:
-    stranger = Task.parse(f"L{plan.graph.shape.num_layers}.AT.m0.F")
+    stranger = Task.parse(f"L{plan.shape.num_layers}.AT.m0.F")
     order = [*plan.schedule.lanes[Lane.COMPUTE], stranger]
     refuses(with_lane(plan.schedule, Lane.COMPUTE, order), plan.graph, f"{stranger} is on lane compute but")
 

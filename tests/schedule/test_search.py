@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from penstock.bench.config import BenchConfig
 from penstock.bench.scheduled import run_config_of
 from penstock.cost import ClusterConfig, StepCost
-from penstock.graph import Graph, Lane, StepShape, Task, build_graph
+from penstock.graph import Graph, Lane, Task
 from penstock.schedule import SCHEDULES, Cost, Schedule, freeze, unit_cost
 from penstock.schedule import search as search_module
 from penstock.schedule.board import Board, Found, Keys
 from penstock.schedule.penstock import remaining_path
 from penstock.schedule.search import SCENARIOS, search
 from penstock.simulate import simulate
+from penstock.step import StepShape, build_graph
 from penstock.topology import Layout
 from penstock.train.assemble import gradient_bytes, workload
 from tests.steps import random_seconds, seeds, shapes

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Lane, Op, Phase, ScheduleError, StepShape, Task, build_graph
+from penstock.graph import Lane, Phase, ScheduleError, Task
+from penstock.ops import Op
 from penstock.schedule import (
     SCHEDULES,
     TAIL,
@@ -27,6 +28,7 @@ from penstock.schedule import (
 )
 from penstock.schedule.system import is_all_reduce, pieces_of, whole
 from penstock.simulate import simulate
+from penstock.step import StepShape, build_graph
 from tests.steps import (
     CUT_INSIDE,
     PICTURE_WIDTH,
@@ -91,7 +93,7 @@ def test_chunks_of_both_phases_are_as_asked_for(
     pieces = pieces_for(whole, microbatches=1, chunks=chunks, backward_chunks=backward)
     system = Penstock("critical_path") if name == "penstock" else SCHEDULES[name]  # a search takes long
     plan = plan_step(system, whole, pieces, lambda _: unit_cost)
-    assert plan.graph.shape.degrees == (chunks, backward)
+    assert plan.shape.degrees == (chunks, backward)
     same = pieces_for(whole, microbatches=1, chunks=chunks)
     assert system.shape(whole, same).degrees == (chunks, chunks)
 
@@ -116,7 +118,7 @@ def test_whole_all_reduces_come_after_the_last_backward_computation(
     assert all(times[task][0] >= computed for task in reduced)
     assert [(t.layer, t.op) for t in reduced if t.chunk != 0] == []
     with_gradients = {i for i, chunks in enumerate(uncut(shape).all_reduce_chunks) if chunks}
-    assert {t.layer for t in reduced if t.op is Op.ALL_REDUCE} == with_gradients
+    assert {t.layer for t in reduced if t.op == Op.ALL_REDUCE} == with_gradients
 
 
 # ---- moe_pipeline ------------------------------------------------------------------------------------------
@@ -125,9 +127,9 @@ def test_whole_all_reduces_come_after_the_last_backward_computation(
 @given(shapes(plain=True), seeds, st.integers(1, 4))
 def test_moe_pipeline_overlaps_inside_moe_layers_alone(shape: StepShape, seed: int, chunks: int) -> None:
     plan, times = run("moe_pipeline", uncut(shape), pieces_for(uncut(shape), chunks=chunks), seed)
-    assert plan.graph.shape.chunks == chunks
+    assert plan.shape.chunks == chunks
     for compute, network in overlapping(times):
-        assert compute.op is Op.EXPERTS and network.op in (Op.DISPATCH, Op.COMBINE)
+        assert compute.op == Op.EXPERTS and network.op in (Op.DISPATCH, Op.COMBINE)
         assert (compute.layer, compute.phase) == (network.layer, network.phase)
         assert compute.chunk != network.chunk
 
@@ -150,7 +152,7 @@ def between_all_to_alls(plan: StepPlan) -> list[tuple[Task, int]]:
     """Reductions that stand in the lane between a layer's first C.B and its last D.B, and that layer."""
     order = plan.schedule.lanes.get(Lane.INTER, ())
     found: list[tuple[Task, int]] = []
-    for layer, is_moe in enumerate(plan.graph.shape.moe_layers):
+    for layer, is_moe in enumerate(plan.shape.moe_layers):
         if is_moe:
             moved = [i for i, t in enumerate(order) if is_move_back(t, layer)]
             found += [(t, layer) for t in order[moved[0] : moved[-1]] if is_all_reduce(t)]
@@ -171,7 +173,7 @@ def test_dense_overlap_reduces_under_dense_parts_only(
     order = plan.schedule.lanes[Lane.INTER]
     for i, task in enumerate(order):
         if is_all_reduce(task):  # behind the next layer's all-to-alls, before those of the layer after it
-            next_layer = task.layer - 1 if task.op is Op.ALL_REDUCE else task.layer
+            next_layer = task.layer - 1 if task.op == Op.ALL_REDUCE else task.layer
             assert not any(is_move_back(t, next_layer) for t in order[i:])
             for lower in range(next_layer):
                 assert not any(is_move_back(t, lower) for t in order[:i])
@@ -193,12 +195,12 @@ def test_fsmoe_reduces_a_layer_between_the_all_to_alls_of_the_next_moe_layer(
     pieces = pieces_for(uncut(shape), chunks=chunks, backward_chunks=backward)
     plan, _ = run("fsmoe", uncut(shape), pieces, seed)
     moe = [layer for layer, is_moe in enumerate(shape.moe_layers) if is_moe]
-    reduced = [t for t in plan.graph.tasks if t.op is Op.ALL_REDUCE]
+    reduced = [t for t in plan.graph.tasks if t.op == Op.ALL_REDUCE]
     below = {task: [layer for layer in moe if layer < task.layer] for task in reduced}
     expected = {(task, layers[-1]) for task, layers in below.items() if layers}
-    assert {(t, layer) for t, layer in between_all_to_alls(plan) if t.op is Op.ALL_REDUCE} == expected
+    assert {(t, layer) for t, layer in between_all_to_alls(plan) if t.op == Op.ALL_REDUCE} == expected
     last = [t for t in plan.schedule.lanes[Lane.INTER] if is_all_reduce(t)]
-    tail = [t for t in last if t.op is Op.ALL_REDUCE and not below[t]]
+    tail = [t for t in last if t.op == Op.ALL_REDUCE and not below[t]]
     assert last[len(last) - len(tail) :] == tail
 
 
@@ -222,7 +224,7 @@ def test_fsmoe_puts_every_portion_into_its_gap(
     partition = data.draw(partitions(whole))
     pieces = pieces_for(whole, chunks=chunks, backward_chunks=backward)
     plan = plan_step(FSMoE(partition), whole, pieces, lambda _: unit_cost)
-    assert plan.graph.shape.all_reduce_parts == partition.parts
+    assert plan.shape.all_reduce_parts == partition.parts
     inside = between_all_to_alls(plan)
     for layer, portions in enumerate(partition.portions):
         for chunk, portion in enumerate(portions):
@@ -249,14 +251,14 @@ def test_flowmoe_computes_and_exchanges_in_the_published_order(
     up, down = range(microbatches), range(microbatches - 1, -1, -1)
     layers = range(shape.num_layers)
 
-    def served(lane: Lane, phase: Phase, *ops: Op) -> list[Task]:
+    def served(lane: Lane, phase: Phase, *ops: str) -> list[Task]:
         return [task for task in of_phase(plan.schedule.lanes[lane], phase) if task.op in ops]
 
-    def forward(op: Op, layer: int) -> list[Task]:
-        return [Task(layer, op, F, m, 0 if op is not Op.ATTENTION else None) for m in up]
+    def forward(op: str, layer: int) -> list[Task]:
+        return [Task(layer, op, F, m, 0 if op != Op.ATTENTION else None) for m in up]
 
-    def backward(op: Op, layer: int) -> list[Task]:
-        return [Task(layer, op, B, m, 0 if op is not Op.ATTENTION else None) for m in down]
+    def backward(op: str, layer: int) -> list[Task]:
+        return [Task(layer, op, B, m, 0 if op != Op.ATTENTION else None) for m in down]
 
     compute, exchange = (Op.ATTENTION, Op.EXPERTS), (Op.DISPATCH, Op.COMBINE)
     assert served(Lane.COMPUTE, F, *compute) == [t for n in layers for op in compute for t in forward(op, n)]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import ConfigError
-from penstock.graph import Group
+from penstock.mesh import Axes, Group
 from penstock.topology import Layout, ParallelConfig, lane_groups
 from tests.support.ranks import Pools
 
@@ -147,7 +147,7 @@ def test_ranks_per_node_must_divide_the_world() -> None:
         Layout.build(ParallelConfig(ranks_per_node=3), 4, 0, 4)
 
 
-def real_groups(rank: int, world_size: int, ep_size: int) -> dict[Group, list[int]]:
+def real_groups(rank: int, world_size: int, ep_size: int) -> dict[Axes, list[int]]:
     import torch.distributed as dist
 
     layout = Layout(world_size=world_size, ep_size=ep_size, rank=rank)

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Group, Lane, StepShape, Task, build_graph
+from penstock.graph import Lane, Task
+from penstock.mesh import Group
+from penstock.step import StepShape, build_graph
 from penstock.trace import Occupation, TaskRecord, compare, occupation, overhead_s, write_comparison
 
 COMPUTE, NETWORK = Task.parse("L0.AT.m0.F"), Task.parse("L0.D.m0.c0.F")

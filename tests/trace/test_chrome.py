@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.ops import spec_of
 from penstock.simulate import Ranks, simulate
 from penstock.trace import TaskRecord, write_chrome_trace
 from tests.steps import example_plan
@@ -49,7 +50,7 @@ def test_every_record_is_a_bar_on_the_row_of_its_lane_in_microseconds(tmp_path: 
         assert lanes[bar["pid"], bar["tid"]] == record.lane
         assert ranks[bar["pid"], 0] == f"simulated rank {record.rank}"
         assert (bar["ts"], bar["dur"]) == (record.start_s * 1e6, 250_000.0)
-        assert bar["args"] == {"what": record.task.spec.title, "step": 0}
+        assert bar["args"] == {"what": spec_of(record.task.op).title, "step": 0}
 
 
 def test_runs_stand_above_each_other(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 from penstock.config import load
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import LinkModel
-from penstock.graph import Group, Lane
+from penstock.graph import Lane
+from penstock.mesh import Group
 from penstock.plan import Choice
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, Workload
-from penstock.graph import StepShape
+from penstock.step import StepShape
 from penstock.virtual import Routing, RoutingSizes, VirtualConfig
 from penstock.virtual.recorded import RecordedModel, RecordedRouting, Recording
 from penstock.virtual.routing import generated_routing

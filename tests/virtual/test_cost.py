@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from penstock.cost import StepCost, Workload, split_sizes
 from penstock.cost.legs import busiest_share
 from penstock.dispatch import DISPATCHES
-from penstock.graph import Group, Lane, Op, Phase, StepShape, Task, build_graph
-from penstock.graph.dependencies import TRANSFERS
+from penstock.graph import Lane, Phase, Task
+from penstock.mesh import Group
+from penstock.ops import Op
+from penstock.ops.transfers import TRANSFERS
 from penstock.schedule import SCHEDULES, plan_step
 from penstock.simulate import Ranks, lower_bound, simulate
+from penstock.step import StepShape, build_graph
 from penstock.virtual import Routing, VirtualCost
 from tests.steps import pieces_for
 from tests.virtual.strategies import CLUSTER, steps
@@ -36,7 +39,7 @@ def moves(shape: StepShape) -> list[Task]:
 def splits_of(cost: VirtualCost, task: Task, rank: int) -> tuple[list[int], list[int]]:
     """Rows to and from every rank of the expert group in a flat transfer."""
     move = cost.move(task, rank)
-    assert move.group is Group.EXPERT
+    assert move.group == Group.EXPERT
     return list(move.input_splits), list(move.output_splits)
 
 
@@ -85,7 +88,7 @@ def test_splits_of_sender_and_receiver_match(step: Step) -> None:
 def test_what_came_goes_back_and_gradients_go_the_other_way(step: Step) -> None:
     (shape, work, _), cost = step, cost_of(step)
     for task in moves(shape):
-        if task.op is not Op.DISPATCH or not task.forward:
+        if task.op != Op.DISPATCH or not task.forward:
             continue
         for rank in range(work.world_size):
             there = splits_of(cost, task, rank)
@@ -124,7 +127,7 @@ def test_experts_compute_every_row_once_in_either_direction(step: Step) -> None:
 
     def experts_s(cost: VirtualCost, *, forward: bool) -> Any:
         tasks = build_graph(cost.shape).tasks
-        return sum(cost.seconds(t) for t in tasks if t.op is Op.EXPERTS and t.forward is forward)
+        return sum(cost.seconds(t) for t in tasks if t.op == Op.EXPERTS and t.forward is forward)
 
     for forward in (True, False):
         ours, theirs = (experts_s(cost, forward=forward) for cost in (cut, whole))
@@ -136,7 +139,7 @@ def test_exchanged_counts_say_the_splits(step: Step) -> None:
     (shape, work, routing), cost = step, cost_of(step)
     shape = replace(shape, exchange_counts=True)
     cost = VirtualCost(shape, work, CLUSTER, routing.counts(0))
-    for task in (t for t in build_graph(shape).tasks if t.op is Op.COUNTS):
+    for task in (t for t in build_graph(shape).tasks if t.op == Op.COUNTS):
         for rank in range(work.world_size):
             sent, received = cost.exchanged_counts(task, rank)
             assert (
@@ -178,7 +181,7 @@ def test_experts_of_all_ranks_cost_together_what_the_plan_assumes(step: Step) ->
             assert (seconds >= CLUSTER.task_overhead_s * (1 - 1e-9)).all()
         elif task.op not in (Op.DISPATCH, Op.COMBINE):
             assert (seconds == even(task)).all()
-        if task.lane is Lane.COMPUTE and task.op is not Op.EXPERTS:
+        if task.lane is Lane.COMPUTE and task.op != Op.EXPERTS:
             assert (seconds == even(task)).all()
 
 
@@ -229,7 +232,7 @@ def test_the_simulator_predicts_it(step: Step, name: str) -> None:
     plan = plan_step(
         SCHEDULES[name], shape, pieces, lambda cut: VirtualCost(cut, work, CLUSTER, routing.counts(0))
     )
-    cost = VirtualCost(plan.graph.shape, work, CLUSTER, routing.counts(0))
+    cost = VirtualCost(plan.shape, work, CLUSTER, routing.counts(0))
     ranks = Ranks(work.world_size, work.ep_size)
     timeline = simulate(plan.schedule, plan.graph, cost, ranks)
     assert timeline.iteration_s >= lower_bound(plan.graph, cost, ranks).seconds * (1 - 1e-9)
@@ -262,7 +265,7 @@ def test_legs_end_where_flat_ones_do(name: str, step: Step) -> None:
     work = replace(work, dispatch=name, node_size=max(work.ep_size // 2, 1))
     cost = VirtualCost(shape, work, CLUSTER, routing.counts(0))
     for task in build_graph(flat.shape).tasks:
-        if task.op is Op.DISPATCH and task.forward:
+        if task.op == Op.DISPATCH and task.forward:
             last = replace(task, op=shape.dispatch[-1])
             for rank in range(work.world_size):
                 received = sum(cost.move(last, rank).output_splits)

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from penstock.cost import ClusterConfig
-from penstock.graph import Group, Lane, Op, Task
+from penstock.graph import Lane, Task
+from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
+from penstock.ops import Op
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.buckets import Buckets
 from penstock.schedule import SCHEDULES, Schedule, ScheduleConfig, StepPlan
@@ -85,24 +87,24 @@ def expected_traffic(rank: int, stack: VirtualStack, number: int) -> Counter[int
     for task in stack.plan.graph.tasks:
         if task.op in (Op.DISPATCH, Op.COMBINE, Op.COUNTS):
             local = work.num_experts // work.ep_size
-            row = cost.shape.slices * local * 8 if task.op is Op.COUNTS else work.hidden_size * 4
+            row = cost.shape.slices * local * 8 if task.op == Op.COUNTS else work.hidden_size * 4
             group = next(g for g in layout.members(Group.EXPERT) if rank in g)
             once = (1,) * work.ep_size
-            splits = once if task.op is Op.COUNTS else cost.move(task, rank).input_splits
+            splits = once if task.op == Op.COUNTS else cost.move(task, rank).input_splits
             for peer, rows in zip(group, splits, strict=True):
                 sent[peer] += rows * row if peer != rank else 0
         elif task.lane is Lane.INTER:
-            group = next(g for g in layout.members(task.spec.group) if rank in g)
+            group = next(g for g in layout.members(task.axes) if rank in g)
             size = 2 * (len(group) - 1) * reduced_bytes(task, stack) // len(group)
             sent[group[(group.index(rank) + 1) % len(group)]] += size
     return +sent
 
 
 def reduced_bytes(task: Task, stack: VirtualStack) -> int:
-    work, shape = stack.workload, stack.plan.graph.shape
-    if task.op is Op.STATISTICS:
+    work, shape = stack.workload, stack.plan.shape
+    if task.op == Op.STATISTICS:
         return 8 * (5 + 2 * sum(shape.moe_layers) * work.num_experts)
-    replicated = task.op is Op.ALL_REDUCE
+    replicated = task.op == Op.ALL_REDUCE
     sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
     pieces = shape.all_reduce_chunks if replicated else shape.expert_all_reduce_chunks
     slices = torch.empty(sizes[task.layer] // 4).tensor_split(pieces[task.layer])

@@ -13,7 +13,6 @@ from penstock.graph import Lane, Task
 from penstock.runtime.links import fit_links
 from penstock.runtime.load import Load
 from penstock.schedule import SCHEDULES, ScheduleConfig, StepPlan
-from penstock.simulate import Ranks
 from penstock.trace import TaskRecord
 from penstock.train.assemble import first_plan, workload
 from penstock.train.dispatch import hierarchical_among
@@ -38,7 +37,7 @@ class Calibration:
 
     def entry(self, name: str) -> Entry:
         """The schedule `name` in an order frozen from measured costs, in the variant that promises most."""
-        tried = {first.graph.shape: first for first in map(self._first_plan, self._variants(name))}
+        tried = {first.shape: first for first in map(self._first_plan, self._variants(name))}
         entries = [self._ordered(name, first) for first in tried.values()]
         best = min(entries, key=lambda entry: entry.simulated_s or 0.0)
         assert best.plan is not None, "a schedule has a plan"
@@ -58,9 +57,9 @@ class Calibration:
     def _ordered(self, name: str, first: StepPlan) -> Entry:
         stacks, layout = self.stacks, self.stacks.layout
         sizes = workload(stacks.run_config, layout, *stacks.real.buckets.sizes_bytes)
-        cost = PredictedCost(StepCost(first.graph.shape, sizes, self.cluster), *self._computation(first))
-        plan = StepPlan(first.graph, SCHEDULES[name].order(first.graph, cost))
-        simulated_s = predict(plan, cost, Ranks(layout.world_size, layout.ep_size, layout.ep_node_size))
+        cost = PredictedCost(StepCost(first.shape, sizes, self.cluster), *self._computation(first))
+        plan = replace(first, schedule=SCHEDULES[name].order(first.graph, cost))
+        simulated_s = predict(plan, cost, layout.mesh)
         contender = Scheduled(stacks.real, plan, stacks.batch)
         return Entry(name=name, transport="penstock", contender=contender, plan=plan, simulated_s=simulated_s)
 

@@ -22,7 +22,7 @@ import torch
 from penstock.bench.result import Spread
 from penstock.bench.summarise import busiest_uplink_bytes
 from penstock.config import ConfigError
-from penstock.graph import Group
+from penstock.mesh import Group
 from penstock.runtime.transport import Transport
 from penstock.topology import Control, Layout
 

@@ -25,7 +25,7 @@ from penstock.bench.summarise import busiest_uplink_bytes
 from penstock.config import ConfigError
 from penstock.cost import AlphaBeta, ClusterConfig, Span
 from penstock.dispatch import DISPATCHES, Leg, Place
-from penstock.graph.task import BACK_AGAIN, SPECS
+from penstock.ops.transfers import HOME
 from penstock.runtime.legs import send_home, send_out
 from penstock.runtime.links import fit_links
 from penstock.runtime.transport import Transport, Transports
@@ -203,10 +203,10 @@ def even_sizes(sizes_bytes: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 def leg_models(name: str, cluster: ClusterConfig, layout: Layout) -> dict[str, AlphaBeta]:
     """The legs of a dispatch, out and home, by op."""
-    out = DISPATCHES[name].ops
-    ops = (*out, *(BACK_AGAIN[op] for op in reversed(out)))
+    out = [hop.op for hop in DISPATCHES[name].hops]
+    ops = (*out, *(HOME[op] for op in reversed(out)))
     span = Span.regular(layout.ep_nodes, layout.ep_node_size)
-    return {str(op): cluster.leg(name, op, span) for op in ops}
+    return {op: cluster.leg(name, op, span) for op in ops}
 
 
 def predict(models: Mapping[str, AlphaBeta], size_bytes: int, chunks: int) -> float:
@@ -229,7 +229,7 @@ class Trip:
         each = size_bytes // (ROW_BYTES * ranks * chunks)
         table = np.full((ranks, ranks), each)
         legs = DISPATCHES[name].legs(table, Place(layout.ep_rank, ranks, layout.ep_node_size))
-        ways = [transports.of(SPECS[op].lane) for op in DISPATCHES[name].ops]
+        ways = [transports.of(hop.lane) for hop in DISPATCHES[name].hops]
         rows_RM = torch.zeros(each * ranks, ROW_BYTES // FLOAT_BYTES)
         return Trip(rows_RM, tuple(zip(legs, ways, strict=True)), chunks)
 

@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.cost import StepCost
-from penstock.graph import Lane, Op, Phase, Task
+from penstock.graph import Lane, Phase, Task
+from penstock.mesh import Mesh, Seconds
 from penstock.plan.predict import Shares, settle
 from penstock.schedule import StepPlan
-from penstock.simulate import Ranks, Seconds, simulate
+from penstock.simulate import simulate
 from penstock.trace import TaskRecord
 
 
@@ -38,9 +39,9 @@ class ComputeTimes:
                 found[record.task][record.step, record.rank] = record.duration_s
         return ComputeTimes({task: _table(durations) for task, durations in found.items()})
 
-    def typical(self) -> dict[tuple[int, Op, Phase], float]:
+    def typical(self) -> dict[tuple[int, str, Phase], float]:
         """Median by kind: tasks of one layer, op and phase differ in microbatch and chunk only."""
-        kinds: dict[tuple[int, Op, Phase], list[npt.NDArray[np.float64]]] = defaultdict(list)
+        kinds: dict[tuple[int, str, Phase], list[npt.NDArray[np.float64]]] = defaultdict(list)
         for task, seconds in self.seconds.items():
             kinds[task.layer, task.op, task.phase].append(seconds)
         return {kind: float(np.median(np.stack(tables))) for kind, tables in kinds.items()}
@@ -84,7 +85,7 @@ class PredictedCost:
         return scattered
 
 
-def predict(plan: StepPlan, cost: PredictedCost, ranks: Ranks) -> float:
+def predict(plan: StepPlan, cost: PredictedCost, ranks: Mesh) -> float:
     """Iteration in seconds: the mean over draws, since every collective waits for the slowest rank."""
     shares = settle(plan, cost.seconds)
     draws = (partial(_drawn, cost, shares, number) for number in range(cost.rounds))

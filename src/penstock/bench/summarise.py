@@ -51,7 +51,7 @@ def _slowest(samples: Sequence[Sequence[Sample]]) -> list[float]:
 
 def _case(entry: Entry, found: Measurements, base: Sequence[float], limit_s: float) -> CaseResult:
     samples = found.samples[entry.label]
-    shape = None if entry.plan is None else entry.plan.graph.shape
+    shape = None if entry.plan is None else entry.plan.shape
     iterations = _slowest(samples)
     flat = [sample for rank in samples for sample in rank]
     return CaseResult(

@@ -13,7 +13,7 @@ from penstock.bench.scheduled import run_config_of
 from penstock.bench.tune import variants
 from penstock.runtime.links import fit_links
 from penstock.schedule import SCHEDULES, ScheduleConfig, StepPlan
-from penstock.simulate import Ranks, simulate
+from penstock.simulate import simulate
 from penstock.topology import Layout
 from penstock.trace import TaskRecord
 from penstock.train.assemble import build_machinery, first_plan
@@ -73,7 +73,7 @@ class VirtualField:
         self._stack.close()
 
     def _entry(self, name: str) -> Entry:
-        plans = {plan.graph.shape: plan for plan in map(self._first_plan, variants(self._bench, name))}
+        plans = {plan.shape: plan for plan in map(self._first_plan, variants(self._bench, name))}
         best = min((self._ordered(name, plan) for plan in plans.values()), key=lambda e: e.simulated_s or 0.0)
         assert best.plan is not None, "a schedule has a plan"
         self._stack.adopt(best.plan)
@@ -85,8 +85,8 @@ class VirtualField:
 
     def _ordered(self, name: str, first: StepPlan) -> Entry:
         cost = self._cost(first)
-        plan = StepPlan(first.graph, SCHEDULES[name].order(first.graph, cost))
-        ranks = Ranks(self._layout.world_size, self._layout.ep_size, self._layout.ep_node_size)
+        plan = replace(first, schedule=SCHEDULES[name].order(first.graph, cost))
+        ranks = self._layout.mesh
         simulated_s = simulate(plan.schedule, plan.graph, cost, ranks).iteration_s
         contender = Slept(self._stack, plan)
         return Entry(name=name, transport="penstock", contender=contender, plan=plan, simulated_s=simulated_s)

@@ -9,7 +9,8 @@ from typing import Literal
 from penstock.config import ConfigError
 from penstock.cost.legs import busiest_share
 from penstock.cost.span import Span
-from penstock.graph.task import SPECS, Lane, Op, Phase
+from penstock.graph import Phase
+from penstock.ops import Op
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class ClusterConfig:
             beta_s_per_byte=self._busier(inside / span.ranks, card if span.nodes > 1 else 0.0),
         )
 
-    def leg(self, dispatch: str, op: Op, span: Span) -> AlphaBeta:
+    def leg(self, dispatch: str, op: str, span: Span) -> AlphaBeta:
         """One leg of a dispatch or combine. Argument: bytes of the rows that each rank has for all experts.
 
         span: of the expert group; for a hierarchical dispatch it covers whole nodes.
@@ -80,7 +81,7 @@ class ClusterConfig:
             return self.all_to_all(span)
         nodes, node_size = span.nodes, span.most
         share = busiest_share(dispatch, op, nodes, node_size)
-        if SPECS[op].lane is Lane.INTRA:
+        if op not in (Op.DISPATCH, Op.COMBINE):
             return AlphaBeta(
                 alpha_s=(node_size - 1) * self.intra_latency_s, beta_s_per_byte=share / self.intra_bytes_per_s
             )
@@ -113,7 +114,7 @@ class ClusterConfig:
             alpha_s=(ranks - 1) * self.intra_latency_s, beta_s_per_byte=share / self.intra_bytes_per_s
         )
 
-    def compute_s(self, op: Op, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
+    def compute_s(self, op: str, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
         """A compute task whose forward has so many operations and copies. Backward is twice forward.
 
         pieces: in so many the work is done; by assumption that costs nothing, as published planners have it.

@@ -16,7 +16,9 @@ from typing import Final, Literal
 from penstock.config import UNSET, ConfigError, from_dict, to_dict
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.json_file import write_json
-from penstock.graph import Group, Lane, Op, Phase
+from penstock.graph import Lane, Phase
+from penstock.mesh import Group
+from penstock.ops import OPS
 
 VERSION = 1
 
@@ -94,7 +96,7 @@ class LinkModel:
         _check(self, positive=("ranks", "beta_s_per_byte"), not_negative=("alpha_s",))
         _check_name("lane", self.lane, Lane, "lane")
         if self.op:
-            _check_name("op", self.op, Op, "op of a task")
+            _check_name("op", self.op, OPS, "op of a task")
 
     @property
     def model(self) -> AlphaBeta:
@@ -117,7 +119,7 @@ class TaskModel:
 
     def __post_init__(self) -> None:
         _check(self, positive=("scale", "beside"), not_negative=("alpha_s",))
-        _check_name("op", self.op, Op, "op of a task")
+        _check_name("op", self.op, OPS, "op of a task")
         _check_name("phase", self.phase, Phase, "phase")
 
 
@@ -186,7 +188,7 @@ class ClusterFile:
                 raise ConfigError(key, getattr(self, key), "a cluster has ranks", "Use 1 or more.")
         _check(self, positive=("transfers_beside_compute",), not_negative=("jitter",))
         for number, link in enumerate(self.links):  # outside a file, "" stands for several groups at once
-            _check_name(f"links[{number}].group", link.group, Group, "group of ranks")
+            _check_name(f"links[{number}].group", link.group, Group.NAMES, "group of ranks")
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             hint = "Leave it out if it is not known."
             raise ConfigError("memory_bytes", self.memory_bytes, "must be above 0", hint)

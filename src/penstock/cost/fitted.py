@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, fields
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.span import Span
-from penstock.graph import Op
-from penstock.graph.task import AWAY
+from penstock.ops.transfers import AWAY
 
-LegModels = Mapping[tuple[str, Op], AlphaBeta]
+LegModels = Mapping[tuple[str, str], AlphaBeta]
 """By dispatch and leg (forward, outward; combine takes the same legs home)."""
 
 
@@ -44,7 +43,7 @@ class FittedCluster(ClusterConfig):
         del group
         return self.reduce
 
-    def leg(self, dispatch: str, op: Op, span: Span) -> AlphaBeta:
+    def leg(self, dispatch: str, op: str, span: Span) -> AlphaBeta:
         if dispatch == "flat":
             return self.dispatch
         found = self.legs.get((dispatch, AWAY.get(op, op)))

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from penstock.graph import Group, Op, Phase, Task
+from penstock.graph import Phase, Task
 from penstock.trace.records import TaskRecord
 
-Kind = tuple[int, Op, Phase]
+Kind = tuple[int, str, Phase]
 """Tasks of one layer, op and phase are alike: they differ in microbatch and chunk only."""
 
 
@@ -36,7 +36,7 @@ class MeasuredCost:
         apart: dict[tuple[Kind, int], list[float]] = defaultdict(list)
         for record in records:
             task = record.task
-            if task.spec.group is Group.ALONE:
+            if not task.axes:
                 kind = (task.layer, task.op, task.phase)
                 apart[kind, record.rank].append(record.duration_s)
             else:

@@ -10,8 +10,8 @@ from typing import Any
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.cluster_file import ClusterFile, LinkModel, TaskModel
 from penstock.cost.span import Span
-from penstock.graph import Group, Op, Phase
-from penstock.graph.task import AWAY
+from penstock.graph import Phase
+from penstock.ops.transfers import AWAY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,14 @@ class ProfiledCluster(ClusterConfig):
         return ProfiledCluster(**rates, file=file, company=company)
 
     def all_to_all(self, group: Span | int) -> AlphaBeta:
-        found = self.file.link("all_to_all", Group.EXPERT)
+        found = self.file.link("all_to_all", "ep")
         return self._of_size(super().all_to_all, group, [] if found is None else [found])
 
     def all_reduce(self, group: Span | int) -> AlphaBeta:
         found = [link for link in self.file.links if (link.collective, link.lane) == ("all_reduce", "inter")]
         return self._of_size(super().all_reduce, group, found)
 
-    def leg(self, dispatch: str, op: Op, span: Span) -> AlphaBeta:
+    def leg(self, dispatch: str, op: str, span: Span) -> AlphaBeta:
         if dispatch == "flat":
             return self.all_to_all(span)
         for link in self.file.links:
@@ -50,11 +50,11 @@ class ProfiledCluster(ClusterConfig):
         return self._beside(super().leg(dispatch, op, span))
 
     def shards(self, ranks: int, *, scatters: bool) -> AlphaBeta:
-        found = self.file.link("reduce_scatter" if scatters else "all_gather", Group.NODE)
+        found = self.file.link("reduce_scatter" if scatters else "all_gather", "node")
         by_rates = partial(super().shards, scatters=scatters)
         return self._of_size(by_rates, ranks, [] if found is None else [found])
 
-    def compute_s(self, op: Op, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
+    def compute_s(self, op: str, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
         """pieces: where the file was measured, every piece has the fixed part of a task."""
         model = self._task(op, phase)
         if model is None:
@@ -63,7 +63,7 @@ class ProfiledCluster(ClusterConfig):
         alone_s = fixed_s + model.scale * self.nominal_s(flops, moved_bytes)
         return alone_s * (1 + self.company * (model.beside - 1))
 
-    def _task(self, op: Op, phase: Phase) -> TaskModel | None:
+    def _task(self, op: str, phase: Phase) -> TaskModel | None:
         return next((x for x in self.file.tasks if (x.op, x.phase) == (op, phase)), None)
 
     def _of_size(

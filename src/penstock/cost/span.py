@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from penstock.graph import Group
+from penstock.mesh import Axes, Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +58,11 @@ class Span:
 
 
 @lru_cache(maxsize=256)
-def span_of(group: Group, world_size: int, ep_size: int, node_size: int, at_once: int) -> Span:
-    """Groups of one kind (ep, edp or world) among consecutive ranks, node_size of them in a node.
+def span_of(mesh: Mesh, axes: Axes, node_size: int, at_once: int) -> Span:
+    """The groups along `axes`, of a world with `node_size` consecutive ranks in a node.
 
     node_size 0: not known, every rank counts as a node. at_once: so many groups stand for each, on the same
     nodes (the shards of a rank that stands for several).
     """
     size = node_size or 1
-    if group is Group.WORLD:
-        members = [range(world_size)]
-    elif group is Group.EXPERT:
-        members = [range(first, first + ep_size) for first in range(0, world_size, ep_size)]
-    else:
-        assert group is Group.EXPERT_REPLICAS, group
-        members = [range(first, world_size, ep_size) for first in range(ep_size)]
-    return Span.of([[rank // size for rank in ranks] for ranks in members] * at_once)
+    return Span.of([[rank // size for rank in ranks] for ranks in mesh.groups(axes)] * at_once)

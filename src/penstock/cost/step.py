@@ -12,8 +12,11 @@ import numpy.typing as npt
 
 from penstock.cost.cluster import ClusterConfig
 from penstock.cost.workload import Workload, part_sizes, split_sizes
-from penstock.graph import Group, Lane, Op, StepShape, Task
-from penstock.graph.dependencies import TRANSFERS
+from penstock.graph import Lane, Task
+from penstock.mesh import Group
+from penstock.ops import Op
+from penstock.ops.transfers import TRANSFERS
+from penstock.step import StepShape
 
 COUNT_BYTES = 8
 STATISTICS_BYTES = 8
@@ -31,7 +34,7 @@ class StepCost:
 
     def __call__(self, task: Task) -> float:
         piece = None if task.microbatch is None else self._samples[task.microbatch]
-        alike = (self._kinds[task.layer], task.op, task.phase, piece, task.chunk)
+        alike = (self._kinds[task.layer], task.op, task.phase, piece, task.chunk, task.piece)
         known = self._known.get(alike)
         if known is None:
             computes = task.lane is Lane.COMPUTE
@@ -62,15 +65,15 @@ class StepCost:
     def communication_s(self, task: Task, load: float = 1.0) -> float:
         """load: how many times as many rows as with even routing."""
         work, cluster = self.workload, self.cluster
-        if task.op is Op.COUNTS:
-            sent = work.num_experts * self.shape.slices * COUNT_BYTES
+        if task.op == Op.COUNTS:
+            sent = work.num_experts * task.cut.slices * COUNT_BYTES
             return cluster.all_to_all(work.span(Group.EXPERT)).seconds(sent)
         if task.op in TRANSFERS:
             if task.lane is Lane.INTRA and work.shard_size > 1:
                 return self._between_shards_s(task, load)
             leg = cluster.leg(work.dispatch, task.op, work.span(Group.EXPERT))
             return leg.seconds(load * work.wire_bytes(self._rows(task)))
-        if task.op is Op.STATISTICS:
+        if task.op == Op.STATISTICS:
             size = sum(self.shape.moe_layers) * 2 * work.num_experts * STATISTICS_BYTES
             return cluster.all_reduce(work.span(Group.WORLD)).seconds(size)
         return self._all_reduce_s(task)
@@ -78,7 +81,7 @@ class StepCost:
     def _between_shards_s(self, task: Task, load: float) -> float:
         """Rows to all shards of their experts (all-gather), or sums back (reduce-scatter)."""
         work = self.workload
-        scatters = (task.op is Op.COMBINE_GATHER) is task.forward
+        scatters = (task.op == Op.COMBINE_GATHER) is task.forward
         gathered = load * work.wire_bytes(self._rows(task)) * work.shard_size
         return self.cluster.shards(work.shard_size, scatters=scatters).seconds(gathered)
 
@@ -93,9 +96,9 @@ class StepCost:
     def _computed_s(self, task: Task, load: Any) -> Any:
         flops, moved_bytes = self.forward_work(task)
         pieces = 1
-        if task.op is Op.EXPERTS:
+        if task.op == Op.EXPERTS:
             assert task.chunk is not None, task
-            pieces = len(self.shape.slices_of(task.chunk, task.phase))
+            pieces = len(task.cut.held)
         alone_s = self.cluster.compute_s(task.op, task.phase, load * flops, load * moved_bytes, pieces)
         return alone_s + self._sharded_s(task)
 
@@ -108,43 +111,40 @@ class StepCost:
         if work.shard_size == 1 or task.op not in (Op.ATTENTION, Op.UNORDER):
             return 0.0
         assert task.microbatch is not None, task
-        whole = work.hidden_bytes(work.tokens(task.microbatch, self.shape.microbatches) * work.shard_size)
-        scatters = (task.op is Op.ATTENTION) is task.forward
+        whole = work.hidden_bytes(work.tokens(task.microbatch, task.cut.microbatches) * work.shard_size)
+        scatters = (task.op == Op.ATTENTION) is task.forward
         return self.cluster.shards(work.shard_size, scatters=scatters).seconds(whole)
 
     def forward_work(self, task: Task) -> tuple[float, float]:
         """Floating-point operations and bytes copied of the forward task."""
         work = self.workload
-        if task.op is Op.EXPERTS:
+        if task.op == Op.EXPERTS:
             rows = self._rows(task)
             return work.expert_flops(rows), 2 * work.hidden_bytes(rows)
         assert task.microbatch is not None, task
-        tokens = work.tokens(task.microbatch, self.shape.microbatches)
+        tokens = work.tokens(task.microbatch, task.cut.microbatches)
         copies = work.hidden_bytes(2 * tokens * work.top_k)
-        if task.op is Op.ATTENTION:
+        if task.op == Op.ATTENTION:
             dense = 0.0 if self.shape.moe_layers[task.layer] else work.dense_flops(tokens)
             return work.attention_flops(tokens) + dense, copies
-        if task.op is Op.SHARED:
+        if task.op == Op.SHARED:
             return work.shared_flops(tokens), work.hidden_bytes(2 * tokens)
-        if task.op is Op.HEAD:
+        if task.op == Op.HEAD:
             return work.head_flops(tokens), work.hidden_bytes(tokens)
         return 0.0, copies
 
     def _rows(self, task: Task) -> float:
         assert task.microbatch is not None and task.chunk is not None, task
-        shape, microbatch = self.shape, task.microbatch
-        slices = shape.slices_of(task.chunk, task.phase)
-        return sum(self.workload.rows(microbatch, shape.microbatches, s, shape.slices) for s in slices)
+        cut, microbatch = task.cut, task.microbatch
+        return sum(self.workload.rows(microbatch, cut.microbatches, s, cut.slices) for s in cut.held)
 
     def _all_reduce_s(self, task: Task) -> float:
-        work, shape = self.workload, self.shape
-        replicated = task.op is Op.ALL_REDUCE
+        work = self.workload
+        replicated = task.op == Op.ALL_REDUCE
         sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
         group = Group.WORLD if replicated else Group.EXPERT_REPLICAS
-        assert task.chunk is not None, task
-        total = sizes[task.layer] // FLOAT32_BYTES
-        equal = (1,) * shape.expert_all_reduce_chunks[task.layer]
-        elements = part_sizes(total, shape.parts_of(task.layer) if replicated else equal)[task.chunk]
+        assert task.piece is not None, task
+        elements = part_sizes(sizes[task.layer] // FLOAT32_BYTES, task.cut.parts)[task.piece]
         return self.cluster.all_reduce(work.span(group)).seconds(elements * FLOAT32_BYTES)
 
 
@@ -164,6 +164,6 @@ class UnevenRanks:
         if task.lane is not Lane.COMPUTE:
             busiest = max(1.0, *self.load) if self.load and task.op in TRANSFERS else 1.0
             return self.even(task) if busiest == 1.0 else self.even.communication_s(task, busiest)
-        loaded = self.load and task.op is Op.EXPERTS
+        loaded = self.load and task.op == Op.EXPERTS
         seconds = self.even.loaded_s(task, np.array(self.load)) if loaded else self.even(task)
         return seconds * np.array(self.slowness) if self.slowness else seconds

@@ -9,7 +9,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from penstock.cost.span import Span, span_of
-from penstock.graph import Group
+from penstock.mesh import Axes, Mesh
 
 
 def split_sizes(total: int, pieces: int) -> tuple[int, ...]:
@@ -73,6 +73,11 @@ class Workload:
     shard_size: int = 1
 
     @property
+    def mesh(self) -> Mesh:
+        """The ranks of the step, as its layers share them."""
+        return Mesh(world_size=self.world_size, ep_size=self.ep_size, ep_local_size=self.node_size)
+
+    @property
     def ranks_per_node(self) -> int:
         """Ranks of an expert group in one node."""
         return self.node_size or self.ep_size
@@ -82,11 +87,11 @@ class Workload:
         """Nodes that an expert group covers."""
         return self.ep_size // self.ranks_per_node
 
-    def span(self, group: Group) -> Span:
-        """Where the groups of a kind (ep, edp, world) are, and what they share."""
+    def span(self, axes: Axes) -> Span:
+        """Where the groups along `axes` are, and what they share."""
         known = self.devices_per_node or (self.node_size * self.shard_size if self.nodes > 1 else 0)
         size = max(1, known // self.shard_size) if known else 0
-        return span_of(group, self.world_size, self.ep_size, size, self.shard_size if known else 1)
+        return span_of(self.mesh, axes, size, self.shard_size if known else 1)
 
     def tokens(self, microbatch: int, microbatches: int) -> int:
         """Tokens of one microbatch on one rank; shards have each their part."""

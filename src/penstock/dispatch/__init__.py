@@ -3,7 +3,8 @@
 from penstock.dispatch.base import Dispatch, Leg, Place
 from penstock.dispatch.flat import FlatDispatch
 from penstock.dispatch.hierarchical import HierarchicalDispatch1D, HierarchicalDispatch2D
-from penstock.graph import Group, Op
+from penstock.mesh import Group
+from penstock.ops import Op
 
 DISPATCHES: dict[str, Dispatch] = {
     dispatch.name: dispatch

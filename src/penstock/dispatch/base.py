@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.graph import Group
-from penstock.graph.task import Op
+from penstock.mesh import Axes, Group
+from penstock.ops.transfers import Hop
 
 Table = npt.NDArray[np.int64]
 """[P, P]: rows from each rank (first index) for each rank (second)."""
@@ -44,20 +44,20 @@ class Place:
         return self.rank % self.node_size
 
 
-def place_in(group: Group, place: Place) -> int:
+def place_in(axes: Axes, place: Place) -> int:
     """Which member of a leg's group the rank at `place` is."""
-    return {Group.EXPERT: place.rank, Group.NODE: place.local, Group.RAIL: place.node}[group]
+    return {Group.EXPERT: place.rank, Group.NODE: place.local, Group.RAIL: place.node}[axes]
 
 
 @dataclass(frozen=True)
 class Leg:
     """One all-to-all of one rank, in rows.
 
-    group: whose members the splits count. sizes: blocks as they lie. order: which block is sent when
+    axes: along which the splits count members. sizes: blocks as they lie. order: which block is sent when
     (indices into sizes). input_splits, output_splits: rows to and from each member.
     """
 
-    group: Group
+    axes: Axes
     sizes: tuple[int, ...]
     order: tuple[int, ...]
     input_splits: tuple[int, ...]
@@ -73,7 +73,7 @@ class Leg:
 class Dispatch(Protocol):
     """Brings rows, sorted by target rank, to those ranks, where they lie sorted by source rank.
 
-    name: what a configuration calls it. ops: its legs as tasks, forward; combine runs their counterparts.
+    name: what a configuration calls it. hops: its legs as tasks, forward; combine takes them back.
     needs_table: whether a rank must know what the others send to each other, not only its own share.
     """
 
@@ -81,7 +81,7 @@ class Dispatch(Protocol):
     def name(self) -> str: ...
 
     @property
-    def ops(self) -> tuple[Op, ...]: ...
+    def hops(self) -> tuple[Hop, ...]: ...
 
     @property
     def needs_table(self) -> bool: ...

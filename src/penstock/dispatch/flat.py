@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.dispatch.base import Leg, Place, Table, blocks
-from penstock.graph import Group
-from penstock.graph.task import Op
+from penstock.mesh import Group
+from penstock.ops.transfers import FLAT, Hop
 
 
 class FlatDispatch:
@@ -14,7 +14,7 @@ class FlatDispatch:
     """
 
     name = "flat"
-    ops: tuple[Op, ...] = (Op.DISPATCH,)
+    hops: tuple[Hop, ...] = FLAT
     needs_table = False
 
     def legs(self, table: Table, place: Place) -> tuple[Leg, ...]:

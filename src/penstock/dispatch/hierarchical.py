@@ -9,8 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.dispatch.base import Leg, Place, Table, blocks
-from penstock.graph import Group
-from penstock.graph.task import Op
+from penstock.graph import Lane
+from penstock.mesh import Group
+from penstock.ops import Op
+from penstock.ops.transfers import Hop
 
 
 class HierarchicalDispatch1D:
@@ -23,7 +25,11 @@ class HierarchicalDispatch1D:
     """
 
     name = "hierarchical_1d"
-    ops: tuple[Op, ...] = (Op.DISPATCH_GATHER, Op.DISPATCH, Op.DISPATCH_SCATTER)
+    hops: tuple[Hop, ...] = (
+        Hop(Op.DISPATCH_GATHER, Group.NODE),
+        Hop(Op.DISPATCH, Group.EXPERT, Lane.INTER),
+        Hop(Op.DISPATCH_SCATTER, Group.NODE),
+    )
     needs_table = True
 
     def legs(self, table: Table, place: Place) -> tuple[Leg, ...]:
@@ -41,7 +47,10 @@ class HierarchicalDispatch2D:
     """
 
     name = "hierarchical_2d"
-    ops: tuple[Op, ...] = (Op.DISPATCH_GATHER, Op.DISPATCH)
+    hops: tuple[Hop, ...] = (
+        Hop(Op.DISPATCH_GATHER, Group.NODE),
+        Hop(Op.DISPATCH, Group.RAIL, Lane.INTER),
+    )
     needs_table = True
 
     def legs(self, table: Table, place: Place) -> tuple[Leg, ...]:

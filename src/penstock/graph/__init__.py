@@ -1,23 +1,18 @@
-"""Tasks, the one dependency rule, and the graph of an iteration. Pure Python: no torch."""
+"""Tasks and graphs of tasks, and the longest path through them."""
 
-from penstock.graph.build import Graph, build_graph
-from penstock.graph.dependencies import dependencies
 from penstock.graph.errors import ScheduleError
+from penstock.graph.graph import Graph
 from penstock.graph.paths import Interval, longest_path
-from penstock.graph.shape import StepShape
-from penstock.graph.task import Group, Lane, Op, Phase, Task
+from penstock.graph.task import Cut, Lane, Name, Phase, Task
 
 __all__ = [
+    "Cut",
     "Graph",
-    "Group",
     "Interval",
     "Lane",
-    "Op",
+    "Name",
     "Phase",
     "ScheduleError",
-    "StepShape",
     "Task",
-    "build_graph",
-    "dependencies",
     "longest_path",
 ]

@@ -1,10 +1,21 @@
-"""A task is a name: layer, op, microbatch, chunk, phase. Its text form is `L2.D.m0.c1.F`."""
+"""Names, tasks and lanes. A task says all about itself: where it runs, whom it meets, what it reads.
+
+A name is `L2.D.m0.c1.F`: layer, op, the indices of its pieces, phase. A task is a name with its lane, the
+mesh axes along which it meets other ranks, and its inputs by role:
+
+    L2.D.m0.c1.F inter ep rows=L2.AT.m0.F route=L2.N.m0.F
+
+A role is the name of what is read: `rows=L2.AT.m0.F` is the output `rows` of that task, and in the backward
+half `d_rows=L2.X.m0.c1.B` is the gradient that it made for its input `rows`.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from penstock.graph.errors import ScheduleError
 
@@ -31,180 +42,155 @@ class Phase(StrEnum):
     __hash__ = str.__hash__  # Enum's own is Python code, and a plan hashes tasks by the million
 
 
-class Group(StrEnum):
-    """Which ranks a task has to meet before it can end.
-
-    ep: the ranks that share a layer's experts. node: those of them in one node. rail: those with the same
-    place in their nodes. edp: the replicas of an expert.
-    """
-
-    ALONE = "alone"
-    EXPERT = "ep"
-    NODE = "node"
-    RAIL = "rail"
-    EXPERT_REPLICAS = "edp"
-    WORLD = "world"
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+_TEXT = re.compile(
+    rf"L{_NUMBER}\.([A-Z][A-Z0-9]*)(?:\.m{_NUMBER})?(?:\.c{_NUMBER})?(?:\.p{_NUMBER})?\.([FBIW])"
+)
 
 
-class Op(StrEnum):
-    """What a task does. `SPECS` says where it runs and with whom."""
-
-    EMBED = "EM"
-    ATTENTION = "AT"
-    SHARED = "S"
-    COUNTS = "N"
-    DISPATCH_GATHER = "DG"
-    DISPATCH = "D"
-    DISPATCH_SCATTER = "DS"
-    EXPERTS = "X"
-    COMBINE_GATHER = "CG"
-    COMBINE = "C"
-    COMBINE_SCATTER = "CS"
-    UNORDER = "U"
-    HEAD = "HD"
-    STATISTICS = "ST"
-    ALL_REDUCE = "AR"
-    EXPERT_ALL_REDUCE = "XR"
-
-    __hash__ = str.__hash__  # see Phase
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpSpec:
-    """The fixed facts of an op: its lane, whom it meets, and which indices its name carries."""
-
-    title: str
-    lane: Lane
-    group: Group = Group.ALONE
-    phases: str = "FB"
-    microbatch: bool = True
-    chunk: bool = False
-
-
-SPECS: dict[Op, OpSpec] = {
-    Op.EMBED: OpSpec(title="token and position embedding", lane=Lane.COMPUTE),
-    Op.ATTENTION: OpSpec(title="attention, router and order (a dense block: all of it)", lane=Lane.COMPUTE),
-    Op.SHARED: OpSpec(title="shared experts", lane=Lane.COMPUTE),
-    Op.COUNTS: OpSpec(title="exchange of tokens per expert", lane=Lane.INTER, group=Group.EXPERT, phases="F"),
-    Op.DISPATCH_GATHER: OpSpec(
-        title="dispatch inside the node, on the way out", lane=Lane.INTRA, group=Group.NODE, chunk=True
-    ),
-    Op.DISPATCH: OpSpec(title="tokens to their experts", lane=Lane.INTER, group=Group.EXPERT, chunk=True),
-    Op.DISPATCH_SCATTER: OpSpec(
-        title="dispatch inside the node, on arrival", lane=Lane.INTRA, group=Group.NODE, chunk=True
-    ),
-    Op.EXPERTS: OpSpec(title="expert computation", lane=Lane.COMPUTE, chunk=True, phases="FBIW"),
-    Op.COMBINE_GATHER: OpSpec(
-        title="combine inside the node, on the way out", lane=Lane.INTRA, group=Group.NODE, chunk=True
-    ),
-    Op.COMBINE: OpSpec(title="expert outputs back home", lane=Lane.INTER, group=Group.EXPERT, chunk=True),
-    Op.COMBINE_SCATTER: OpSpec(
-        title="combine inside the node, on arrival", lane=Lane.INTRA, group=Group.NODE, chunk=True
-    ),
-    Op.UNORDER: OpSpec(title="un-order, gate weights, residual", lane=Lane.COMPUTE),
-    Op.HEAD: OpSpec(title="final norm, output head, loss", lane=Lane.COMPUTE),
-    Op.STATISTICS: OpSpec(
-        title="sums of loss, tokens and balance statistics",
-        lane=Lane.INTER,
-        group=Group.WORLD,
-        phases="F",
-        microbatch=False,
-    ),
-    Op.ALL_REDUCE: OpSpec(
-        title="all-reduce of replicated gradients",
-        lane=Lane.INTER,
-        group=Group.WORLD,
-        phases="B",
-        microbatch=False,
-        chunk=True,
-    ),
-    Op.EXPERT_ALL_REDUCE: OpSpec(
-        title="all-reduce of expert gradients over their replicas",
-        lane=Lane.INTER,
-        group=Group.EXPERT_REPLICAS,
-        phases="B",
-        microbatch=False,
-        chunk=True,
-    ),
-}
-
-BACK_AGAIN: dict[Op, Op] = {
-    Op.DISPATCH_GATHER: Op.COMBINE_SCATTER,
-    Op.DISPATCH: Op.COMBINE,
-    Op.DISPATCH_SCATTER: Op.COMBINE_GATHER,
-}
-"""Every leg of a dispatch and the leg of combine that takes the same way home."""
-
-AWAY: dict[Op, Op] = {back: out for out, back in BACK_AGAIN.items()}
-"""The other way round."""
-
-_NUMBER = "(0|[1-9][0-9]*)"
-_TEXT = re.compile(rf"L{_NUMBER}\.([A-Z]+)(?:\.m{_NUMBER})?(?:\.c{_NUMBER})?\.([FBIW])")
-
-
-@dataclass(frozen=True)
-class Task:
-    """One cell of a schedule. It has no behaviour; what happens when it runs is its op's handler."""
+class Name(NamedTuple):
+    """What a task is called. microbatch, chunk, piece: which one along that axis; None = not cut there."""
 
     layer: int
-    op: Op
+    op: str
     phase: Phase
     microbatch: int | None = None
     chunk: int | None = None
+    piece: int | None = None
 
     def __str__(self) -> str:
-        microbatch = "" if self.microbatch is None else f".m{self.microbatch}"
-        chunk = "" if self.chunk is None else f".c{self.chunk}"
-        return f"L{self.layer}.{self.op}{microbatch}{chunk}.{self.phase}"
+        axes = (("m", self.microbatch), ("c", self.chunk), ("p", self.piece))
+        indices = "".join(f".{letter}{index}" for letter, index in axes if index is not None)
+        return f"L{self.layer}.{self.op}{indices}.{self.phase}"
 
     @property
-    def spec(self) -> OpSpec:
-        return SPECS[self.op]
+    def back(self) -> Name:
+        """The backward of the same piece."""
+        return self._replace(phase=Phase.BACKWARD)
+
+    @staticmethod
+    def parse(text: str) -> Name:
+        """Read the text form. Raises ScheduleError for what no task can be called."""
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ScheduleError(f"{text[:80]!r} is not a task name; one looks like L2.D.m0.c1.F")
+        layer, op, *indices, phase = match.groups()
+        return Name(int(layer), op, Phase(phase), *(None if i is None else int(i) for i in indices))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the step around a task is cut, and which part the task has.
+
+    microbatches: of the batch. slices: of a microbatch's rows in an MoE layer; the task has those from
+    `first` up to `stop`. parts: relative sizes of the pieces of a buffer; the task has the one its name says.
+    """
+
+    microbatches: int = 1
+    slices: int = 1
+    first: int = 0
+    stop: int = 1
+    parts: tuple[int, ...] = (1,)
 
     @property
-    def lane(self) -> Lane:
-        return SPECS[self.op].lane
+    def held(self) -> range:
+        """The slices that the task has."""
+        return range(self.first, self.stop)
+
+
+WHOLE = Cut()
+Inputs = Mapping[str, tuple[Name, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """One cell of a schedule. It has no behaviour; what happens when it runs is its op's handler.
+
+    axes: of the mesh, whom it meets; () = nobody. inputs: names of the tasks whose outputs it reads, by role.
+    accumulates, reads: named state that several tasks add to, and that a task must find complete.
+    """
+
+    name: Name
+    lane: Lane
+    axes: tuple[str, ...] = ()
+    inputs: Inputs = field(default_factory=dict)
+    cut: Cut = WHOLE
+    accumulates: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    _hash: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self.name))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Task) and self._facts == other._facts
+
+    @property
+    def _facts(self) -> tuple[object, ...]:
+        return (self.name, self.lane, self.axes, self.inputs, self.cut, self.accumulates, self.reads)
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+    @property
+    def text(self) -> str:
+        """The task in full: what ranks compare, and what `Graph.text` shows."""
+        inputs = " ".join(f"{role}={','.join(map(str, names))}" for role, names in self.inputs.items())
+        return f"{self.name} {self.lane} {'x'.join(self.axes) or '-'} {inputs}".rstrip()
+
+    @property
+    def layer(self) -> int:
+        return self.name.layer
+
+    @property
+    def op(self) -> str:
+        return self.name.op
+
+    @property
+    def phase(self) -> Phase:
+        return self.name.phase
+
+    @property
+    def microbatch(self) -> int | None:
+        return self.name.microbatch
+
+    @property
+    def chunk(self) -> int | None:
+        return self.name.chunk
+
+    @property
+    def piece(self) -> int | None:
+        return self.name.piece
 
     @property
     def forward(self) -> bool:
         """Whether the task belongs to the forward half of a step."""
-        return self.phase is Phase.FORWARD
+        return self.name.phase is Phase.FORWARD
+
+    @property
+    def meets(self) -> bool:
+        """Whether it ends together with the same task on other ranks."""
+        return bool(self.axes)
 
     @property
     def symbol(self) -> str:
-        """The letters that pictures show: the op, and W for weight gradients made apart."""
-        return "W" if self.phase is Phase.WEIGHT else str(self.op)
+        """The letters that pictures show: the op, and W for weight gradients made separately."""
+        return "W" if self.phase is Phase.WEIGHT else self.op
 
     @property
     def cell(self) -> str:
-        """The short name that a grid shows: the op with its indices, the layer for all-reduces."""
-        if self.op in (Op.ALL_REDUCE, Op.EXPERT_ALL_REDUCE):
-            return f"{self.symbol}{self.layer}.{self.chunk}"
+        """The short name that a grid shows: the op with its indices, the layer for pieces of a buffer."""
+        if self.piece is not None:
+            return f"{self.symbol}{self.layer}.{self.piece}"
         microbatch = "" if self.microbatch is None else str(self.microbatch)
         chunk = f".{self.chunk}" if self.chunk else ""
         return f"{self.symbol}{microbatch}{chunk}"
 
-    @staticmethod
-    def parse(text: str) -> Task:
-        """Read the text form. Raises ScheduleError for a name that no task can have."""
-        match = _TEXT.fullmatch(text)
-        if match is None or match[2] not in set(Op):
-            raise ScheduleError(f"{text!r} is not a task name; one looks like L2.D.m0.c1.F")
-        layer, op, microbatch, chunk, phase = match.groups()
-        task = Task(
-            int(layer), Op(op), Phase(phase), *(None if v is None else int(v) for v in (microbatch, chunk))
-        )
-        _check_indices(task)
-        return task
-
-
-def _check_indices(task: Task) -> None:
-    spec = task.spec
-    for name, value, wanted in (
-        ("microbatch", task.microbatch, spec.microbatch),
-        ("chunk", task.chunk, spec.chunk),
-    ):
-        if (value is not None) != wanted:
-            raise ScheduleError(f"{task}: op {task.op} has {'a' if wanted else 'no'} {name} index")
-    if task.phase not in spec.phases:
-        raise ScheduleError(f"{task}: op {task.op} has no phase {task.phase}")
+    def sources(self) -> Iterator[Name]:
+        """Every task that it reads, each once, in the order of its roles."""
+        return iter(dict.fromkeys(name for names in self.inputs.values() for name in names))

@@ -6,14 +6,17 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
-from penstock.graph import Lane, Op, Phase, StepShape, Task, build_graph
-from penstock.graph.dependencies import statistics_task
+from penstock.graph import Lane, Phase, Task
+from penstock.ops import Op
 from penstock.plan.choice import Choice
 from penstock.plan.predict import alone
 from penstock.plan.problem import Problem
 from penstock.schedule import Cost
 from penstock.schedule.freeze import slowest
 from penstock.simulate import lower_bound
+from penstock.step import StepShape, build_graph
+from penstock.step.passes.gradient_pieces import reductions
+from penstock.step.plain import statistics
 
 Half = tuple[bool, Lane]
 """Forward or not, and the lane."""
@@ -62,7 +65,7 @@ class QuickBounds:
             for half, seconds in layer.work.items():
                 work[half] += count * seconds
         cost = self._problem.cost(choice, cut)
-        statistics_s = slowest(cost(statistics_task(cut)))  # of all layers at once
+        statistics_s = slowest(cost(statistics(cut.last)))  # of all layers at once
         reductions = self._reductions(choice, cut, cost)
         work[False, Lane.INTER] += sum(sum_s for sum_s, _ in reductions)
         first, last = (parts[is_moe][1] for is_moe in (cut.moe_layers[0], cut.moe_layers[-1]))
@@ -101,11 +104,11 @@ class QuickBounds:
         graph = build_graph(shape)
         cost = self._problem.only((self._example[is_moe],)).cost(choice, shape)
         seconds = {task: slowest(cost(task)) for task in graph.tasks}
-        statistics = statistics_task(shape)
+        sums = statistics(shape.last)
         ends = {task: each for task, each in seconds.items() if task.op in (Op.EMBED, Op.HEAD)}
-        inner = {task: each for task, each in seconds.items() if task not in ends and task != statistics}
+        inner = {task: each for task, each in seconds.items() if task not in ends and task.name != sums.name}
         ends_s = sum(each for task, each in ends.items() if task.microbatch == 0)
-        chain_s = lower_bound(graph, seconds.__getitem__).critical_path_s - ends_s - seconds[statistics]
+        chain_s = lower_bound(graph, seconds.__getitem__).critical_path_s - ends_s - slowest(cost(sums))
         return _part(ends, ends_s), _part(inner, chain_s)
 
     def _reductions(self, choice: Choice, cut: StepShape, cost: Cost) -> list[tuple[float, float]]:
@@ -130,7 +133,7 @@ class QuickBounds:
 
 
 def _part(seconds: Mapping[Task, float], chain_s: float) -> _Part:
-    def least(op: Op, phase: Phase) -> float:
+    def least(op: str, phase: Phase) -> float:
         return min(
             (each for task, each in seconds.items() if (task.op, task.phase) == (op, phase)), default=0.0
         )
@@ -148,10 +151,9 @@ def _part(seconds: Mapping[Task, float], chain_s: float) -> _Part:
 
 
 def _reduce_s(cost: Cost, layer: int, cut: StepShape) -> tuple[float, float]:
-    def each(op: Op, pieces: int) -> list[float]:
-        tasks = (Task(layer, op, Phase.BACKWARD, None, chunk) for chunk in range(pieces))
-        return [slowest(cost(task)) for task in tasks]
-
-    replicated = each(Op.ALL_REDUCE, cut.all_reduce_chunks[layer])
-    replicas = cut.expert_all_reduce_chunks[layer] if cut.moe_layers[layer] else 0
-    return sum(replicated) + sum(each(Op.EXPERT_ALL_REDUCE, replicas)), max(replicated, default=0.0)
+    parts = cut.parts_of(layer)
+    equal = (1,) * (cut.expert_all_reduce_chunks[layer] if cut.moe_layers[layer] else 0)
+    replicated, experts = (
+        [slowest(cost(task)) for task in tasks] for tasks in reductions(layer, parts, equal)
+    )
+    return sum(replicated) + sum(experts), max(replicated, default=0.0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.cost import AlphaBeta, ClusterConfig, FittedCluster, ProfiledCluster
 from penstock.graph import Lane
+from penstock.ops import Op
 from penstock.plan.choice import Choice
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
 from penstock.plan.predict import alone
@@ -105,7 +106,7 @@ def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
     """Simulates the best few plans again on clusters of which one part is twice as fast."""
     best = found.best
     apart = alone(problem)
-    cost = apart.cost(best.choice, best.plan.graph.shape)
+    cost = apart.cost(best.choice, best.plan.shape)
     work = lane_work({task: cost(task) for task in best.plan.graph.tasks})
     busy = {str(lane): work[lane] / best.predicted_s for lane in Lane if lane in work}
     return Explanation(
@@ -126,7 +127,7 @@ def _start_up_share(apart: Problem, best: Candidate, work: Mapping[Lane, float])
     if not lanes:
         return 0.0
     endless = replace(apart, cluster=faster(apart.cluster, inter=INFINITELY, intra=INFINITELY))
-    cost = endless.cost(best.choice, best.plan.graph.shape)
+    cost = endless.cost(best.choice, best.plan.shape)
     start_ups = lane_work({task: cost(task) for task in best.plan.graph.tasks if task.lane in lanes})
     return sum(start_ups.values()) / sum(work[lane] for lane in lanes)
 
@@ -192,7 +193,7 @@ def faster(
     )
     if not isinstance(quick, FittedCluster):
         return quick
-    legs = {key: _quicker(leg, intra if key[1].value != "D" else inter) for key, leg in quick.legs.items()}
+    legs = {key: _quicker(leg, intra if key[1] != Op.DISPATCH else inter) for key, leg in quick.legs.items()}
     return replace(
         quick, dispatch=_quicker(quick.dispatch, inter), reduce=_quicker(quick.reduce, inter), legs=legs
     )

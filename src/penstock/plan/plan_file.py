@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.config import UNSET, ConfigError, from_dict, to_dict
 from penstock.cost.json_file import write_json
-from penstock.graph import ScheduleError, build_graph
+from penstock.graph import ScheduleError
 from penstock.plan.choice import Choice
 from penstock.plan.dimensions import DIMENSIONS
 from penstock.plan.problem import Problem
@@ -19,6 +19,7 @@ from penstock.plan.search import Candidate
 from penstock.plan.words import choice_words
 from penstock.schedule import SCHEDULES, Partition, Schedule, StepPlan
 from penstock.schedule.penstock import PriorityName
+from penstock.step import build_graph
 
 VERSION = 1
 MOST_PIECES = 256
@@ -215,13 +216,14 @@ class PlanFile:
         try:
             if self.schedule is None:
                 return problem.plan(choice)
-            graph = build_graph(problem.cut(choice))
-            schedule = Schedule.parse("\n".join(self.schedule) + "\n")
+            shape = problem.cut(choice)
+            graph = build_graph(shape)
+            schedule = Schedule.parse("\n".join(self.schedule) + "\n", graph)
             schedule.check(graph)
         except ScheduleError as error:
             key = "choice" if self.schedule is None else "schedule"
             raise ConfigError(f"{name}.{key}", UNSET, f"{error}", ORDER_ANEW) from error
-        return StepPlan(graph, schedule)
+        return StepPlan(graph, schedule, shape)
 
     def _check_more(self, name: str) -> None:
         """Every further decision is one that somebody registered: any other would decide nothing."""

@@ -17,10 +17,11 @@ import numpy as np
 
 from penstock.cost import ProfiledCluster
 from penstock.graph import Lane, Task
+from penstock.mesh import Mesh, Seconds
 from penstock.plan.choice import Choice
 from penstock.plan.problem import Problem
 from penstock.schedule import StepPlan
-from penstock.simulate import RankCost, Ranks, Seconds, Timeline, simulate
+from penstock.simulate import RankCost, Timeline, simulate
 
 PASSES = 3
 DRAWS = 4
@@ -44,7 +45,7 @@ def predict_s(problem: Problem, choice: Choice, plan: StepPlan) -> float:
     if not isinstance(cluster, ProfiledCluster):
         return problem.simulate(choice, plan).iteration_s
     cost = _between(problem, choice, plan)
-    jitter, ranks = cluster.file.jitter, problem.ranks
+    jitter, ranks = cluster.file.jitter, problem.mesh
     draws = max(1, min(DRAWS, DRAWN_RANKS // ranks.world_size))
     costs = [_drawn(cost, jitter, ranks.world_size, seed) for seed in range(draws)] if jitter else [cost]
     return float(np.mean([simulate(plan.schedule, plan.graph, each, ranks).iteration_s for each in costs]))
@@ -58,7 +59,7 @@ def alone(problem: Problem) -> Problem:
 
 
 def settle(
-    plan: StepPlan, cost: CompanyCost, ranks: Ranks | None = None, paces: tuple[float, ...] = ()
+    plan: StepPlan, cost: CompanyCost, ranks: Mesh | None = None, paces: tuple[float, ...] = ()
 ) -> Shares:
     """Every task's share of company in the timeline that its duration with that share leads to.
 
@@ -116,7 +117,7 @@ def _covered(span: tuple[float, float], moments: Seconds, busy_s: Seconds) -> fl
 
 def _between(problem: Problem, choice: Choice, plan: StepPlan) -> RankCost:
     """The cost of every task at its own share of company."""
-    shape = plan.graph.shape
+    shape = plan.shape
     apart = alone(problem).cost(choice, shape)
     beside = _crowded(problem).cost(choice, shape)
 
@@ -124,7 +125,7 @@ def _between(problem: Problem, choice: Choice, plan: StepPlan) -> RankCost:
         alone_s = apart(task)
         return alone_s + share * (beside(task) - alone_s)
 
-    shares = settle(plan, cost, problem.ranks, problem.paces)
+    shares = settle(plan, cost, problem.mesh, problem.paces)
     return lambda task: cost(task, shares[task])
 
 

@@ -8,10 +8,11 @@ from functools import cached_property
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, StepCost, UnevenRanks, Workload
 from penstock.dispatch import DISPATCHES
-from penstock.graph import StepShape
+from penstock.mesh import Mesh
 from penstock.plan.choice import Choice
 from penstock.schedule import Cost, Pieces, StepPlan, plan_step
-from penstock.simulate import LowerBound, Ranks, Timeline, lower_bound, simulate
+from penstock.simulate import LowerBound, Timeline, lower_bound, simulate
+from penstock.step import StepShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +32,8 @@ class Problem:
     load: tuple[float, ...] = ()
 
     @cached_property
-    def ranks(self) -> Ranks:
-        work = self.workload
-        return Ranks(work.world_size, work.ep_size, work.ranks_per_node)
+    def mesh(self) -> Mesh:
+        return self.workload.mesh
 
     @property
     def paces(self) -> tuple[float, ...]:
@@ -78,17 +78,17 @@ class Problem:
         return choice.pieces(self.workload.all_reduce_bytes, self.workload.expert_all_reduce_bytes)
 
     def simulate(self, choice: Choice, plan: StepPlan) -> Timeline:
-        return simulate(plan.schedule, plan.graph, self.cost(choice, plan.graph.shape), self.ranks)
+        return simulate(plan.schedule, plan.graph, self.cost(choice, plan.shape), self.mesh)
 
     def bound(self, choice: Choice, plan: StepPlan) -> LowerBound:
         """What no order of the same tasks beats."""
-        return lower_bound(plan.graph, self.cost(choice, plan.graph.shape), self.ranks)
+        return lower_bound(plan.graph, self.cost(choice, plan.shape), self.mesh)
 
     def uncut(self, choice: Choice) -> StepShape:
         """The shape with the legs of the choice's dispatch."""
         if choice.dispatch == self.workload.dispatch:
             return self.shape
-        return replace(self.shape, dispatch=DISPATCHES[choice.dispatch].ops)
+        return replace(self.shape, dispatch=DISPATCHES[choice.dispatch].hops)
 
     def only(self, layers: tuple[int, ...]) -> Problem:
         """The same step of a model that has only these layers."""

@@ -9,15 +9,19 @@ from difflib import get_close_matches
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile, ProfiledCluster, Workload
 from penstock.dispatch import DISPATCHES
-from penstock.graph import Op, StepShape
+from penstock.mesh import Group
+from penstock.ops import Op
+from penstock.ops.transfers import FLAT as FLAT_HOPS
+from penstock.ops.transfers import Hop
 from penstock.plan.models import MODELS, PublishedModel
 from penstock.plan.problem import Problem
+from penstock.step import StepShape
 
 ELEMENT_BYTES = FLOAT32_BYTES = 4
 MATRICES = {"gelu": 2, "swiglu": 3}
 UNITS = {"num_layers": "layers", "seq_len": "tokens per sample"}
 FLAT = "flat"
-SHARDED_OPS = (Op.DISPATCH, Op.DISPATCH_SCATTER)
+SHARDED = (*FLAT_HOPS, Hop(Op.DISPATCH_SCATTER, Group.NODE))
 """Rows cross nodes, then all shards of their expert get them."""
 
 
@@ -137,7 +141,7 @@ def _problem(
     shape = StepShape(
         moe_layers=(True,) * model.num_layers,
         exchange_counts=work.capacity_factor is None,
-        dispatch=SHARDED_OPS if sharded else (Op.DISPATCH,),
+        dispatch=SHARDED if sharded else FLAT_HOPS,
     )
     dispatches = tuple(DISPATCHES) if spans else (FLAT,)
     slowness = _slowest_shards(cluster.file.slowness, work) if cluster.file.ranks == nodes * per_node else ()

@@ -11,10 +11,10 @@ from typing import Any
 
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, StepCost, Workload
-from penstock.graph import StepShape
 from penstock.report.timeline import duration_text, render_timeline
 from penstock.schedule import SCHEDULES, Pieces, StepPlan, System, plan_step
-from penstock.simulate import LowerBound, Ranks, lower_bound, overlap_efficiency, simulate
+from penstock.simulate import LowerBound, lower_bound, overlap_efficiency, simulate
+from penstock.step import StepShape
 from penstock.trace import Occupation, TaskRecord, occupation
 
 SLOW_LINK_BYTES_PER_S = 5e7
@@ -183,10 +183,10 @@ def describe_schedule(
     return ScheduleDescription(
         name=name,
         about=_about(system),
-        shape=run.plan.graph.shape,
+        shape=run.plan.shape,
         workload=workload,
         cluster=cluster,
-        notes=tuple(_notes(name, run.plan.graph.shape, pieces, all_reduce_chunks)),
+        notes=tuple(_notes(name, run.plan.shape, pieces, all_reduce_chunks)),
         grid=run.plan.schedule.grid(run.plan.graph, width=width),
         timeline=render_timeline(run.records, width=width),
         schedule_text=run.plan.schedule.text(),
@@ -268,7 +268,7 @@ def _run(system: System, workload: Workload, cluster: ClusterConfig, pieces: Pie
 
     shape = StepShape(moe_layers=(True,) * len(workload.all_reduce_bytes))
     plan = plan_step(system, shape, pieces, cost_of)
-    cost, ranks = cost_of(plan.graph.shape), Ranks(workload.world_size, workload.ep_size)
+    cost, ranks = cost_of(plan.shape), workload.mesh
     timeline = simulate(plan.schedule, plan.graph, cost, ranks)
     records = [record for record in timeline.records() if record.rank == 0]
     bound = lower_bound(plan.graph, cost, ranks)

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from penstock.graph import Lane, Op, Phase, Task
-from penstock.graph.task import SPECS
+from penstock.graph import Lane, Phase, Task
+from penstock.ops import OPS
 from penstock.trace.records import TaskRecord
 
 LABEL_WIDTH = 9
@@ -209,18 +209,18 @@ def _round_up(value: float) -> float:
 
 def _legend(records: Sequence[TaskRecord], width: int) -> str:
     """What the names mean: the ops that occur, lane by lane, and how to read an index."""
-    ops = {record.task.op for record in records}
+    ops = {(record.task.op, record.lane) for record in records}
     lines = []
     for lane in Lane:
-        on_lane = [op for op in Op if op in ops and SPECS[op].lane is lane]
+        on_lane = [op for op in OPS if (op, lane) in ops]
         for op in on_lane:
-            label = lane if op is on_lane[0] else ""
-            lines.append(f"{label:<{LABEL_WIDTH}}{op:<3} {SPECS[op].title}")
+            label = lane if op == on_lane[0] else ""
+            lines.append(f"{label:<{LABEL_WIDTH}}{op:<3} {OPS[op].title}")
         if lane is Lane.COMPUTE and any(record.task.phase is Phase.WEIGHT for record in records):
             lines.append(f"{'':<{LABEL_WIDTH}}W   weight gradients of experts, made apart")
     reading = (
         f"A name starts a task, {FILL} continues it, {IDLE} is idle. X0 and X0.1 are chunks 0 and 1 of "
-        "microbatch 0, AR3.0 is chunk 0 of layer 3. Where a name does not fit, its first letter stands for "
+        "microbatch 0, AR3.0 is piece 0 of layer 3. Where a name does not fit, its first letter stands for "
         "it; of several tasks in one column the largest is shown."
     )
     indent = " " * (LABEL_WIDTH + 4)

@@ -1,37 +1,44 @@
-"""Before its first use, all ranks compare their schedule. Different orders would deadlock."""
+"""Before its first use, all ranks compare their plan. Different orders or tasks would deadlock."""
 
 from __future__ import annotations
 
 from penstock.runtime.errors import ScheduleMismatchError
-from penstock.schedule import Schedule
+from penstock.schedule import StepPlan
+from penstock.schedule.schedule import parse_orders
 from penstock.topology import Control
 
 
-def check_agreement(schedule: Schedule, control: Control) -> None:
-    """Raise ScheduleMismatchError, on every rank, naming the first task that differs from rank 0's order.
+def check_agreement(plan: StepPlan, control: Control) -> None:
+    """Raise ScheduleMismatchError, on every rank, naming the first task that differs from rank 0's plan.
 
-    Costs one exchange of 64 bytes when all agree.
+    Compared are the order and what every task is: its lane, axes and inputs. Costs one exchange of 64 bytes
+    when all agree.
     """
-    digests = control.gather(schedule.digest, "comparing schedules")
+    digests = control.gather(plan.digest, "comparing schedules")
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if not different:
         return
-    texts = control.gather(schedule.text(), "comparing schedules")
-    ours, theirs = (Schedule.parse(texts[rank]) for rank in (0, different[0]))
+    texts = control.gather((plan.schedule.text(), plan.graph.text()), "comparing schedules")
+    rank = different[0]
     raise ScheduleMismatchError(
-        f"schedule {ours.name!r} differs between ranks: {first_difference(ours, theirs, different[0])}. "
+        f"schedule {plan.schedule.name!r} differs between ranks: "
+        f"{first_difference(texts[0], texts[rank], rank)}. "
         f"Ranks that differ from rank 0: {different}. Start all ranks with the same "
         "configuration and version."
     )
 
 
-def first_difference(ours: Schedule, theirs: Schedule, rank: int) -> str:
-    """Where two schedules part, in words."""
-    for lane in {**ours.lanes, **theirs.lanes}:
-        mine, other = ours.lanes.get(lane, ()), theirs.lanes.get(lane, ())
-        for i in range(max(len(mine), len(other))):
-            left = str(mine[i]) if i < len(mine) else "nothing"
-            right = str(other[i]) if i < len(other) else "nothing"
-            if left != right:
-                return f"lane {lane}, place {i}: rank 0 runs {left}, rank {rank} runs {right}"
-    return f"names {ours.name!r} and {theirs.name!r}"
+def first_difference(ours: tuple[str, str], theirs: tuple[str, str], rank: int) -> str:
+    """Where two plans part, in words. Each is the text of its schedule and of its graph."""
+    (name, mine), (other_name, other) = parse_orders(ours[0]), parse_orders(theirs[0])
+    for lane in {**mine, **other}:
+        left, right = list(map(str, mine.get(lane, ()))), list(map(str, other.get(lane, ())))
+        for place in range(max(len(left), len(right))):
+            here = left[place] if place < len(left) else "nothing"
+            there = right[place] if place < len(right) else "nothing"
+            if here != there:
+                return f"lane {lane}, place {place}: rank 0 runs {here}, rank {rank} runs {there}"
+    for here, there in zip(ours[1].splitlines(), theirs[1].splitlines(), strict=False):
+        if here != there:
+            return f"rank 0 has the task `{here}`, rank {rank} has `{there}`"
+    return f"names {name!r} and {other_name!r}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from penstock.graph import Task
+from penstock.mesh import Group
+from penstock.ops import spec_of
 from penstock.topology.control import reason
 
 
@@ -13,10 +15,9 @@ class TaskError(RuntimeError):
     """
 
     def __init__(self, task: Task, rank: int, waited_s: float, cause: BaseException, grid: str) -> None:
-        spec = task.spec
-        partners = "" if spec.group == "alone" else f" with the {spec.group} group"
+        partners = f" with the {Group.name(task.axes)} group" if task.axes else ""
         super().__init__(
-            f"rank {rank}: task {task} ({spec.title}) failed on lane {task.lane}{partners} "
+            f"rank {rank}: task {task} ({spec_of(task.op).title}) failed on lane {task.lane}{partners} "
             f"after {waited_s:.2f} s: {type(cause).__name__}: {reason(cause)}\n\n{grid}"
         )
         self.task, self.rank, self.waited_s = task, rank, waited_s

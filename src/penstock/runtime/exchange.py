@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.dispatch import Dispatch, Place
-from penstock.graph import Group
+from penstock.mesh import Group
 from penstock.moe.layer import MoELayer
 from penstock.moe.orders.base import OrderPlan
 from penstock.moe.routes import ChunkRoute, RouteMaker, Routes

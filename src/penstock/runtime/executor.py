@@ -1,68 +1,60 @@
-"""The interpreter: walks a schedule's lanes, hands every task the results of its dependencies."""
+"""The interpreter: runs a compiled plan's calls, and hands every task the outputs on its edges."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
-from penstock.graph import Op, Phase, Task
 from penstock.runtime.errors import TaskError
+from penstock.runtime.handlers import Inputs
 from penstock.runtime.lanes import LaneError, Lanes, Ran
-from penstock.runtime.results import Outcome, ResultTable
+from penstock.runtime.program import Call, Program
 from penstock.schedule import StepPlan
 from penstock.trace import TaskRecord
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What a handler sees: the results of its task's dependencies, by task."""
-
-    task: Task
-    table: ResultTable
-
-    def __getitem__(self, need: Task) -> Any:
-        return self.table.read(self.task, need)
-
-
-class Handler(Protocol):
-    """What really happens when a task of one op and phase runs."""
-
-    def __call__(self, task: Task, inputs: Inputs, /) -> Outcome: ...
-
-
-Handlers = Mapping[tuple[Op, Phase], Handler]
-
-
 class Execution:
-    """One iteration: `run` its forward half, then its backward half; then read its `records`."""
+    """One iteration: `run` its spans one after the other; then read its `records`.
 
-    def __init__(
-        self, plan: StepPlan, lanes: Lanes, handlers: Handlers, rank: int, *, training: bool
-    ) -> None:
-        self._plan, self._lanes, self._handlers, self._rank = plan, lanes, handlers, rank
-        tasks = [task for task in plan.graph.tasks if training or task.forward]
-        self.results = ResultTable(plan.graph, tasks)
+    context: what handlers work on.
+    """
+
+    def __init__(self, plan: StepPlan, program: Program, lanes: Lanes, context: Any, rank: int) -> None:
+        self._plan, self._program, self._lanes, self._rank = plan, program, lanes, rank
+        self._context = context
+        self.values: list[Any] = [None] * program.slots
+        # `list.pop` is atomic: the readers of a slot on several lanes need no lock to find out who is last.
+        self._readers = {slot: [None] * count for slot, count in program.shared.items()}
         self._times: list[Callable[[], list[Ran]]] = []
+        self._next = 0
         self._origin_s = time.perf_counter()
-        self._needs = plan.graph.needs
 
-    def run(self, *, forward: bool) -> None:
-        """Run all tasks of one half. Raises TaskError naming the task that failed."""
-        orders = self._plan.schedule.half(forward=forward).lanes
+    def run(self) -> None:
+        """Run the next span. Raises TaskError naming the task that failed."""
+        span = self._program.spans[self._next]
+        self._next += 1
         try:
-            times = self._lanes.run(orders, self._needs.__getitem__, self._execute)
+            self._times.append(self._lanes.run(span, self._execute))
         except LaneError as failure:
             self._raise(failure)
-        self._times.append(times)
 
-    def _execute(self, task: Task) -> Any:
-        inputs = Inputs(task, self.results)
-        read = [inputs[need] for need in self._needs[task]]
-        self.results.put(task, self._handlers[task.op, task.phase](task, inputs))
-        self.results.done(task)
-        return read
+    def _execute(self, call: Call) -> Inputs:
+        values = self.values
+        inputs = Inputs()
+        for role, slots in call.reads:
+            inputs[role] = tuple([values[slot] for slot in slots])
+        outputs = call.handler(self._context, call.task, inputs)
+        for name, slot in call.writes:
+            values[slot] = outputs.get(name)
+        for slot in call.frees:
+            values[slot] = None
+        for slot in call.shared:
+            readers = self._readers[slot]
+            readers.pop()
+            if not readers:
+                values[slot] = None
+        return inputs
 
     def _raise(self, failure: LaneError) -> None:
         cause = failure.__cause__

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.graph import Group
+from penstock.mesh import Group
 from penstock.runtime.transport import Transport
 from penstock.topology import Layout
 

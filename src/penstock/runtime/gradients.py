@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from penstock.graph import StepShape
 from penstock.runtime.assignment import Assignment, Layers, assign, names_of
 from penstock.runtime.buckets import Buckets, GradientBucket
 from penstock.runtime.marks import Entry, Marks, value_marks
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.snapshot import Snapshot
+from penstock.step import StepShape
 from penstock.topology import Layout
 
 MOST_NAMES = 3

@@ -10,18 +10,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from queue import SimpleQueue
-from threading import Condition, Thread
+from threading import Lock, Thread
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.graph import Lane, Task
-from penstock.graph.paths import issue_order
+from penstock.runtime.program import Call, Span
 
-Orders = Mapping[Lane, Sequence[Task]]
-Needs = Callable[[Task], Sequence[Task]]
-Execute = Callable[[Task], Any]
+Execute = Callable[[Call], Any]
+"""Runs a call; returns what it read, whose memory must outlive the stream that reads it."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,10 @@ class LaneError(Exception):
 
 
 class Lanes(Protocol):
-    """Runs ordered tasks; each starts when what it needs, and its predecessor on the lane, are done."""
+    """Runs the calls of a span; each starts when what it waits for and the call before it are done."""
 
-    def run(self, orders: Orders, needs: Needs, execute: Execute) -> Callable[[], list[Ran]]:
-        """Run all tasks, then return; call the result for their times. Raises LaneError."""
+    def run(self, span: Span, execute: Execute) -> Callable[[], list[Ran]]:
+        """Run all calls, then return; call the result for their times. Raises LaneError."""
         ...
 
     def close(self) -> None: ...
@@ -58,9 +57,9 @@ class ThreadLanes:
         self._on_failure = on_failure
         self._workers: dict[Lane, _Worker] = {}
 
-    def run(self, orders: Orders, needs: Needs, execute: Execute) -> Callable[[], list[Ran]]:
-        run = _ThreadRun(orders, needs, execute, self._on_failure)
-        busy = [self._worker(lane) for lane, order in orders.items() if order and lane is not Lane.COMPUTE]
+    def run(self, span: Span, execute: Execute) -> Callable[[], list[Ran]]:
+        run = _ThreadRun(span, execute, self._on_failure)
+        busy = [self._worker(lane) for lane, calls in span.items() if calls and lane is not Lane.COMPUTE]
         for worker in busy:
             worker.start(run.walk)
         try:
@@ -71,7 +70,7 @@ class ThreadLanes:
             _settle(worker, run)
         if run.failure is not None:
             raise run.failure from run.failure.__cause__
-        return lambda: run.ran
+        return run.ran
 
     def close(self) -> None:
         for worker in self._workers.values():
@@ -123,62 +122,95 @@ class _Worker:
                 self._finished.put(None)
 
 
-class _ThreadRun:
-    """One run over thread lanes: which tasks are done, and the first failure."""
+class _Progress:
+    """How far one lane is, and what it waits for. Only its own thread writes `done` and `wanted`.
 
-    def __init__(
-        self, orders: Orders, needs: Needs, execute: Execute, on_failure: Callable[[], None]
-    ) -> None:
-        self._orders, self._needs, self._execute, self._on_failure = orders, needs, execute, on_failure
-        self._inside = {task for order in orders.values() for task in order}
-        self._done: set[Task] = set()
-        self._changed = Condition()
+    A lane that waits names the lane and the count in `wanted`, then looks once more, then sleeps; a lane that
+    ends a call counts it, then looks who wants it. One of the two sees the other, so no wake-up is lost.
+    """
+
+    __slots__ = ("done", "times", "wake", "wanted")
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.wanted: tuple[Lane, int] | None = None
+        self.wake: SimpleQueue[None] = SimpleQueue()
+        self.times: list[tuple[float, float]] = []
+
+
+class _ThreadRun:
+    """One span over thread lanes: how far each is, and the first failure."""
+
+    def __init__(self, span: Span, execute: Execute, on_failure: Callable[[], None]) -> None:
+        self._span, self._execute, self._on_failure = span, execute, on_failure
+        self._lanes = {lane: _Progress() for lane in span}
+        self._failing = Lock()
         self.failure: LaneError | None = None
-        self.ran: list[Ran] = []
 
     def walk(self, lane: Lane) -> None:
-        """Run one lane's list from front to back; stop early if any lane has failed."""
-        for task in self._orders.get(lane, ()):
+        """Run one lane's calls from front to back; stop early if any lane has failed."""
+        if lane not in self._span:
+            return
+        mine = self._lanes[lane]
+        others = [other for name, other in self._lanes.items() if name is not lane]
+        execute, times, clock = self._execute, mine.times, time.perf_counter
+        for call in self._span[lane]:
             try:
-                if not self._wait(task):
+                if (call.waits and not self._wait(mine, call)) or self.failure is not None:
                     return
             except BaseException as error:  # an interrupt while waiting stops all lanes, too
-                self._fail(task, 0.0, error)
+                self._fail(call.task, 0.0, error)
                 return
-            start_s = time.perf_counter()
+            start_s = clock()
             try:
-                self._execute(task)
+                execute(call)
             except BaseException as error:
-                self._fail(task, time.perf_counter() - start_s, error)
+                self._fail(call.task, clock() - start_s, error)
                 return
-            self._finish(Ran(task, start_s, time.perf_counter()))
+            times.append((start_s, clock()))
+            mine.done += 1
+            for other in others:
+                wanted = other.wanted
+                if wanted is not None and wanted[0] is lane and wanted[1] <= mine.done:
+                    other.wake.put(None)
+
+    def ran(self) -> list[Ran]:
+        """When every call ran."""
+        return [
+            Ran(call.task, start_s, end_s)
+            for lane, calls in self._span.items()
+            for call, (start_s, end_s) in zip(calls, self._lanes[lane].times, strict=True)
+        ]
 
     def interrupt(self, lane: Lane, error: BaseException) -> None:
         """Stop all lanes for something that came from outside while `lane` was under way."""
-        under_way = [task for task in self._orders[lane] if task not in self._done]
-        self._fail((under_way or self._orders[lane])[0], 0.0, error)
+        lane = lane if lane in self._span else next(iter(self._span))
+        calls, done = self._span[lane], self._lanes[lane].done
+        self._fail(calls[min(done, len(calls) - 1)].task, 0.0, error)
 
-    def _wait(self, task: Task) -> bool:
-        missing = [need for need in self._needs(task) if need in self._inside]
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self.failure is not None or all(need in self._done for need in missing)
-            )
-            return self.failure is None
-
-    def _finish(self, ran: Ran) -> None:
-        with self._changed:
-            self._done.add(ran.task)
-            self.ran.append(ran)
-            self._changed.notify_all()
+    def _wait(self, mine: _Progress, call: Call) -> bool:
+        """Until other lanes are as far as the call needs them. False if one has failed."""
+        for lane, count in call.waits:
+            other = self._lanes[lane]
+            if other.done >= count:
+                continue
+            mine.wanted = (lane, count)
+            while other.done < count and self.failure is None:
+                mine.wake.get()
+            mine.wanted = None
+            if self.failure is not None:
+                return False
+        return True
 
     def _fail(self, task: Task, waited_s: float, error: BaseException) -> None:
-        with self._changed:
+        with self._failing:
             first = self.failure is None
             if first:
-                self.failure = LaneError(task, waited_s)
-                self.failure.__cause__ = error
-            self._changed.notify_all()
+                failure = LaneError(task, waited_s)
+                failure.__cause__ = error
+                self.failure = failure
+        for lane in self._lanes.values():
+            lane.wake.put(None)
         if first and self.failure is not None:
             _stop_others(self._on_failure, self.failure)
 
@@ -201,30 +233,24 @@ class StreamLanes:
         self._device, self._on_failure = device, on_failure
         self._streams: dict[Lane, torch.cuda.Stream] = {}
 
-    def run(self, orders: Orders, needs: Needs, execute: Execute) -> Callable[[], list[Ran]]:
-        inside = {task for order in orders.values() for task in order}
+    def run(self, span: Span, execute: Execute) -> Callable[[], list[Ran]]:
         main = torch.cuda.current_stream(self._device)
         origin, origin_s = main.record_event(torch.cuda.Event(enable_timing=True)), time.perf_counter()
-        ends: dict[Task, torch.cuda.Event] = {}
-        starts: dict[Task, torch.cuda.Event] = {}
+        ends: dict[Lane, list[torch.cuda.Event]] = {lane: [] for lane in span}
+        starts: dict[Lane, list[torch.cuda.Event]] = {lane: [] for lane in span}
         for stream in self._streams.values():
             stream.wait_event(origin)
-
-        def known(task: Task) -> Sequence[Task]:
-            return [need for need in needs(task) if need in inside]
-
-        for task in issue_order(orders, known):
-            stream = main if task.lane is Lane.COMPUTE else self._stream(task.lane, origin)
-            for need in known(task):
-                if need.lane is not task.lane:
-                    stream.wait_event(ends[need])
-            starts[task] = stream.record_event(torch.cuda.Event(enable_timing=True))
-            self._issue(task, stream, execute)
-            ends[task] = stream.record_event(torch.cuda.Event(enable_timing=True))
-        for order in orders.values():
-            if order:
-                main.wait_event(ends[order[-1]])
-        return lambda: _elapsed(origin, origin_s, starts, ends)
+        for lane, call in in_issue_order(span):
+            stream = main if lane is Lane.COMPUTE else self._stream(lane, origin)
+            for other, count in call.waits:
+                stream.wait_event(ends[other][count - 1])
+            starts[lane].append(stream.record_event(torch.cuda.Event(enable_timing=True)))
+            self._issue(call, stream, execute)
+            ends[lane].append(stream.record_event(torch.cuda.Event(enable_timing=True)))
+        for events in ends.values():
+            if events:
+                main.wait_event(events[-1])
+        return lambda: _elapsed(origin, origin_s, span, starts, ends)
 
     def close(self) -> None:
         self._streams.clear()
@@ -235,23 +261,38 @@ class StreamLanes:
             self._streams[lane].wait_event(origin)
         return self._streams[lane]
 
-    def _issue(self, task: Task, stream: torch.cuda.Stream, execute: Execute) -> None:
+    def _issue(self, call: Call, stream: torch.cuda.Stream, execute: Execute) -> None:
         start_s = time.perf_counter()
         try:
             with torch.cuda.stream(stream):
-                for tensor in tensors_in(execute(task)):
+                for tensor in tensors_in(execute(call)):
                     tensor.record_stream(stream)
         except BaseException as error:
-            failure = LaneError(task, time.perf_counter() - start_s)
+            failure = LaneError(call.task, time.perf_counter() - start_s)
             _stop_others(self._on_failure, failure)
             raise failure from error
+
+
+def in_issue_order(span: Span) -> Iterator[tuple[Lane, Call]]:
+    """All calls in one order in which each comes after what it waits for; a function of the span alone."""
+    done = dict.fromkeys(span, 0)
+    left = sum(map(len, span.values()))
+    while left:
+        before = left
+        for lane, calls in span.items():
+            while done[lane] < len(calls) and all(done[o] >= n for o, n in calls[done[lane]].waits):
+                yield lane, calls[done[lane]]
+                done[lane] += 1
+                left -= 1
+        assert left < before, "a checked schedule does not deadlock"
 
 
 def _elapsed(
     origin: torch.cuda.Event,
     origin_s: float,
-    starts: Mapping[Task, torch.cuda.Event],
-    ends: Mapping[Task, torch.cuda.Event],
+    span: Span,
+    starts: Mapping[Lane, Sequence[torch.cuda.Event]],
+    ends: Mapping[Lane, Sequence[torch.cuda.Event]],
 ) -> list[Ran]:
     """Times of a run. Waits for the device: for traces and metrics only."""
     torch.cuda.synchronize()
@@ -259,13 +300,20 @@ def _elapsed(
     def since(event: torch.cuda.Event) -> float:
         return origin_s + float(origin.elapsed_time(event)) / 1e3
 
-    return [Ran(task, since(start), since(ends[task])) for task, start in starts.items()]
+    return [
+        Ran(call.task, since(start), since(end))
+        for lane, calls in span.items()
+        for call, start, end in zip(calls, starts[lane], ends[lane], strict=True)
+    ]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor inside a handler's inputs: those must outlive the stream that reads them."""
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)

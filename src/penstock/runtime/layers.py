@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from penstock.graph import StepShape
 from penstock.moe import MoELayer
 from penstock.moe.config import MoEConfig
+from penstock.step import StepShape
 from penstock.topology import Layout
 
 
@@ -43,7 +43,7 @@ def shape_of(layers: Sequence[MoELayer | None]) -> StepShape:
     if not moe:
         return StepShape(moe_layers=(False,) * len(layers))
     dynamic = {layer.order.dynamic for layer in moe}
-    legs = {layer.dispatch.ops for layer in moe}
+    legs = {layer.dispatch.hops for layer in moe}
     shared = {layer.shared is not None for layer in moe}
     for what, found in (("order", dynamic), ("dispatch", legs), ("shared experts", shared)):
         if len(found) > 1:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.dispatch import Leg
-from penstock.graph import Group
+from penstock.mesh import Group
 from penstock.moe.routes import Counts, Degrees, RouteMaker, Routes
 from penstock.runtime.transport import Transport
 
@@ -63,12 +63,12 @@ def send_out(rows: Tensor, leg: Leg, transport: Transport) -> Tensor:
     if not leg.sorted_already:
         blocks = rows.split(list(leg.sizes))
         rows = torch.cat([blocks[block] for block in leg.order])
-    return transport.all_to_all(rows, leg.input_splits, leg.output_splits, leg.group)
+    return transport.all_to_all(rows, leg.input_splits, leg.output_splits, leg.axes)
 
 
 def send_home(rows: Tensor, leg: Leg, transport: Transport) -> Tensor:
     """The same leg the other way: its transpose and its inverse."""
-    rows = transport.all_to_all(rows, leg.output_splits, leg.input_splits, leg.group)
+    rows = transport.all_to_all(rows, leg.output_splits, leg.input_splits, leg.axes)
     if leg.sorted_already:
         return rows
     sent = rows.split([leg.sizes[block] for block in leg.order])

@@ -12,8 +12,8 @@ import torch
 from penstock.cost import AlphaBeta, ClusterConfig, FittedCluster
 from penstock.cost.fit import fit_line
 from penstock.dispatch import DISPATCHES, Dispatch, Place
-from penstock.graph import Group, Op
-from penstock.graph.task import SPECS
+from penstock.mesh import Group
+from penstock.ops.transfers import Hop
 from penstock.runtime.legs import send_out
 from penstock.runtime.transport import Transport, Transports
 from penstock.topology import Control, Layout
@@ -36,7 +36,7 @@ def fit_links(
 
     names: hierarchical dispatches whose legs are measured, too.
     """
-    legs: dict[tuple[str, Op], AlphaBeta] = {}
+    legs: dict[tuple[str, str], AlphaBeta] = {}
     for name in names:
         legs |= fit_legs(DISPATCHES[name], transports, layout, control)
     return FittedCluster.build(
@@ -65,17 +65,17 @@ def fit_all_reduce(transport: Transport, control: Control) -> AlphaBeta:
 
 def fit_legs(
     dispatch: Dispatch, transports: Transports, layout: Layout, control: Control
-) -> dict[tuple[str, Op], AlphaBeta]:
+) -> dict[tuple[str, str], AlphaBeta]:
     """Every leg of a dispatch by itself, with even routing. Argument: bytes of the rows each rank has."""
     place, ranks = Place(layout.ep_rank, layout.ep_size, layout.ep_node_size), layout.ep_size
     found = {}
-    for number, op in enumerate(dispatch.ops):
+    for number, hop in enumerate(dispatch.hops):
 
-        def move(elements: int, number: int = number, op: Op = op) -> None:
+        def move(elements: int, number: int = number, hop: Hop = hop) -> None:
             leg = dispatch.legs(np.full((ranks, ranks), elements // ranks), place)[number]
-            send_out(torch.zeros(sum(leg.sizes)), leg, transports.of(SPECS[op].lane))
+            send_out(torch.zeros(sum(leg.sizes)), leg, transports.of(hop.lane))
 
-        found[dispatch.name, op] = _fit(move, control)
+        found[dispatch.name, hop.op] = _fit(move, control)
     return found
 
 

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from penstock.graph import Group
+from penstock.mesh import Group
 from penstock.runtime.transport import Transport
 from penstock.topology import Control
 

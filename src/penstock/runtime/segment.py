@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 
 class _Entry(torch.autograd.Function):
@@ -61,7 +61,10 @@ class Segment:
         reached = [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
         self._edges = []
         if reached:
-            torch.autograd.backward([edge for edge, _ in reached], [grad for _, grad in reached])
+            edges, given = zip(*reached, strict=True)
+            # The engine entered directly: `torch.autograd.backward` checks in Python, for 15 us per segment,
+            # what the engine checks again.
+            _engine_run_backward(edges, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
         return self._caught
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from penstock.graph import Group
+from penstock.mesh import Axes, Group, Mesh
 from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
 from penstock.runtime.stack import Machinery
 from penstock.runtime.transport import Transports, Unconnected
@@ -19,35 +19,27 @@ class SilentTransport(Unconnected):
     Only for routing with a fixed capacity: exchanged counts would be wrong, too.
     """
 
-    def __init__(self, sizes: dict[Group, int]) -> None:
-        self._sizes = sizes
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
 
     def all_to_all(
         self,
         rows: Tensor,
         input_splits: Sequence[int],
         output_splits: Sequence[int],
-        group: Group = Group.EXPERT,
+        group: Axes = Group.EXPERT,
     ) -> Tensor:
         del group
         assert sum(input_splits) == sum(output_splits), "only even routing can be imitated"
         return rows.clone()  # a receive buffer would be allocated and filled, too
 
-    def size(self, group: Group) -> int:
-        return self._sizes[group]
+    def size(self, group: Axes) -> int:
+        return self._mesh.size(group)
 
 
 def silent(machinery: Machinery) -> Machinery:
     """The same machine with a transport that sends nothing, and lanes of its own."""
-    layout = machinery.layout
-    sizes = {
-        Group.WORLD: layout.world_size,
-        Group.EXPERT: layout.ep_size,
-        Group.EXPERT_REPLICAS: layout.edp_size,
-        Group.NODE: layout.ep_node_size,
-        Group.RAIL: layout.ep_nodes,
-    }
-    transport = SilentTransport(sizes)
+    transport = SilentTransport(machinery.layout.mesh)
     lanes: Lanes = ThreadLanes(transport.abort)
     if machinery.device.type == "cuda":
         lanes = StreamLanes(machinery.device, transport.abort)

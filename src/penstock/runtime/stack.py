@@ -7,36 +7,36 @@ loss.backward()                      # runs the backward tasks; every gradient i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from penstock.dispatch import Place
-from penstock.graph import StepShape
 from penstock.moe import RouteMaker, SampleKeys
 from penstock.moe.balance import BALANCES
 from penstock.moe.config import MoEConfig
+from penstock.ops import Op
+from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
 from penstock.runtime.agree import check_agreement
 from penstock.runtime.buckets import Buckets
-from penstock.runtime.communicate import CommunicationHandlers
-from penstock.runtime.compute import Batch, ComputeHandlers
 from penstock.runtime.executor import Execution
 from penstock.runtime.expert_ranks import ExpertRanks, mark_experts
 from penstock.runtime.gradients import Gradients
+from penstock.runtime.handlers import HANDLERS, Batch
 from penstock.runtime.lanes import Lanes
 from penstock.runtime.layers import check_layers, check_same, shape_of
-from penstock.runtime.marks import agree, mismatch, raise_mismatch
-from penstock.runtime.misuse import check_no_checkpoint, raise_replaced, refuse_data_parallel, refuse_pickle
+from penstock.runtime.misuse import check_no_checkpoint, refuse_data_parallel, refuse_pickle
 from penstock.runtime.parts import ModelParts
-from penstock.runtime.segment import PassThrough, Segment
+from penstock.runtime.program import Program, compile_plan
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
+from penstock.runtime.step import Step
 from penstock.runtime.transport import Transports
 from penstock.schedule import StepPlan
+from penstock.step import StepShape
 from penstock.topology import Control, Layout
 from penstock.trace import TaskRecord
 
@@ -99,9 +99,21 @@ class PipelinedStack(nn.Module):
     def adopt(self, plan: StepPlan) -> StepPlan:
         """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ."""
         plan.schedule.check(plan.graph)
-        check_agreement(plan.schedule, self.machinery.control)
+        check_agreement(plan, self.machinery.control)
         self.plan = plan
+        self._programs: dict[bool, Program] = {}
         return plan
+
+    def program(self, *, training: bool) -> Program:
+        """The plan, compiled for training or for the forward half alone; made when first asked for.
+
+        Raises ScheduleError for a task that no handler can run.
+        """
+        if training not in self._programs:
+            silent = self.machinery.layout.mesh.silent
+            stops = [task.name for task in self.plan.graph.tasks if task.op == Op.STATISTICS]
+            self._programs[training] = compile_plan(self.plan, HANDLERS, stops, silent, all=training)
+        return self._programs[training]
 
     def replan(self) -> StepPlan:
         """Plan anew for the parameters that are trained now; every rank must call it.
@@ -135,7 +147,7 @@ class PipelinedStack(nn.Module):
             check_no_checkpoint()
         self._take_up_changes()
         self._check_batch(tokens_BL.shape)
-        step = _Step(self, self._cut(tokens_BL, labels_BL, sample_ids_B, valid_BL), training)
+        step = Step(self, self._cut(tokens_BL, labels_BL, sample_ids_B, valid_BL), training)
         if not training:
             with torch.no_grad():
                 return step.forward()
@@ -157,7 +169,7 @@ class PipelinedStack(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A stack with a copy of the model, on the same machinery: for averages of weights, say."""
-        for kept in (self.machinery, self._make_plan, self.plan, self._expert_ranks):
+        for kept in (self.machinery, self._make_plan, self.plan, self._expert_ranks, self._programs):
             memo[id(kept)] = kept
         copied = object.__new__(type(self))
         memo[id(self)] = copied
@@ -185,11 +197,11 @@ class PipelinedStack(nn.Module):
                 "stack.model was replaced, and the stack still runs the model that it was built with: change "
                 "modules inside that one, or build a new stack."
             )
-        if not self.gradients.holds(self.plan.graph.shape):
+        if not self.gradients.holds(self.plan.shape):
             check_same(self._checked_shape(), self._shape)
             self.makers = self._route_makers()
             self.mark_experts()
-            self.gradients.renew(self.plan.graph.shape)
+            self.gradients.renew(self.plan.shape)
 
     def _checked_shape(self) -> StepShape:
         """The uncut shape of a step of the layers that there are now."""
@@ -214,7 +226,7 @@ class PipelinedStack(nn.Module):
     def _cut(
         self, tokens_BL: Tensor, labels_BL: Tensor, sample_ids_B: Tensor | None, valid_BL: Tensor | None
     ) -> Batch:
-        pieces, batch = self.plan.graph.shape.microbatches, tokens_BL.shape[0]
+        pieces, batch = self.plan.shape.microbatches, tokens_BL.shape[0]
         if batch < pieces:
             raise ValueError(
                 f"schedule.microbatches = {pieces}: a batch of {batch} samples per rank cannot be cut into "
@@ -251,85 +263,11 @@ class PipelinedStack(nn.Module):
         return Place(layout.ep_rank, layout.ep_size, layout.ep_node_size)
 
 
-class _Step:
-    """One iteration: its handlers and its execution."""
-
-    def __init__(self, stack: PipelinedStack, batch: Batch, training: bool) -> None:
-        self.stack, self.training, self.finished = stack, training, False
-        machinery, shape = stack.machinery, stack.plan.graph.shape
-        self.buckets = stack.buckets
-        self.compute = ComputeHandlers(
-            stack.parts,
-            shape,
-            batch,
-            stack.moe,
-            stack.makers,
-            stack.balance,
-            partial(Segment, machinery.device) if training else PassThrough,
-            machinery.autocast,
-            machinery.autocast_dtype,
-            self.buckets.at_once,
-        )
-        self.communicate = CommunicationHandlers(
-            machinery.transports, stack.makers, shape, self.buckets, stack.codec, stack.gradients.to_sum
-        )
-        handlers = {**self.compute.table(), **self.communicate.table()}
-        self.execution = Execution(
-            stack.plan, machinery.lanes, handlers, machinery.layout.rank, training=training
-        )
-
-    def forward(self) -> Tensor:
-        # Inside an autograd.Function gradients are off; segments need them for their own graphs.
-        with torch.set_grad_enabled(self.training):
-            self.execution.run(forward=True)
-        statistics = self.communicate.total
-        assert statistics is not None, "the statistics task has run"
-        self.stack.execution, self.stack.statistics = self.execution, statistics
-        if self.training:
-            self._compare_parameters()
-        return statistics.loss
-
-    def _compare_parameters(self) -> None:
-        """Before any gradient is reduced."""
-        gradients, machinery = self.stack.gradients, self.stack.machinery
-        total, device = self.communicate.marks_total, machinery.device.type
-        assert total is not None and gradients.marks is not None, "the statistics task has run"
-        if device == "cuda" and not gradients.taken_up:
-            return  # reading the sums would make the host wait; a rank that has changed something does
-        if not agree(total.tolist(), machinery.layout):
-            if device == "cuda":
-                raise mismatch(gradients.changes(machinery.layout.rank))
-            raise_mismatch(gradients.marks, machinery.layout, machinery.control)
-        gradients.taken_up = ()
-
-    def backward(self, loss_gradient: Tensor) -> None:
-        if self.finished:
-            raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
-        self.finished = True
-        self.compute.loss_gradient = loss_gradient
-        for bucket in self.buckets.all:
-            bucket.begin()
-        self.execution.run(forward=False)
-        replaced = [parameter for bucket in self.buckets.all for parameter in bucket.finish()]
-        if replaced:
-            raise_replaced(self.stack.gradients.name_of(replaced[0]))
-        _fill_missing(self.stack.gradients.experts())
-        self._count_choices()
-
-    def _count_choices(self) -> None:
-        """Tell gates with a bias what has been trained on; the same on all ranks."""
-        assert self.stack.statistics is not None, "the statistics task has run"
-        layers = [part.moe for part in self.stack.parts.parts if part.moe is not None]
-        for moe, chosen_E in zip(layers, self.stack.statistics.chosen_YE, strict=True):
-            if moe.gate.bias is not None:
-                moe.gate.bias.count(chosen_E)
-
-
 class _StepFunction(torch.autograd.Function):
     """Puts a whole step behind one autograd node. Gradients of parameters are accumulated by its tasks."""
 
     @staticmethod
-    def forward(ctx: Any, step: _Step, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, step: Step, anchor: Tensor) -> Tensor:
         del anchor  # its only use is to make the loss differentiable
         ctx.step = step
         return step.forward()
@@ -338,10 +276,3 @@ class _StepFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
         ctx.step.backward(grads[0])
         return None, None
-
-
-def _fill_missing(parameters: Sequence[nn.Parameter]) -> None:
-    """An expert that saw no token has a gradient all the same: zero."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.graph import Group, Lane
+from penstock.graph import Lane
+from penstock.mesh import Axes, Group
 from penstock.runtime.sockets import Sockets
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
 
@@ -26,16 +27,16 @@ class Transport(Protocol):
         rows: Tensor,
         input_splits: Sequence[int],
         output_splits: Sequence[int],
-        group: Group = Group.EXPERT,
+        group: Axes = Group.EXPERT,
     ) -> Tensor:
         """Rows to the ranks of a group: [sum(input_splits), ...] to [sum(output_splits), ...]."""
         ...
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> None:
+    def all_reduce(self, tensor: Tensor, group: Axes) -> None:
         """Sum over the group, in place."""
         ...
 
-    def size(self, group: Group) -> int:
+    def size(self, group: Axes) -> int:
         """Number of ranks in the group."""
         ...
 
@@ -78,7 +79,7 @@ class Transports:
 class Unconnected:
     """What transports without a network share: sums stay, nothing is sent, nobody waits."""
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> None:
+    def all_reduce(self, tensor: Tensor, group: Axes) -> None:
         del tensor, group
 
     @property
@@ -97,13 +98,13 @@ class LocalTransport(Unconnected):
         rows: Tensor,
         input_splits: Sequence[int],
         output_splits: Sequence[int],
-        group: Group = Group.EXPERT,
+        group: Axes = Group.EXPERT,
     ) -> Tensor:
         del group
         assert list(input_splits) == list(output_splits), "a rank alone gets what it sends"
         return rows
 
-    def size(self, group: Group) -> int:
+    def size(self, group: Axes) -> int:
         del group
         return 1
 
@@ -114,15 +115,15 @@ class GroupTransport(ABC):
     A subclass says how shares travel.
     """
 
-    def __init__(self, groups: dict[Group, dist.ProcessGroup]) -> None:
+    def __init__(self, groups: dict[Axes, dist.ProcessGroup]) -> None:
         self._groups = groups
         self._members = {kind: dist.get_process_group_ranks(group) for kind, group in groups.items()}
         self.traffic: Counter[int] = Counter()
 
-    def size(self, group: Group) -> int:
+    def size(self, group: Axes) -> int:
         return self._groups[group].size()
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> None:
+    def all_reduce(self, tensor: Tensor, group: Axes) -> None:
         size = self._groups[group].size()
         if size == 1 or not tensor.numel():  # a part too small for one element is empty on all ranks
             return
@@ -136,7 +137,7 @@ class GroupTransport(ABC):
         rows: Tensor,
         input_splits: Sequence[int],
         output_splits: Sequence[int],
-        group: Group = Group.EXPERT,
+        group: Axes = Group.EXPERT,
     ) -> Tensor:
         self._count(rows, input_splits, group)
         received = rows.new_empty(sum(output_splits), *rows.shape[1:])
@@ -154,7 +155,7 @@ class GroupTransport(ABC):
     ) -> None:
         """Send the shares of `rows`, by rank, and put what arrives into `received`."""
 
-    def _count(self, rows: Tensor, input_splits: Sequence[int], group: Group) -> None:
+    def _count(self, rows: Tensor, input_splits: Sequence[int], group: Axes) -> None:
         row_bytes = rows[:1].nbytes
         for member, (peer, count) in enumerate(zip(self._members[group], input_splits, strict=True)):
             if member != self._groups[group].rank():
@@ -172,7 +173,7 @@ class GlooTransport(GroupTransport):
     """
 
     def __init__(
-        self, make_groups: Callable[[], dict[Group, dist.ProcessGroup]], send_buffer_bytes: int = 0
+        self, make_groups: Callable[[], dict[Axes, dist.ProcessGroup]], send_buffer_bytes: int = 0
     ) -> None:
         before = Sockets.now()
         super().__init__(make_groups())
@@ -216,7 +217,7 @@ def exchange(inbox: Sequence[Tensor], outbox: Sequence[Tensor], group: dist.Proc
 class NcclTransport(GroupTransport):
     """CUDA tensors over NCCL, on the stream that is current in the lane."""
 
-    def __init__(self, make_groups: Callable[[], dict[Group, dist.ProcessGroup]]) -> None:
+    def __init__(self, make_groups: Callable[[], dict[Axes, dist.ProcessGroup]]) -> None:
         super().__init__(make_groups())
 
     def _fill(
@@ -246,7 +247,7 @@ def build_transports(layout: Layout, device: torch.device, parallel: ParallelCon
 
 
 def build_transport(
-    layout: Layout, device: torch.device, parallel: ParallelConfig, kinds: tuple[Group, ...]
+    layout: Layout, device: torch.device, parallel: ParallelConfig, kinds: tuple[Axes, ...]
 ) -> Transport:
     """A transport with process groups of these kinds."""
     if layout.world_size == 1:

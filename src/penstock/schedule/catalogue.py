@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from math import lcm
 
 from penstock.config import ConfigError
-from penstock.graph import Graph, StepShape, build_graph
+from penstock.graph import Graph
 from penstock.schedule.dense_overlap import DenseOverlap
 from penstock.schedule.flowmoe import FlowMoE
 from penstock.schedule.freeze import Cost
@@ -19,6 +21,7 @@ from penstock.schedule.penstock import Penstock, PriorityName
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.sequential import Sequential
 from penstock.schedule.system import Pieces, System
+from penstock.step import StepShape, build_graph
 
 MOST_PIECES = 256
 MOST_SLICES = 64
@@ -120,17 +123,24 @@ def _crumbles(forward: int, backward: int) -> bool:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step runs: the graph of its tasks and their frozen order."""
+    """What a step runs: the graph of its tasks, their frozen order, and how the step is cut."""
 
     graph: Graph
     schedule: Schedule
+    shape: StepShape
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the order and of what every task is: two ranks with the same digest run the same step."""
+        return hashlib.sha256(f"{self.schedule.text()}{self.graph.text()}".encode()).hexdigest()
 
 
 def plan_step(
     system: System, shape: StepShape, pieces: Pieces, cost_of: Callable[[StepShape], Cost]
 ) -> StepPlan:
     """Cut the iteration as `system` does, order the pieces by its rule, and check the result."""
-    graph = build_graph(system.shape(shape, pieces))
-    schedule = system.order(graph, cost_of(graph.shape))
+    cut = system.shape(shape, pieces)
+    graph = build_graph(cut)
+    schedule = system.order(graph, cost_of(cut))
     schedule.check(graph)
-    return StepPlan(graph, schedule)
+    return StepPlan(graph, schedule, cut)

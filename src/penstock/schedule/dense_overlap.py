@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from penstock.graph import Graph, Op, StepShape, Task
+from penstock.graph import Graph, Task
+from penstock.ops import Op
 from penstock.schedule.freeze import Cost
 from penstock.schedule.gaps import reduce_in_gaps
 from penstock.schedule.moe_pipeline import MoEPipeline
 from penstock.schedule.partition import TAIL, Slot
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import Pieces, is_all_reduce
+from penstock.step import StepShape
 
 
 class DenseOverlap:
@@ -39,7 +41,7 @@ class DenseOverlap:
         gaps: dict[Slot, list[Task]] = {}
         for task in graph.tasks:
             if is_all_reduce(task):
-                layer = task.layer - 1 if task.op is Op.ALL_REDUCE else task.layer
+                layer = task.layer - 1 if task.op == Op.ALL_REDUCE else task.layer
                 slot = Slot(layer=layer, part="dense") if layer >= 0 else TAIL
                 gaps.setdefault(slot, []).append(task)
         return reduce_in_gaps(self.name, graph, gaps)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.graph import Graph, StepShape, Task
+from penstock.graph import Graph, Task
 from penstock.schedule.freeze import Cost, freeze
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import Pieces, is_all_reduce, pieces_of
+from penstock.step import StepShape
 
 
 class FlowMoE:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from penstock.graph import Graph, Op, Phase, StepShape, Task
+from penstock.graph import Graph, Name, Phase, Task
+from penstock.ops import Op
 from penstock.schedule.freeze import Cost
 from penstock.schedule.gaps import reduce_in_gaps
 from penstock.schedule.partition import TAIL, Partition, Portion, Slot
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import Pieces, whole
+from penstock.step import StepShape
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class FSMoE:
     name: ClassVar[str] = "fsmoe"
 
     def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
-        partition = self.partition or next_gap(shape, pieces.all_reduce_bytes)
+        partition = self.partition or next_gap(shape.moe_layers, pieces.all_reduce_bytes)
         return replace(
             shape,
             microbatches=1,
@@ -48,28 +50,38 @@ class FSMoE:
 
     def order(self, graph: Graph, cost: Cost) -> Schedule:
         del cost  # costs have decided the partition; the order follows from it
-        partition = self.partition or next_gap(graph.shape, tuple(map(sum, graph.shape.all_reduce_parts)))
-        return reduce_in_gaps(self.name, graph, _gaps(graph, partition))
+        return reduce_in_gaps(self.name, graph, _gaps(graph, self.partition or _as_cut(graph)))
 
 
-def next_gap(shape: StepShape, all_reduce_bytes: tuple[int, ...]) -> Partition:
+def next_gap(moe_layers: tuple[bool, ...], all_reduce_bytes: tuple[int, ...]) -> Partition:
     """Every layer's gradients in one portion, in the gap of the next MoE layer below, else at the tail."""
     portions = []
     for layer, size in enumerate(all_reduce_bytes):
-        below = [lower for lower in range(layer) if shape.moe_layers[lower]]
+        below = [lower for lower in range(layer) if moe_layers[lower]]
         slot = Slot(layer=below[-1], part="moe") if below else TAIL
         portions.append((Portion(size_bytes=size, slot=slot),) if size else ())
     return Partition(tuple(portions))
+
+
+def _as_cut(graph: Graph) -> Partition:
+    """The partition by which the gradients of a graph were cut, where no other was given."""
+    layers = 1 + max(task.layer for task in graph.tasks)
+    size = {task.layer: sum(task.cut.parts) for task in graph.tasks if task.op == Op.ALL_REDUCE}
+    moe_layers = tuple(
+        layer in {t.layer for t in graph.tasks if t.chunk is not None} for layer in range(layers)
+    )
+    return next_gap(moe_layers, tuple(size.get(layer, 0) for layer in range(layers)))
 
 
 def _gaps(graph: Graph, partition: Partition) -> dict[Slot, list[Task]]:
     """Which reductions go into which gap, higher layers first."""
     gaps: dict[Slot, list[Task]] = {}
     for layer in reversed(range(len(partition.portions))):
-        for chunk, portion in enumerate(partition.portions[layer]):
+        for piece, portion in enumerate(partition.portions[layer]):
             slot = TAIL if portion.slot.part == "tail" else portion.slot
-            gaps.setdefault(slot, []).append(Task(layer, Op.ALL_REDUCE, Phase.BACKWARD, None, chunk))
+            name = Name(layer, Op.ALL_REDUCE, Phase.BACKWARD, piece=piece)
+            gaps.setdefault(slot, []).append(graph.by_name[name])
     for task in graph.tasks:
-        if task.op is Op.EXPERT_ALL_REDUCE:
+        if task.op == Op.EXPERT_ALL_REDUCE:
             gaps.setdefault(Slot(layer=task.layer, part="dense"), []).append(task)
     return gaps

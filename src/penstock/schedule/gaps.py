@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from penstock.graph import Graph, Lane, Op, Phase, ScheduleError, Task
+from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
+from penstock.ops import Op
 from penstock.schedule.partition import TAIL, Slot
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import is_all_reduce
@@ -15,12 +16,15 @@ def reduce_in_gaps(name: str, graph: Graph, gaps: Mapping[Slot, Sequence[Task]])
 
     Raises ScheduleError for the gap between the all-to-alls of a layer that has none.
     """
+    chunked = {task.layer for task in graph.tasks if task.chunk is not None}
     for slot in gaps:
-        if slot.part == "moe" and not graph.shape.moe_layers[slot.layer]:
+        if slot.part == "moe" and slot.layer not in chunked:
             raise ScheduleError(f"layer {slot.layer} is dense: there is no gap between its all-to-alls")
     tasks = [task for task in graph.tasks if not is_all_reduce(task)]
     lanes = {lane: [task for task in tasks if task.lane is lane] for lane in Lane}
-    lanes[Lane.INTER] = list(_with_reductions(lanes[Lane.INTER], graph.shape.num_layers, dict(gaps)))
+    lanes[Lane.INTER] = list(
+        _with_reductions(lanes[Lane.INTER], 1 + max(task.layer for task in graph.tasks), dict(gaps))
+    )
     return Schedule(name, {lane: tuple(order) for lane, order in lanes.items() if order})
 
 
@@ -28,11 +32,11 @@ def _with_reductions(inter: Sequence[Task], layers: int, gaps: dict[Slot, Sequen
     """A layer's dense gap ends where the all-to-alls of the next MoE layer below begin."""
     above = layers  # layers whose gaps have all been passed
     for task in inter:
-        if task.phase is Phase.BACKWARD and task.op is Op.COMBINE:
+        if task.phase is Phase.BACKWARD and task.op == Op.COMBINE:
             for layer in reversed(range(task.layer + 1, above)):
                 yield from gaps.pop(Slot(layer=layer, part="dense"), ())
             above = task.layer + 1
-        if task.phase is Phase.BACKWARD and task.op is Op.DISPATCH:
+        if task.phase is Phase.BACKWARD and task.op == Op.DISPATCH:
             yield from gaps.pop(Slot(layer=task.layer, part="moe"), ())
         yield task
     for layer in reversed(range(above)):

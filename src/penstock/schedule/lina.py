@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.graph import Graph, StepShape
+from penstock.graph import Graph
 from penstock.schedule.flowmoe import all_to_all_first
 from penstock.schedule.freeze import Cost, freeze
 from penstock.schedule.moe_pipeline import MoEPipeline
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import Pieces, pieces_of
+from penstock.step import StepShape
 
 
 class Lina:

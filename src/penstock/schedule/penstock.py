@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from penstock.graph import Graph, StepShape, Task
+from penstock.graph import Graph, Task
 from penstock.schedule.flowmoe import FlowMoE, all_to_all_first
 from penstock.schedule.freeze import Cost, freeze, slowest
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search import search
 from penstock.schedule.system import Pieces, is_all_reduce
+from penstock.step import StepShape
 
 LEAST_EVALUATIONS, MOST_EVALUATIONS, MOST_PLACEMENTS = 60, 3000, 600_000
 APART = (0, 1, 2, 4, 8)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.graph import Graph, Lane, ScheduleError, Task
+from penstock.graph import Graph, Lane, Name, ScheduleError, Task
 from penstock.graph.paths import issue_order
 from penstock.schedule.grid import draw
 
@@ -26,26 +26,20 @@ class Schedule:
     lanes: Mapping[Lane, tuple[Task, ...]]
 
     def text(self) -> str:
-        """One line per lane. `Schedule.parse(schedule.text()) == schedule`."""
+        """One line per lane. `Schedule.parse(schedule.text(), graph) == schedule`."""
         lines = [f"schedule {self.name}"]
         lines += [f"{lane}: {' '.join(map(str, order))}" for lane, order in self.lanes.items()]
         return "\n".join(lines) + "\n"
 
     @staticmethod
-    def parse(text: str) -> Schedule:
-        """Read the text form. Raises ScheduleError naming the line that is wrong."""
-        head, *lines = text.rstrip().splitlines() or [""]
-        if not head.startswith("schedule "):
-            raise ScheduleError(f"line 1: expected 'schedule NAME', found {head!r}")
-        lanes: dict[Lane, tuple[Task, ...]] = {}
-        for number, line in enumerate(lines, 2):
-            lane, colon, tasks = line.partition(":")
-            if not colon or lane not in set(Lane):
-                raise ScheduleError(f"line {number}: expected 'LANE: TASK ...', LANE of {', '.join(Lane)}")
-            if lane in lanes:
-                raise ScheduleError(f"line {number}: lane {lane} stands twice")
-            lanes[Lane(lane)] = _parse_tasks(tasks, number)
-        return Schedule(head.removeprefix("schedule ").strip(), lanes)
+    def parse(text: str, graph: Graph) -> Schedule:
+        """Read the text form, with the tasks of `graph`. Raises ScheduleError naming what is wrong."""
+        name, orders = parse_orders(text)
+        own = graph.by_name
+        for lane, order in orders.items():
+            if strangers := [task for task in order if task not in own]:
+                raise ScheduleError(f"{strangers[0]} is on lane {lane} but not in the graph")
+        return Schedule(name, {lane: tuple(own[task] for task in order) for lane, order in orders.items()})
 
     @cached_property
     def digest(self) -> str:
@@ -74,9 +68,25 @@ class Schedule:
         return draw(self.name, self.lanes, graph, width=width, mark=mark)
 
 
-def _parse_tasks(text: str, line: int) -> tuple[Task, ...]:
+def parse_orders(text: str) -> tuple[str, dict[Lane, tuple[Name, ...]]]:
+    """The name and the task names per lane of a text form. Raises ScheduleError naming the line."""
+    head, *lines = text.rstrip().splitlines() or [""]
+    if not head.startswith("schedule "):
+        raise ScheduleError(f"line 1: expected 'schedule NAME', found {head!r}")
+    lanes: dict[Lane, tuple[Name, ...]] = {}
+    for number, line in enumerate(lines, 2):
+        lane, colon, tasks = line.partition(":")
+        if not colon or lane not in set(Lane):
+            raise ScheduleError(f"line {number}: expected 'LANE: TASK ...', LANE of {', '.join(Lane)}")
+        if lane in lanes:
+            raise ScheduleError(f"line {number}: lane {lane} stands twice")
+        lanes[Lane(lane)] = _parse_names(tasks, number)
+    return head.removeprefix("schedule ").strip(), lanes
+
+
+def _parse_names(text: str, line: int) -> tuple[Name, ...]:
     try:
-        return tuple(Task.parse(word) for word in text.split())
+        return tuple(Name.parse(word) for word in text.split())
     except ScheduleError as error:
         raise ScheduleError(f"line {line}: {error}") from None
 
@@ -85,6 +95,6 @@ def _check_cell(task: Task, lane: Lane, seen: set[Task], graph: Graph) -> None:
     if task not in graph.position:
         raise ScheduleError(f"{task} is on lane {lane} but not in the graph")
     if task.lane is not lane:
-        raise ScheduleError(f"{task} is on lane {lane}; op {task.op} runs on lane {task.lane}")
+        raise ScheduleError(f"{task} is on lane {lane}; it runs on lane {task.lane}")
     if task in seen:
         raise ScheduleError(f"{task} stands twice in the schedule")

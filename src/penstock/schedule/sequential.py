@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.graph import Graph, StepShape
+from penstock.graph import Graph
 from penstock.schedule.freeze import Cost
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import Pieces, all_reduce_at_the_end, whole
+from penstock.step import StepShape
 
 
 class Sequential:

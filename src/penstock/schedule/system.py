@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.graph import Graph, Lane, Op, StepShape, Task
+from penstock.graph import Graph, Lane, Task
+from penstock.ops import Op
+from penstock.ops.sums import REDUCTIONS
 from penstock.schedule.freeze import Cost
 from penstock.schedule.schedule import Schedule
+from penstock.step import StepShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class System(Protocol):
     def name(self) -> str: ...
 
     def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
-        """The graph transformation: microbatches, chunks, pieces of each all-reduce."""
+        """How the step is cut, and by which further passes (`more`) it is rewritten."""
         ...
 
     def order(self, graph: Graph, cost: Cost) -> Schedule:
@@ -53,7 +56,7 @@ def whole(total_bytes: tuple[int, ...]) -> tuple[int, ...]:
 
 def is_all_reduce(task: Task) -> bool:
     """Whether the task synchronises gradients, of replicated parameters or of replicated experts."""
-    return task.op in (Op.ALL_REDUCE, Op.EXPERT_ALL_REDUCE)
+    return task.op in REDUCTIONS
 
 
 def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:
@@ -65,6 +68,6 @@ def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:
     """
     tasks = [task for task in graph.tasks if not is_all_reduce(task)]
     last = [task for task in graph.tasks if is_all_reduce(task)]
-    tasks += sorted(last, key=lambda task: (task.layer, task.op is not Op.ALL_REDUCE))
+    tasks += sorted(last, key=lambda task: (task.layer, task.op != Op.ALL_REDUCE))
     orders = {lane: tuple(task for task in tasks if task.lane is lane) for lane in Lane}
     return Schedule(name, {lane: order for lane, order in orders.items() if order})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch.distributed as dist
 
 from penstock.config import ConfigError
-from penstock.graph import Group
+from penstock.mesh import Axes, Group, Mesh
 
 LONGEST_TIMEOUT_S = 1e6
 
@@ -92,7 +93,7 @@ class Layout:
     @property
     def ep_rank(self) -> int:
         """Place inside the expert group."""
-        return self.rank % self.ep_size
+        return self.mesh.place(self.rank, Group.EXPERT)
 
     @property
     def ep_node_size(self) -> int:
@@ -121,26 +122,15 @@ class Layout:
         """How many replicas every expert has."""
         return self.world_size // self.ep_size
 
-    def size(self, group: Group) -> int:
-        """Ranks in every group of this kind."""
-        return len(self.members(group)[0])
-
-    def members(self, group: Group) -> list[list[int]]:
-        """Ranks of every group of this kind, in a fixed order."""
-        ranks = range(self.world_size)
-        if group is Group.WORLD:
-            return [list(ranks)]
-        if group is Group.EXPERT:
-            return [list(ranks[i : i + self.ep_size]) for i in range(0, self.world_size, self.ep_size)]
-        if group is Group.EXPERT_REPLICAS:
-            return [list(ranks[i :: self.ep_size]) for i in range(self.ep_size)]
-        if group is Group.NODE:
-            size = self.ep_node_size
-            return [list(ranks[i : i + size]) for i in range(0, self.world_size, size)]
-        if group is Group.RAIL:
-            size, starts = self.ep_node_size, range(0, self.world_size, self.ep_size)
-            return [list(ranks[i + place : i + self.ep_size : size]) for i in starts for place in range(size)]
-        return [[rank] for rank in ranks]
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The ranks as named axes."""
+        return Mesh(
+            world_size=self.world_size,
+            ep_size=self.ep_size,
+            ep_local_size=self.ep_node_size,
+            node_size=self.node_size,
+        )
 
 
 INTER_GROUPS = (Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS)
@@ -148,16 +138,16 @@ INTER_GROUPS = (Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS)
 
 
 def lane_groups(
-    layout: Layout, timeout_s: float, kinds: tuple[Group, ...] = INTER_GROUPS
-) -> dict[Group, dist.ProcessGroup]:
+    layout: Layout, timeout_s: float, kinds: tuple[Axes, ...] = INTER_GROUPS
+) -> dict[Axes, dist.ProcessGroup]:
     """Process groups of one communication lane, its own, so that lanes run at the same time.
 
     All ranks must call this in the same order. Costs one connection per pair of ranks and group.
     """
-    found: dict[Group, dist.ProcessGroup] = {}
+    found: dict[Axes, dist.ProcessGroup] = {}
     for kind in kinds:
-        for ranks in layout.members(kind):
-            group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
+        for ranks in layout.mesh.groups(kind):
+            group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
             if layout.rank in ranks:
                 assert group is not None
                 found[kind] = group

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.graph import Group, Lane, Task
+from penstock.graph import Lane, Task
+from penstock.mesh import Axes
 from penstock.trace.records import TaskRecord
 
 Span = tuple[float, float]
@@ -27,12 +28,12 @@ class Occupation:
     exposed_s: float
 
 
-def occupation(records: Iterable[TaskRecord], silent: Collection[Group] = ()) -> Occupation:
+def occupation(records: Iterable[TaskRecord], silent: Collection[Axes] = ()) -> Occupation:
     """Occupation of one rank in one step from its records.
 
     silent: groups of one rank, in which nothing is sent; their tasks are no communication.
     """
-    records = [record for record in records if record.task.spec.group not in silent]
+    records = [record for record in records if record.task.axes not in silent]
     compute = _union((r.start_s, r.end_s) for r in records if r.lane is Lane.COMPUTE)
     network = _union((r.start_s, r.end_s) for r in records if r.lane in (Lane.INTRA, Lane.INTER))
     everything = _union([*compute, *network])

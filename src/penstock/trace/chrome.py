@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.graph import Lane
+from penstock.ops import spec_of
 from penstock.trace.records import TaskRecord
 
 LANES = list(Lane)
@@ -56,5 +57,5 @@ def _event(record: TaskRecord, process: int) -> dict[str, Any]:
         "tid": LANES.index(record.lane),
         "ts": record.start_s * MICROSECONDS,
         "dur": record.duration_s * MICROSECONDS,
-        "args": {"what": record.task.spec.title, "step": record.step},
+        "args": {"what": spec_of(record.task.op).title, "step": record.step},
     }

@@ -8,7 +8,6 @@ import torch
 
 from penstock.cost import StepCost, Workload
 from penstock.dispatch import DISPATCHES
-from penstock.graph import StepShape
 from penstock.models import GPT, ModelConfig
 from penstock.models.gpt import MakeLayer
 from penstock.moe import MoEConfig
@@ -18,6 +17,7 @@ from penstock.runtime.assignment import Layers, assign
 from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
 from penstock.runtime.transport import build_transports
 from penstock.schedule import StepPlan, plan_step
+from penstock.step import StepShape
 from penstock.topology import Control, Layout, ParallelConfig
 from penstock.train.config import Precision, RunConfig
 
@@ -113,7 +113,7 @@ def base_shape(config: RunConfig) -> StepShape:
     return StepShape(
         moe_layers=tuple(config.model.is_moe(layer) for layer in range(config.model.num_layers)),
         exchange_counts=config.moe.order_name == "sort",
-        dispatch=DISPATCHES[dispatch_of(config.moe)].ops,
+        dispatch=DISPATCHES[dispatch_of(config.moe)].hops,
         shared_experts=config.moe.shared_ffn_hidden_size > 0,
     )
 

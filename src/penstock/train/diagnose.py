@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from penstock.cost.measured import Kind
-from penstock.graph import Group, Lane, Task
+from penstock.graph import Lane, Task
+from penstock.mesh import Axes
 from penstock.trace import TaskRecord
 
 
@@ -55,7 +56,7 @@ def diagnose(
     before: Sequence[Iterable[TaskRecord]],
     now: Sequence[Iterable[TaskRecord]],
     threshold: float,
-    silent: Collection[Group] = (),
+    silent: Collection[Axes] = (),
 ) -> Diagnosis:
     """Compare records of the same plan. before, now: by rank, of some steps each.
 
@@ -69,12 +70,12 @@ def diagnose(
 
 
 def _transfers(
-    before: list[TaskRecord], now: list[TaskRecord], silent: Collection[Group]
+    before: list[TaskRecord], now: list[TaskRecord], silent: Collection[Axes]
 ) -> dict[Lane, float]:
     found = {}
     for lane in (Lane.INTRA, Lane.INTER):
         earlier, later = (
-            _shortest(r for r in records if r.lane is lane and r.task.spec.group not in silent)
+            _shortest(r for r in records if r.lane is lane and r.task.axes not in silent)
             for records in (before, now)
         )
         if earlier:

@@ -13,7 +13,7 @@ from penstock.moe.config import DispatchName
 from penstock.runtime import Machinery
 from penstock.runtime.links import fit_links
 from penstock.schedule import plan_step
-from penstock.simulate import Ranks, simulate
+from penstock.simulate import simulate
 from penstock.topology import Layout
 from penstock.train.assemble import base_shape, gradient_bytes, workload
 from penstock.train.config import RunConfig
@@ -76,8 +76,8 @@ def predict_iteration(name: DispatchName, config: RunConfig, layout: Layout, clu
     plan = plan_step(
         config.schedule.system, base_shape(config), pieces, lambda cut: StepCost(cut, sizes, cluster)
     )
-    ranks = Ranks(layout.world_size, layout.ep_size, layout.ep_node_size)
-    cost = StepCost(plan.graph.shape, sizes, cluster)
+    ranks = layout.mesh
+    cost = StepCost(plan.shape, sizes, cluster)
     return simulate(plan.schedule, plan.graph, cost, ranks).iteration_s
 
 

@@ -15,7 +15,6 @@ from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.cost.match import mismatch
-from penstock.graph import StepShape, build_graph
 from penstock.moe.config import DispatchName
 from penstock.plan import (
     Candidate,
@@ -32,6 +31,7 @@ from penstock.plan.predict import alone
 from penstock.plan.search import FoundPlan
 from penstock.runtime import Machinery
 from penstock.schedule import Schedule, ScheduleConfig, StepPlan
+from penstock.step import StepShape, build_graph
 from penstock.topology import Control, Layout
 from penstock.train.assemble import base_shape, gradient_bytes, workload
 from penstock.train.config import RunConfig
@@ -123,11 +123,12 @@ class Order:
 
     @staticmethod
     def of(plan: StepPlan) -> Order:
-        return Order(shape=plan.graph.shape, text=plan.schedule.text())
+        return Order(shape=plan.shape, text=plan.schedule.text())
 
     @property
     def plan(self) -> StepPlan:
-        return StepPlan(build_graph(self.shape), Schedule.parse(self.text))
+        graph = build_graph(self.shape)
+        return StepPlan(graph, Schedule.parse(self.text, graph), self.shape)
 
 
 def decided(control: Control, decide: Callable[[], T], purpose: str) -> T:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from penstock.cost import MeasuredCost
 from penstock.graph import Task
 from penstock.runtime import PipelinedStack
-from penstock.schedule import StepPlan, System
+from penstock.schedule import System
 from penstock.trace import TaskRecord
 
 
@@ -21,5 +22,5 @@ def refine(
     everyone = stack.machinery.control.gather(list(records), "exchanging measured durations")
     cost = MeasuredCost.from_records([r for records in everyone for r in records], fallback)
     graph = stack.plan.graph
-    stack.adopt(StepPlan(graph, system.order(graph, cost)))
+    stack.adopt(replace(stack.plan, schedule=system.order(graph, cost)))
     return cost

@@ -16,7 +16,6 @@ from collections import deque
 from dataclasses import replace
 
 from penstock.cost.measured import Kind
-from penstock.graph import Group
 from penstock.plan.words import milliseconds
 from penstock.runtime import PipelinedStack
 from penstock.trace import TaskRecord
@@ -115,7 +114,7 @@ class Steering:
             return False
         steady = self._kept[DROPPED_STEPS:] or self._kept
         choice = self.planned.choice
-        fallback = self.planned.problem.cost(choice, self.planned.plan.graph.shape)
+        fallback = self.planned.problem.cost(choice, self.planned.plan.shape)
         cost = refine(self._stack, choice.system, [r for step in steady for r in step], fallback)
         frozen = f"order of {choice.schedule} frozen again from measured durations"
         self.planned = replace(self.planned, plan=self._stack.plan).noting(frozen)
@@ -199,7 +198,7 @@ class Steering:
         everyone = machinery.control.gather(mine, "collecting durations")
         before, now = ([rank[i] for rank in everyone] for i in (0, 1))
         layout, threshold = machinery.layout, self._asked.plan.drift_threshold
-        silent = [group for group in Group if group is not Group.ALONE and layout.size(group) == 1]
+        silent = layout.mesh.silent
         return decided(
             machinery.control, lambda: diagnose(before, now, threshold, silent), "finding what has changed"
         )

@@ -9,7 +9,7 @@ from statistics import median
 
 from penstock.cost import MeasuredCost
 from penstock.runtime import PipelinedStack
-from penstock.simulate import Ranks, Timeline, lower_bound, simulate
+from penstock.simulate import Timeline, lower_bound, simulate
 from penstock.trace import TaskRecord, compare, write_chrome_trace, write_comparison
 
 Steps = list[list[TaskRecord]]
@@ -47,7 +47,7 @@ def analyse(
     control, layout, plan = stack.machinery.control, stack.machinery.layout, stack.plan
     everyone = control.gather([list(records) for records in steps], "collecting the trace")
     cost = MeasuredCost.from_records([r for rank in everyone for step in rank for r in step], _never_measured)
-    ranks = Ranks(layout.world_size, layout.ep_size, layout.ep_node_size)
+    ranks = layout.mesh
     timeline = simulate(plan.schedule, plan.graph, cost, ranks)
     if folder is not None and control.rank == 0:
         _write(folder, everyone, timeline)

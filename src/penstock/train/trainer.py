@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from penstock.config import ConfigError, to_toml
-from penstock.graph import Group
 from penstock.moe import update_expert_biases
 from penstock.moe.config import BalanceGroup
 from penstock.report import RunSummary
@@ -248,7 +247,7 @@ class Trainer:
     ) -> StepMetrics:
         statistics = self.stack.statistics
         assert statistics is not None
-        silent = [group for group in Group if group is not Group.ALONE and self.layout.size(group) == 1]
+        silent = self.layout.mesh.silent
         used = occupation(records, silent)
         return StepMetrics(
             step=step,

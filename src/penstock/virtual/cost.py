@@ -16,9 +16,11 @@ from penstock.cost import ClusterConfig, StepCost, Workload
 from penstock.cost.legs import busiest_share
 from penstock.dispatch import DISPATCHES, Leg, Place
 from penstock.dispatch.base import place_in
-from penstock.graph import Group, Lane, Op, StepShape, Task
-from penstock.graph.dependencies import TRANSFERS
-from penstock.graph.task import AWAY, BACK_AGAIN
+from penstock.graph import Lane, Task
+from penstock.mesh import Axes, Group
+from penstock.ops import Op
+from penstock.ops.transfers import AWAY, HOME, TRANSFERS
+from penstock.step import StepShape
 from penstock.virtual.apportion import Counts
 from penstock.virtual.rows import by_source_and_target, cut_rows
 
@@ -29,7 +31,7 @@ Seconds = npt.NDArray[np.float64]
 class Move:
     """One leg of one rank: rows to and from every member of a group."""
 
-    group: Group
+    group: Axes
     input_splits: tuple[int, ...]
     output_splits: tuple[int, ...]
 
@@ -53,7 +55,7 @@ class VirtualCost:
     def seconds(self, task: Task) -> Seconds:
         """Seconds of a compute task on every rank, [P]."""
         even_s = self._even.compute_s(task)
-        if task.op is not Op.EXPERTS:
+        if task.op != Op.EXPERTS:
             return self._everywhere(even_s)
         # What experts compute and copy is in proportion to their rows; the overhead is not.
         overhead_s = self.cluster.task_overhead_s
@@ -83,12 +85,12 @@ class VirtualCost:
         group, place = divmod(rank, work.ep_size)
         table = self._table(self._piece(task))[group].sum(axis=2)
         leg = self._legs(table, place)[self._number(task)]
-        there = Move(leg.group, leg.input_splits, leg.output_splits)
-        return there if self._to_experts(task) else Move(leg.group, leg.output_splits, leg.input_splits)
+        there = Move(leg.axes, leg.input_splits, leg.output_splits)
+        return there if self._to_experts(task) else Move(leg.axes, leg.output_splits, leg.input_splits)
 
     def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
         """What a COUNTS task sends and receives on one rank, both [peers, slices, local experts]."""
-        assert task.op is Op.COUNTS and task.microbatch is not None, task
+        assert task.op == Op.COUNTS and task.microbatch is not None, task
         group, place = divmod(rank, self.workload.ep_size)
         layer, rows = self._moe_layer(task), self.rows[:, task.microbatch]
         tables = np.stack([self._table(rows[:, c, layer]) for c in range(self.shape.slices)], axis=3)
@@ -106,9 +108,8 @@ class VirtualCost:
     def _even_rows(self, task: Task) -> float:
         """Rows that every rank's experts would get if routing were even."""
         assert task.microbatch is not None and task.chunk is not None, task
-        pieces, slices = self.shape.microbatches, self.shape.slices
-        held = self.shape.slices_of(task.chunk, task.phase)
-        return sum(self.workload.rows(task.microbatch, pieces, s, slices) for s in held)
+        cut = task.cut
+        return sum(self.workload.rows(task.microbatch, cut.microbatches, s, cut.slices) for s in cut.held)
 
     def _received(self, task: Task) -> Counts:
         """Rows that every rank's experts get, [P]."""
@@ -127,7 +128,7 @@ class VirtualCost:
         for group, table in enumerate(by_pair):
             for place in range(work.ep_size):
                 leg = self._legs(table, place)[number]
-                own = place_in(leg.group, Place(place, work.ep_size, work.ranks_per_node))
+                own = place_in(leg.axes, Place(place, work.ep_size, work.ranks_per_node))
                 sent, received = sum(leg.input_splits), sum(leg.output_splits)
                 remote[group * work.ep_size + place] = max(
                     sent - leg.input_splits[own], received - leg.output_splits[own]
@@ -140,12 +141,12 @@ class VirtualCost:
 
     def _number(self, task: Task) -> int:
         """Which leg of the dispatch a task takes, one way or the other."""
-        return self.shape.dispatch.index(AWAY.get(task.op, task.op))
+        return [hop.op for hop in self.shape.dispatch].index(AWAY.get(task.op, task.op))
 
     def _piece(self, task: Task) -> Counts:
         """Rows of the task's microbatch and chunk, [P, E]."""
         assert task.microbatch is not None and task.chunk is not None, task
-        held = self.shape.slices_of(task.chunk, task.phase)
+        held = task.cut.held
         slices_PCE = self.rows[:, task.microbatch, held.start : held.stop, self._moe_layer(task)]
         rows_PE: Counts = slices_PCE.sum(axis=1)
         return rows_PE
@@ -160,7 +161,7 @@ class VirtualCost:
     @staticmethod
     def _to_experts(task: Task) -> bool:
         """Rows go to the experts in dispatch; in backward, gradients go there in combine."""
-        return (task.op in BACK_AGAIN) is task.forward
+        return (task.op in HOME) is task.forward
 
     def _everywhere(self, seconds: float) -> Seconds:
         return np.full(self.workload.world_size, seconds)

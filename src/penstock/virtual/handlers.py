@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor
 from penstock.cost import Workload
 from penstock.cost.workload import part_sizes
 from penstock.dispatch import DISPATCHES
-from penstock.graph import Graph, Group, Lane, Op, Phase, Task
-from penstock.graph.dependencies import TRANSFERS
-from penstock.graph.task import SPECS
-from penstock.runtime.executor import Inputs
+from penstock.graph import Graph, Lane, Phase, Task
+from penstock.mesh import Group
+from penstock.ops import OPS, Kind, Op
+from penstock.ops.transfers import TRANSFERS
+from penstock.runtime.handlers import NOTHING, Handler, Handlers, Inputs, Outputs
 from penstock.runtime.marks import FIELDS
-from penstock.runtime.results import Outcome
 from penstock.runtime.statistics import HEADER
 from penstock.runtime.transport import Transports
 from penstock.virtual.cost import Move, VirtualCost
@@ -40,7 +40,7 @@ class RankStep:
     @staticmethod
     def build(cost: VirtualCost, graph: Graph, rank: int) -> RankStep:
         """Look everything up in the cost; takes milliseconds, which a step should not pay."""
-        counts = {t: cost.exchanged_counts(t, rank) for t in graph.tasks if t.op is Op.COUNTS}
+        counts = {t: cost.exchanged_counts(t, rank) for t in graph.tasks if t.op == Op.COUNTS}
         return RankStep(
             seconds={t: float(cost.seconds(t)[rank]) for t in graph.tasks if t.lane is Lane.COMPUTE},
             moves={t: cost.move(t, rank) for t in graph.tasks if t.op in TRANSFERS},
@@ -83,27 +83,12 @@ class VirtualHandlers:
     def __init__(self, step: RankStep, cost: VirtualCost, transports: Transports, buffers: Buffers) -> None:
         self.step, self.cost, self.transports, self.buffers = step, cost, transports, buffers
 
-    def table(self) -> dict[tuple[Op, Phase], Callable[[Task, Inputs], Outcome]]:
-        """The handler of every op and phase."""
-        by_op = {
-            Op.COUNTS: self.exchange_counts,
-            **dict.fromkeys(TRANSFERS, self.move),
-            Op.STATISTICS: self.reduce_statistics,
-            Op.ALL_REDUCE: self.reduce_gradients,
-            Op.EXPERT_ALL_REDUCE: self.reduce_gradients,
-        }
-        return {
-            (op, Phase(phase)): by_op.get(op, self.compute)
-            for op, spec in SPECS.items()
-            for phase in spec.phases
-        }
-
-    def compute(self, task: Task, inputs: Inputs) -> Outcome:
+    def compute(self, task: Task, inputs: Inputs) -> Outputs:
         del inputs
         sleep_until(time.perf_counter() + self.step.seconds[task])
-        return Outcome(None)
+        return NOTHING
 
-    def exchange_counts(self, task: Task, inputs: Inputs) -> Outcome:
+    def exchange_counts(self, task: Task, inputs: Inputs) -> Outputs:
         """Also proof that all ranks route alike: other splits than the partners' would hang."""
         del inputs
         sent, expected = self.step.counts[task]
@@ -118,32 +103,43 @@ class VirtualHandlers:
                 "the partners have routed their tokens otherwise than this rank has worked out for them: "
                 "start all ranks with the same configuration and the same version of numpy"
             )
-        return Outcome(None)
+        return NOTHING
 
-    def move(self, task: Task, inputs: Inputs) -> Outcome:
+    def move(self, task: Task, inputs: Inputs) -> Outputs:
         del inputs
         move = self.step.moves[task]
         rows = self.buffers.rows(sum(move.input_splits), task.lane)
         self.transports.of(task.lane).all_to_all(rows, move.input_splits, move.output_splits, move.group)
-        return Outcome(None)
+        return NOTHING
 
-    def reduce_statistics(self, task: Task, inputs: Inputs) -> Outcome:
+    def reduce_statistics(self, task: Task, inputs: Inputs) -> Outputs:
         del task, inputs
         self.transports.inter.all_reduce(self.buffers.statistics, Group.WORLD)
-        return Outcome(None)
+        return NOTHING
 
-    def reduce_gradients(self, task: Task, inputs: Inputs) -> Outcome:
+    def reduce_gradients(self, task: Task, inputs: Inputs) -> Outputs:
         del inputs
-        work, shape = self.cost.workload, self.cost.shape
-        replicated = task.op is Op.ALL_REDUCE
+        work = self.cost.workload
+        replicated = task.op == Op.ALL_REDUCE
         sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
-        equal = (1,) * shape.expert_all_reduce_chunks[task.layer]
-        assert task.chunk is not None, task
+        assert task.piece is not None, task
         elements = sizes[task.layer] // self.buffers.gradients.element_size()
-        parts = shape.parts_of(task.layer) if replicated else equal
-        chunk = self.buffers.gradients[: part_sizes(elements, parts)[task.chunk]]
-        self.transports.inter.all_reduce(chunk, task.spec.group)
-        return Outcome(None)
+        chunk = self.buffers.gradients[: part_sizes(elements, task.cut.parts)[task.piece]]
+        self.transports.inter.all_reduce(chunk, task.axes)
+        return NOTHING
+
+
+def virtual_handlers() -> Handlers:
+    """What virtual devices do for every op: its methods take a VirtualHandlers as their context."""
+    by_op: dict[str, Handler] = {
+        Op.COUNTS: VirtualHandlers.exchange_counts,
+        **dict.fromkeys(TRANSFERS, VirtualHandlers.move),
+        Op.STATISTICS: VirtualHandlers.reduce_statistics,
+        Op.ALL_REDUCE: VirtualHandlers.reduce_gradients,
+        Op.EXPERT_ALL_REDUCE: VirtualHandlers.reduce_gradients,
+    }
+    computes = {op: VirtualHandlers.compute for op, spec in OPS.items() if spec.kind is not Kind.COLLECTIVE}
+    return {(op, phase): handler for op, handler in {**computes, **by_op}.items() for phase in Phase}
 
 
 def sleep_until(deadline_s: float) -> None:

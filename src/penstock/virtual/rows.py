@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.cost import Workload, split_sizes
-from penstock.graph import StepShape
+from penstock.step import StepShape
 from penstock.virtual.apportion import Counts, apportion
 
 

@@ -10,15 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.cost import ClusterConfig, Workload
-from penstock.graph import StepShape
+from penstock.ops import Op
 from penstock.runtime.agree import check_agreement
 from penstock.runtime.executor import Execution
+from penstock.runtime.program import compile_plan
 from penstock.runtime.stack import Machinery
 from penstock.schedule import StepPlan
+from penstock.step import StepShape
 from penstock.trace import TaskRecord
 from penstock.virtual.apportion import Counts
 from penstock.virtual.cost import VirtualCost
-from penstock.virtual.handlers import Buffers, RankStep, VirtualHandlers
+from penstock.virtual.handlers import Buffers, RankStep, VirtualHandlers, virtual_handlers
 from penstock.virtual.routing import Routing
 
 
@@ -63,22 +65,24 @@ class VirtualStack:
 
     def adopt(self, plan: StepPlan) -> StepPlan:
         """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ."""
-        pieces, batch = plan.graph.shape.microbatches, self.workload.batch
+        pieces, batch = plan.shape.microbatches, self.workload.batch
         if batch < pieces:
             raise ValueError(
                 f"schedule.microbatches = {pieces}: a batch of {batch} samples per rank cannot be cut into "
                 f"{pieces} pieces, attention needs whole samples. Use {batch} or fewer."
             )
         plan.schedule.check(plan.graph)
-        check_agreement(plan.schedule, self.machinery.control)
+        check_agreement(plan, self.machinery.control)
         self.plan = plan
+        stops = [task.name for task in plan.graph.tasks if task.op == Op.STATISTICS]
+        self._program = compile_plan(plan, virtual_handlers(), stops, self.machinery.layout.mesh.silent)
         return plan
 
     def cost(self, number: int) -> VirtualCost:
         """What every task of step `number` costs on every rank under the plan of now, for the simulator."""
         if self._counts is None or self._counts[0] != number:
             self._counts = number, self.routing.counts(number)
-        return VirtualCost(self.plan.graph.shape, self.workload, self.cluster, self._counts[1])
+        return VirtualCost(self.plan.shape, self.workload, self.cluster, self._counts[1])
 
     def prepare(self, number: int) -> None:
         """Draw the routing of step `number` and work out its sizes and durations, before the step is timed.
@@ -93,11 +97,10 @@ class VirtualStack:
         Returns when this rank has done all of its tasks. Raises TaskError naming the task that failed.
         """
         handlers = self._ready(number).handlers
-        self.execution = Execution(
-            self.plan, self.machinery.lanes, handlers.table(), self.machinery.layout.rank, training=True
-        )
-        self.execution.run(forward=True)
-        self.execution.run(forward=False)
+        rank, lanes = self.machinery.layout.rank, self.machinery.lanes
+        self.execution = Execution(self.plan, self._program, lanes, handlers, rank)
+        self.execution.run()
+        self.execution.run()
 
     def records(self, step: int = 0) -> list[TaskRecord]:
         """When every task of the last step ran on this rank; `step` is written into the records."""

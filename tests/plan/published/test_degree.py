@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Op, Phase, StepShape, Task
-from penstock.graph.paths import longest_path
+from penstock.graph import Phase, Task, longest_path
+from penstock.ops import Op
 from penstock.plan.published import (
     DEGREE_PLANNERS,
     Degree,
@@ -27,6 +27,7 @@ from penstock.plan.published import (
 )
 from penstock.plan.published.degree import case_slacks, closed_form_s, exact, fsmoe_cases, idle_s
 from penstock.schedule import FSMoE, Pieces, plan_step, unit_cost
+from penstock.step import StepShape
 from tests.plan.published.layers import parts, random_linear, random_part, random_reduce_s
 
 CASES, SOLVED = 10_000, 60
@@ -41,7 +42,7 @@ Seconds = npt.NDArray[np.float64]
 class CaseClock:
     """Every case is an entry of an array. Tasks that are not of the part take no time."""
 
-    seconds: Mapping[tuple[Op, Phase], Seconds]
+    seconds: Mapping[tuple[str, Phase], Seconds]
     zeros: Seconds
 
     def zero(self) -> Seconds:
@@ -65,7 +66,7 @@ def simulated_s(cases: list[tuple[MoEPart, float]], degree: int, phase: Phase) -
         expert_all_reduce_bytes=(0, 0),
     )
     plan = plan_step(FSMoE(), shape, pieces, lambda _: unit_cost)
-    chain = plan.graph.shape.moe_chain if phase is F else tuple(reversed(plan.graph.shape.moe_chain))
+    chain = plan.shape.moe_chain if phase is F else tuple(reversed(plan.shape.moe_chain))
     chunks = [part.chunk(degree) for part, _ in cases]
     of_chain = [[chunk.a2a_s, chunk.ag_s, chunk.experts_s, chunk.rs_s, chunk.a2a_s] for chunk in chunks]
     seconds = {(op, phase): column for op, column in zip(chain, np.array(of_chain).T, strict=True)}

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, Workload
 from penstock.dispatch import DISPATCHES
-from penstock.graph import Op, Phase, StepShape, Task
+from penstock.graph import Phase, Task
+from penstock.ops import Op
 from penstock.plan import Choice, Problem
 from penstock.plan.published import (
     DEGREE_PLANNERS,
@@ -30,6 +31,7 @@ from penstock.plan.published.degree import DEGREES, total_s
 from penstock.plan.published.table import apart
 from penstock.schedule import ScheduleConfig
 from penstock.schedule.catalogue import MOST_SLICES
+from penstock.step import StepShape
 from tests.plan.published.layers import random_part
 
 SLOW_LINK = ClusterConfig(
@@ -42,7 +44,7 @@ def problem(
     *,
     batch: int = 4,
     cluster: ClusterConfig = SLOW_LINK,
-    dispatch: tuple[Op, ...] = (Op.DISPATCH,),
+    dispatch: tuple[str, ...] = (Op.DISPATCH,),
     shard_size: int = 1,
     all_reduce_bytes: int = 4 << 20,
 ) -> Problem:
@@ -82,7 +84,7 @@ def test_every_choice_is_a_plan_that_runs(name: str, moe_layers: tuple[bool, ...
     asked = problem(moe_layers, batch=batch)
     choice = PUBLISHED[name](asked)
     plan = asked.plan(choice)  # checks that every task is there once and that no lane deadlocks
-    reduced = [task for task in plan.graph.tasks if task.op is Op.ALL_REDUCE]
+    reduced = [task for task in plan.graph.tasks if task.op == Op.ALL_REDUCE]
     assert {task.layer for task in reduced} == set(range(len(moe_layers)))
     ScheduleConfig(
         name=choice.schedule,
@@ -140,7 +142,7 @@ def test_gradients_of_dense_blocks_on_top_are_there_from_the_start() -> None:
 def test_fsmoe_runs_by_any_of_its_planners(planner: str, partition: str) -> None:
     asked = problem((True, True, True))
     choice = fsmoe_choice(asked, planner, partition)
-    parts = asked.plan(choice).graph.shape.all_reduce_parts
+    parts = asked.plan(choice).shape.all_reduce_parts
     assert [sum(sizes) for sizes in parts] == list(asked.workload.all_reduce_bytes)
     assert lcm(choice.chunks, choice.backward_chunks) <= MOST_SLICES
 

@@ -16,9 +16,13 @@ from itertools import product
 from penstock.cost import AlphaBeta, ClusterFile, ProfiledCluster, Span, Workload
 from penstock.cost.cluster_file import TaskModel
 from penstock.cost.clusters import find_cluster
-from penstock.graph import Op, Phase, StepShape
+from penstock.graph import Phase
+from penstock.ops import Op
+from penstock.ops.transfers import FLAT, Hop
 from penstock.plan import Choice, Problem
+from penstock.plan.subject import SHARDED
 from penstock.schedule import Cost
+from penstock.step import StepShape
 
 FLOAT_BYTES = 4
 FSMOE_STACK, FLOWMOE_STACK = 4, 2
@@ -116,7 +120,7 @@ def fsmoe_problem(spec: LayerSpec, cluster: str) -> LayerProblem:
         tasks=_compute_models(file.rates.task_overhead_s, spec.expert_matrices),
     )
     return LayerProblem(
-        shape=_shape(spec.stack, (Op.DISPATCH, Op.DISPATCH_SCATTER)),
+        shape=_shape(spec.stack, SHARDED),
         workload=spec.workload(file, shard_size=file.ranks_per_node),
         cluster=ProfiledCluster.build(tuned),
     )
@@ -132,7 +136,7 @@ def one_lane(problem: LayerProblem) -> LayerProblem:
     built = ProfiledCluster.build(problem.cluster.file)
     shards = problem.workload.shard_size
     cluster = OneLaneCluster(**vars(built), shards_per_group=shards)
-    return replace(problem, shape=_shape(problem.shape.num_layers, (Op.DISPATCH,)), cluster=cluster)
+    return replace(problem, shape=_shape(problem.shape.num_layers, FLAT), cluster=cluster)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +145,11 @@ class OneLaneCluster(ProfiledCluster):
 
     shards_per_group: int
 
-    def leg(self, dispatch: str, op: Op, span: Span) -> AlphaBeta:
+    def leg(self, dispatch: str, op: str, span: Span) -> AlphaBeta:
         """Dispatch with the all-gather, combine with the reduce-scatter; on the way back it is the other way
         round, which changes no sum."""
         between = super().leg(dispatch, op, span)
-        inside = self.shards(self.shards_per_group, scatters=op is Op.COMBINE)
+        inside = self.shards(self.shards_per_group, scatters=op == Op.COMBINE)
         return AlphaBeta(
             alpha_s=between.alpha_s + inside.alpha_s,
             beta_s_per_byte=between.beta_s_per_byte + self.shards_per_group * inside.beta_s_per_byte,
@@ -163,7 +167,7 @@ def _compute_models(product_s: float, expert_matrices: int) -> tuple[TaskModel, 
     )
 
 
-def _shape(layers: int, dispatch: tuple[Op, ...]) -> StepShape:
+def _shape(layers: int, dispatch: tuple[Hop, ...]) -> StepShape:
     return StepShape(moe_layers=(True,) * layers, exchange_counts=False, dispatch=dispatch)
 
 
@@ -189,7 +193,7 @@ def flowmoe_problem(spec: LayerSpec, cluster: str) -> LayerProblem:
     """One expert per device and a flat all-to-all; see the cluster's file for what its rates assume."""
     file = find_cluster(cluster)
     return LayerProblem(
-        shape=_shape(spec.stack, (Op.DISPATCH,)),
+        shape=_shape(spec.stack, FLAT),
         workload=spec.workload(file, shard_size=1),
         cluster=ProfiledCluster.build(file),
     )

@@ -18,9 +18,11 @@ import numpy.typing as npt
 
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.clusters import find_cluster
-from penstock.graph import Op, Phase, Task, build_graph
+from penstock.graph import Phase, Task
+from penstock.ops import Op
 from penstock.plan import Choice, published_problem
 from penstock.plan.subject import Overrides
+from penstock.step import build_graph
 
 DIGITS: Final = 4
 """Significant digits of the rates that are written into the files."""
@@ -28,7 +30,7 @@ DIGITS: Final = 4
 Kind = Callable[[Task], bool]
 
 
-def _of(*ops: Op, phase: Phase | None = None) -> Kind:
+def _of(*ops: str, phase: Phase | None = None) -> Kind:
     return lambda task: task.op in ops and phase in (None, task.phase)
 
 

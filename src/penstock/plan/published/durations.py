@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from penstock.graph import Group, Lane, Op, Phase, StepShape, Task
+from penstock.graph import Graph, Lane, Name, Phase
+from penstock.mesh import Group
+from penstock.ops import Op
 from penstock.plan.choice import Choice
 from penstock.plan.problem import Problem
 from penstock.plan.published.degree import DEGREES, Linear, MoEPart
 from penstock.plan.published.partition import Backward, GapLayer, Made
 from penstock.schedule.freeze import slowest
+from penstock.step import StepShape, build_graph
 
-Seconds = Callable[[Op, Phase, int], float]
+Seconds = Callable[[str, Phase, int], float]
 """Seconds of one op of one layer's MoE part in all chunks together, by their number."""
 
 
@@ -46,12 +50,12 @@ class Durations:
         time counts with the leg on arrival, and the formulas are an estimate.
         """
         once, twice = self._shape(1), self._shape(2)
-        chain = once.moe_chain if phase is Phase.FORWARD else tuple(reversed(once.moe_chain))
-        middle = chain.index(Op.EXPERTS)
-        before, behind = chain[:middle], chain[middle + 1 :]
+        out = [(hop.op, hop.lane) for hop in once.dispatch]
+        home = [(hop.home.op, hop.lane) for hop in reversed(once.dispatch)]
+        before, behind = (out, home) if phase is Phase.FORWARD else (home, out)
 
-        def linear(ops: tuple[Op, ...], lane: Lane) -> Linear:
-            mine = [op for op in ops if Task(layer, op, phase, 0, 0).lane is lane]
+        def linear(ops: Sequence[tuple[str, Lane]], lane: Lane) -> Linear:
+            mine = [op for op, on in ops if on is lane]
             whole_s = sum(self._seconds(layer, op, phase, once) for op in mine)
             halves_s = sum(self._seconds(layer, op, phase, twice) for op in mine)
             start_s = max(0.0, halves_s - whole_s)  # two start-ups less one
@@ -61,7 +65,7 @@ class Durations:
             a2a=linear(before, Lane.INTER),
             ag=linear(before, Lane.INTRA),
             rs=linear(behind, Lane.INTRA),
-            experts=linear((Op.EXPERTS,), Lane.COMPUTE),
+            experts=linear([(Op.EXPERTS, Lane.COMPUTE)], Lane.COMPUTE),
         )
 
     def backward(self) -> Backward:
@@ -94,16 +98,26 @@ class Durations:
         """Computation between the MoE parts of `layer` and of `end`, the next below (-1: the start)."""
         shape = self._shape(1)
         cost = self.problem.cost(self.choice, shape)
-        tasks = [Task(between, Op.ATTENTION, Phase.BACKWARD, 0) for between in range(layer, end, -1)]
-        tasks.append(
-            Task(end, Op.UNORDER, Phase.BACKWARD, 0) if end >= 0 else Task(0, Op.EMBED, Phase.BACKWARD, 0)
-        )
-        return sum(slowest(cost(task)) for task in tasks)
+        back = Phase.BACKWARD
+        names = [Name(between, Op.ATTENTION, back, 0) for between in range(layer, end, -1)]
+        names.append(Name(end, Op.UNORDER, back, 0) if end >= 0 else Name(0, Op.EMBED, back, 0))
+        tasks = self._graph(1).by_name
+        return sum(slowest(cost(tasks[name])) for name in names)
 
-    def _seconds(self, layer: int, op: Op, phase: Phase, shape: StepShape) -> float:
+    def _seconds(self, layer: int, op: str, phase: Phase, shape: StepShape) -> float:
         cost = self.problem.cost(self.choice, shape)
-        chunks = range(shape.chunks)
-        return sum(slowest(cost(Task(layer, op, phase, 0, chunk))) for chunk in chunks)
+        tasks = self._graph(shape.chunks).by_name
+        pieces = (tasks[Name(layer, op, phase, 0, chunk)] for chunk in range(shape.chunks))
+        return sum(slowest(cost(piece)) for piece in pieces)
+
+    def _graph(self, chunks: int) -> Graph:
+        if chunks not in self._graphs:
+            self._graphs[chunks] = build_graph(self._shape(chunks))
+        return self._graphs[chunks]
+
+    @cached_property
+    def _graphs(self) -> dict[int, Graph]:
+        return {}
 
     def _shape(self, chunks: int) -> StepShape:
         return replace(self.problem.shape, microbatches=1, chunks=chunks, degree_backward=0)

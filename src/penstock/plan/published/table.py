@@ -147,7 +147,7 @@ def _whole(pair: tuple[int, int]) -> bool:
 def _slowest_s(problem: Problem, choice: Choice) -> float:
     """Seconds of a step in which every rank is as slow as the slowest, which costs as little as one rank."""
     plan = problem.plan(choice)
-    cost = problem.cost(choice, plan.graph.shape)
+    cost = problem.cost(choice, plan.shape)
     return simulate(plan.schedule, plan.graph, lambda task: slowest(cost(task))).iteration_s
 
 

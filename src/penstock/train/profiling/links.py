@@ -17,8 +17,8 @@ from torch import Tensor
 from penstock.cost.cluster_file import Collective, Fit, LinkModel
 from penstock.cost.fit import fit_line
 from penstock.dispatch import DISPATCHES, Dispatch, Place
-from penstock.graph import Group, Lane
-from penstock.graph.task import SPECS
+from penstock.graph import Lane
+from penstock.mesh import Axes, Group
 from penstock.runtime import Machinery
 from penstock.runtime.legs import send_out
 from penstock.runtime.transport import Transport
@@ -49,7 +49,7 @@ class Probe:
     """
 
     collective: Collective
-    group: Group
+    group: Axes
     lane: Lane
     members: tuple[int, ...]
     make: Make
@@ -127,35 +127,35 @@ def _probes(config: RunConfig, machinery: Machinery) -> Iterator[Probe]:
             yield from _leg_probes(DISPATCHES[name], machinery)
 
 
-def _groups(layout: Layout) -> Iterator[tuple[Lane, Group]]:
+def _groups(layout: Layout) -> Iterator[tuple[Lane, Axes]]:
     """Groups of several ranks, on the lane that has them."""
     inter = [Group.EXPERT, Group.WORLD, Group.EXPERT_REPLICAS]
     several_nodes = layout.ep_nodes > 1
-    pairs: Iterable[tuple[Lane, Group]] = product(
+    pairs: Iterable[tuple[Lane, Axes]] = product(
         [Lane.INTER], [*inter, Group.RAIL] if several_nodes else inter
     )
     for lane, group in [*pairs, (Lane.INTRA, Group.NODE)]:
-        if layout.size(group) > 1 and (several_nodes or lane is Lane.INTER):
+        if layout.mesh.size(group) > 1 and (several_nodes or lane is Lane.INTER):
             yield lane, group
 
 
-def _is_used(collective: Collective, group: Group) -> bool:
+def _is_used(collective: Collective, group: Axes) -> bool:
     reduced = (Group.WORLD, Group.EXPERT_REPLICAS)
-    exchanged = collective == "all_to_all" and group is Group.EXPERT
+    exchanged = collective == "all_to_all" and group == Group.EXPERT
     return exchanged or (collective == "all_reduce" and group in reduced)
 
 
-def _members(layout: Layout, group: Group) -> tuple[int, ...]:
-    return next(tuple(ranks) for ranks in layout.members(group) if layout.rank in ranks)
+def _members(layout: Layout, group: Axes) -> tuple[int, ...]:
+    return layout.mesh.members(layout.rank, group)
 
 
 def _leg_probes(dispatch: Dispatch, machinery: Machinery) -> Iterator[Probe]:
     """Every leg that moves anything, with even routing. Argument: elements of the rows that each rank has."""
     layout = machinery.layout
     place, ranks = Place(layout.ep_rank, layout.ep_size, layout.ep_node_size), layout.ep_size
-    for number, op in enumerate(dispatch.ops):
-        transport = machinery.transports.of(SPECS[op].lane)
-        if SPECS[op].lane is Lane.INTRA and layout.ep_node_size == 1:
+    for number, hop in enumerate(dispatch.hops):
+        transport = machinery.transports.of(hop.lane)
+        if hop.lane is Lane.INTRA and layout.ep_node_size == 1:
             continue
 
         def make(elements: int, number: int = number, transport: Transport = transport) -> Action:
@@ -166,10 +166,10 @@ def _leg_probes(dispatch: Dispatch, machinery: Machinery) -> Iterator[Probe]:
         yield Probe(
             collective=_named(dispatch),
             group=Group.EXPERT,
-            lane=SPECS[op].lane,
+            lane=hop.lane,
             members=_members(layout, Group.EXPERT),
             make=make,
-            op=str(op),
+            op=hop.op,
             used=True,
         )
 
@@ -187,7 +187,7 @@ class _Exchanges:
     """The collectives of one group as exchanges of its transport. rank: this rank's place in the group."""
 
     transport: Transport
-    group: Group
+    group: Axes
     rank: int
     device: torch.device
 

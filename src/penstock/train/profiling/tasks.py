@@ -19,7 +19,7 @@ import torch
 from penstock.cost import ClusterConfig, StepCost
 from penstock.cost.cluster_file import Fit, TaskModel
 from penstock.cost.fit import fit_line
-from penstock.graph import Lane, Op, Phase, Task
+from penstock.graph import Lane, Phase, Task
 from penstock.moe import MoEConfig
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.load import Load
@@ -41,7 +41,7 @@ PIECES = (1, 2, 4)
 ALIKE = 1.05
 """Ranks that differ by no more than this are taken to be equally fast."""
 
-Kind = tuple[Op, Phase]
+Kind = tuple[str, Phase]
 Seconds = npt.NDArray[np.float64]
 
 
@@ -220,7 +220,7 @@ class _Kind:
     points: list[tuple[float, float]] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
 
-    def model(self, op: Op, phase: Phase) -> TaskModel:
+    def model(self, op: str, phase: Phase) -> TaskModel:
         line = fit_line(self.points)
         return TaskModel(
             op=str(op),
@@ -239,7 +239,7 @@ def _models(
     gradients = runs.stack.buckets.sizes_bytes
     sizes = workload(runs.config, runs.machinery.layout, *gradients)
     for plan, tasks, alone_s, beside_s in zip(runs.plans, runs.tasks, alone, beside, strict=True):
-        cost = StepCost(plan.graph.shape, sizes, rates)
+        cost = StepCost(plan.shape, sizes, rates)
         for layer_tasks, nominal_s in _alike(tasks, cost, rates).values():
             task = tasks[layer_tasks[0]]
             typical_s = float(np.median(alone_s[:, :, layer_tasks]))
@@ -251,9 +251,9 @@ def _models(
 
 def _alike(
     tasks: list[Task], cost: StepCost, rates: ClusterConfig
-) -> Mapping[tuple[int, Op, Phase, float], tuple[list[int], float]]:
+) -> Mapping[tuple[int, str, Phase, float], tuple[list[int], float]]:
     """Numbers of the tasks of one layer, op, phase and size, and their work in seconds by the rates."""
-    found: dict[tuple[int, Op, Phase, float], tuple[list[int], float]] = {}
+    found: dict[tuple[int, str, Phase, float], tuple[list[int], float]] = {}
     for number, task in enumerate(tasks):
         nominal_s = rates.nominal_s(*cost.forward_work(task))
         key = (task.layer, task.op, task.phase, nominal_s)

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from math import lcm
 
 from penstock.graph.errors import ScheduleError
-from penstock.graph.task import BACK_AGAIN, Op, Phase
+from penstock.graph.task import Phase
+from penstock.ops.names import Op
+from penstock.ops.transfers import FLAT, HOME, Hop
+from penstock.step.stages import Pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,7 @@ class StepShape:
     expert_all_reduce_chunks: the same for its expert gradients; 0 where no expert has a replica.
     dispatch: the legs of a dispatch in their order; combine takes them backwards.
     shared_experts: every MoE layer has shared experts, a task that waits for no transfer.
+    more: passes beside those that the other fields ask for.
     split_experts: experts' weight gradients are tasks of their own (W), nothing but their update needs them.
     """
 
@@ -34,9 +38,10 @@ class StepShape:
     all_reduce_chunks: tuple[int, ...] = ()
     all_reduce_parts: tuple[tuple[int, ...], ...] = ()
     expert_all_reduce_chunks: tuple[int, ...] = ()
-    dispatch: tuple[Op, ...] = (Op.DISPATCH,)
+    dispatch: tuple[Hop, ...] = FLAT
     shared_experts: bool = False
     split_experts: bool = False
+    more: tuple[Pass, ...] = ()
 
     def __post_init__(self) -> None:
         if self.all_reduce_parts:
@@ -49,8 +54,9 @@ class StepShape:
                 raise ScheduleError(f"{name} needs one number per layer ({self.num_layers})")
         if not self.moe_layers or min(self.microbatches, self.chunks, self.backward_chunks) < 1:
             raise ScheduleError("a step needs at least one layer, one microbatch and one chunk")
-        if not self.dispatch or not set(self.dispatch) <= set(BACK_AGAIN):
-            raise ScheduleError(f"the legs of a dispatch are {', '.join(BACK_AGAIN)}; got {self.dispatch}")
+        ops = [hop.op for hop in self.dispatch]
+        if not set(ops) <= set(HOME) or ops.count(Op.DISPATCH) != 1 or len(set(ops)) < len(ops):
+            raise ScheduleError(f"the legs of a dispatch are {', '.join(HOME)}, one of them D; got {ops}")
 
     @property
     def backward_chunks(self) -> int:
@@ -79,21 +85,6 @@ class StepShape:
         """The slices that a chunk is made of."""
         each = self.slices // self.chunks_of(phase)
         return range(chunk * each, (chunk + 1) * each)
-
-    def overlapping(self, chunk: int) -> range:
-        """The forward chunks that share a slice with a backward chunk."""
-        mine, each = self.slices_of(chunk, Phase.BACKWARD), self.slices // self.chunks
-        return range(mine.start // each, (mine.stop - 1) // each + 1)
-
-    @property
-    def combine(self) -> tuple[Op, ...]:
-        """The legs of a combine in their order."""
-        return tuple(BACK_AGAIN[op] for op in reversed(self.dispatch))
-
-    @property
-    def moe_chain(self) -> tuple[Op, ...]:
-        """What a chunk of tokens goes through, forward, between its attention and its un-order."""
-        return (*self.dispatch, Op.EXPERTS, *self.combine)
 
     @property
     def num_layers(self) -> int:

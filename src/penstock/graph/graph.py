@@ -1,0 +1,104 @@
+"""`Graph`: all tasks of an iteration in program order, checked, with a text form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.graph.errors import ScheduleError
+from penstock.graph.task import Name, Task
+
+
+@dataclass(frozen=True)
+class Graph:
+    """All tasks of an iteration in program order (every task stands after those it reads)."""
+
+    tasks: tuple[Task, ...]
+
+    @staticmethod
+    def of(tasks: Iterable[Task]) -> Graph:
+        """A graph of these tasks. Raises ScheduleError for two of one name."""
+        graph = Graph(tuple(tasks))
+        if len(graph.by_name) != len(graph.tasks):
+            twice = next(task for task in graph.tasks if graph.by_name[task.name] is not task)
+            raise ScheduleError(f"two tasks are called {twice}")
+        return graph
+
+    @cached_property
+    def by_name(self) -> Mapping[Name, Task]:
+        """Every task by its name."""
+        return {task.name: task for task in self.tasks}
+
+    @cached_property
+    def needs(self) -> Mapping[Task, tuple[Task, ...]]:
+        """For every task the tasks that it reads, each once: the very objects in `tasks`."""
+        own = self.by_name
+        return {task: tuple(own[name] for name in task.sources()) for task in self.tasks}
+
+    @cached_property
+    def readers(self) -> Mapping[Task, tuple[Task, ...]]:
+        """For every task the tasks that read its outputs."""
+        readers: dict[Task, list[Task]] = {task: [] for task in self.tasks}
+        for task, needs in self.needs.items():
+            for need in needs:
+                readers[need].append(task)
+        return {task: tuple(found) for task, found in readers.items()}
+
+    @cached_property
+    def position(self) -> Mapping[Task, int]:
+        """Where a task stands in program order."""
+        return {task: i for i, task in enumerate(self.tasks)}
+
+    def text(self) -> str:
+        """One line per task: its name, lane, axes, and inputs by role."""
+        return "".join(f"{task.text}\n" for task in self.tasks)
+
+    def check(self) -> Graph:
+        """Raise ScheduleError for an edge to nothing, a cycle, or state read before it is complete."""
+        place = {task.name: i for i, task in enumerate(self.tasks)}
+        for i, task in enumerate(self.tasks):
+            for role, names in task.inputs.items():
+                for name in names:
+                    if name not in place:
+                        raise ScheduleError(f"{task} reads {role} of {name}, which is not in the graph")
+                    if place[name] >= i:
+                        raise ScheduleError(
+                            f"{task} reads {role} of {name}, which comes after it: the graph has a cycle"
+                        )
+        self._check_state()
+        return self
+
+    def _check_state(self) -> None:
+        """Whoever reads a state needs, over edges, every task that adds to it."""
+        adding: dict[str, list[Task]] = {}
+        for task in self.tasks:
+            for state in task.accumulates:
+                adding.setdefault(state, []).append(task)
+        known: set[tuple[str, tuple[Task, ...]]] = set()  # pieces of one buffer read the same tasks
+        for task in self.tasks:
+            needs = self.needs[task]
+            for state in task.reads:
+                if (state, needs) not in known:
+                    self._check_complete(task, state, adding.get(state, ()))
+                    known.add((state, needs))
+
+    def _check_complete(self, task: Task, state: str, adding: Iterable[Task]) -> None:
+        direct = set(self.needs[task])
+        for writer in adding:
+            if writer not in direct and not self._before(writer, task):
+                raise ScheduleError(
+                    f"{task} reads {state} before {writer} has added to it: no edge leads from there"
+                )
+
+    def _before(self, first: Task, last: Task) -> bool:
+        """Whether edges lead from `first` to `last`."""
+        earliest, seen, left = self.position[first], {last}, [last]
+        while left:
+            for need in self.needs[left.pop()]:
+                if need is first:
+                    return True
+                if need not in seen and self.position[need] > earliest:
+                    seen.add(need)
+                    left.append(need)
+        return False

@@ -1,0 +1,80 @@
+"""What an op is, and where all of them are found. Families of ops stand in the other files here.
+
+An op says what its tasks mean before anything runs: title, kind, and what its backward is. What really
+happens is its handler's affair (`runtime/ops/`). `register` adds one; everything that lists ops reads `OPS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from penstock.graph.errors import ScheduleError
+
+
+class Kind(StrEnum):
+    """What an op occupies: the processor, memory, the network, or the host beside them."""
+
+    COMPUTE = "compute"
+    COPY = "copy"
+    COLLECTIVE = "collective"
+    HOST = "host"
+
+
+class Backward(StrEnum):
+    """What the backward of an op is.
+
+    TASK: a task of its own. VALUE: none, since the value of the forward task is all that the backward of its
+    inputs needs (sums that normalise a loss). NONE: nothing is differentiated (counts, solvers).
+    """
+
+    TASK = "task"
+    VALUE = "value"
+    NONE = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSpec:
+    """The facts of an op.
+
+    name: upper-case letters and digits, as in a task's name. title: what it does, for people.
+    backward: what its backward is. transpose: the op whose work the backward does, where that is another one
+    (a gather's is a reduce-scatter). given: roles that are not differentiated; the backward of an op that
+    saves nothing reads them again. indices: axes that its names carry, out of `mcp`. gradients: state that
+    its backward adds to, `{layer}` for the layer's number.
+    """
+
+    name: str
+    title: str
+    kind: Kind
+    backward: Backward = Backward.TASK
+    transpose: str = ""
+    given: frozenset[str] = frozenset()
+    indices: str = "m"
+    gradients: str = ""
+
+    @property
+    def saves(self) -> bool:
+        """Whether the backward reads what forward saved: computation does, a transfer needs nothing."""
+        return self.kind in (Kind.COMPUTE, Kind.COPY)
+
+
+OPS: dict[str, OpSpec] = {}
+"""Every op by its name, in the order in which they were registered."""
+
+
+def register(*specs: OpSpec) -> None:
+    """Add ops. Raises ScheduleError for a name that is taken by another op, or that no task can carry."""
+    for spec in specs:
+        if not (spec.name.isalnum() and spec.name.isupper() and spec.name[0].isalpha()):
+            raise ScheduleError(f"op {spec.name!r}: use upper-case letters and digits, a letter first")
+        if OPS.get(spec.name, spec) != spec:
+            raise ScheduleError(f"op {spec.name} is registered already: {OPS[spec.name].title}")
+        OPS[spec.name] = spec
+
+
+def spec_of(name: str) -> OpSpec:
+    """The facts of an op. Raises ScheduleError naming an op that nobody registered."""
+    if name not in OPS:
+        raise ScheduleError(f"no op is called {name}; there are {', '.join(OPS)}. Add it with ops.register.")
+    return OPS[name]

@@ -1,0 +1,68 @@
+"""Ops that move rows to their experts and back home, and the exchange that says how many there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.graph.task import Lane
+from penstock.mesh import Axes, Group
+from penstock.ops.base import Backward, Kind, OpSpec, register
+from penstock.ops.names import Op
+
+HOME = {
+    Op.DISPATCH_GATHER: Op.COMBINE_SCATTER,
+    Op.DISPATCH: Op.COMBINE,
+    Op.DISPATCH_SCATTER: Op.COMBINE_GATHER,
+}
+"""Every leg of a dispatch and the leg of combine that takes the same way home: its transpose."""
+AWAY = {home: out for out, home in HOME.items()}
+"""The other way round."""
+TRANSFERS = (*HOME, *AWAY)
+"""Every op that moves rows."""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One leg of a dispatch as a task: its op, its lane, and the axes along which it meets other ranks."""
+
+    op: str
+    axes: Axes
+    lane: Lane = Lane.INTRA
+
+    @property
+    def home(self) -> Hop:
+        """The leg of combine that takes the same way."""
+        return Hop(HOME[self.op], self.axes, self.lane)
+
+
+FLAT = (Hop(Op.DISPATCH, Group.EXPERT, Lane.INTER),)
+"""One leg: every rank sends every other rank its rows directly."""
+
+_TITLES = {
+    Op.DISPATCH_GATHER: "dispatch inside the node, on the way out",
+    Op.DISPATCH: "tokens to their experts",
+    Op.DISPATCH_SCATTER: "dispatch inside the node, on arrival",
+    Op.COMBINE_GATHER: "combine inside the node, on the way out",
+    Op.COMBINE: "expert outputs back home",
+    Op.COMBINE_SCATTER: "combine inside the node, on arrival",
+}
+
+register(
+    OpSpec(
+        name=Op.COUNTS,
+        title="exchange of tokens per expert",
+        kind=Kind.COLLECTIVE,
+        backward=Backward.NONE,
+    ),
+    *(
+        OpSpec(
+            name=op,
+            title=title,
+            kind=Kind.COLLECTIVE,
+            transpose={**HOME, **AWAY}[op],
+            given=frozenset({"route"}),
+            indices="mc",
+        )
+        for op, title in _TITLES.items()
+    ),
+)

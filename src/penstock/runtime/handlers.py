@@ -1,0 +1,146 @@
+"""What really happens when a task runs: a handler for every op and phase, found by name.
+
+A handler gets what its task reads by role, and returns its outputs by name; it never asks who made them.
+An output is read as the role of the same name, or, as a gradient, as `d_` and the name: the `rows` of D.F are
+the `rows` of X.F, and the `rows` of X.B are the `d_rows` of D.B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.graph import Phase, ScheduleError, Task
+from penstock.moe import RouteMaker, SampleKeys, Tokens
+from penstock.moe.balance import Balance
+from penstock.moe.config import MoEConfig
+from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
+from penstock.moe.routes import Degrees
+from penstock.ops import OPS
+from penstock.runtime.buckets import Buckets
+from penstock.runtime.parts import ModelParts
+from penstock.runtime.segment import AnySegment
+from penstock.runtime.statistics import StatisticsCodec, StepStatistics
+from penstock.runtime.transport import Transports
+
+
+class Inputs(dict[str, tuple[Any, ...]]):
+    """What a task reads: for every role the outputs of the tasks on its edges, in their order."""
+
+    def one(self, role: str) -> Any:
+        """The output of a role that has one edge."""
+        (value,) = self[role]
+        return value
+
+    def all(self, role: str) -> tuple[Any, ...]:
+        """The outputs of a role; () if the task has no such edge."""
+        return self.get(role, ())
+
+    def maybe(self, role: str) -> Any:
+        """The output of a role with one edge, None if the task has no such edge."""
+        return self.one(role) if role in self else None
+
+
+Outputs = Mapping[str, Any]
+"""What a task leaves, by name; `saved` is for its own backward."""
+
+NOTHING: Outputs = {}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's batch, cut into microbatches: lists over microbatches of [b, L] and [b].
+
+    valid: bool [b, L], False for padding; None if there is none.
+    """
+
+    tokens: Sequence[Tensor]
+    labels: Sequence[Tensor]
+    keys: Sequence[SampleKeys]
+    valid: Sequence[Tensor] | None = None
+
+    def info(self, microbatch: int) -> Tokens:
+        """What an MoE layer is told about a microbatch."""
+        keys = self.keys[microbatch]
+        valid_T = None if self.valid is None else self.valid[microbatch].flatten()
+        return Tokens(samples=len(keys.sample_ids_B), keys=keys, valid_T=valid_T)
+
+    def num_tokens(self, microbatch: int) -> Tensor | int:
+        """Tokens of a microbatch that are not padding."""
+        return self.tokens[microbatch].numel() if self.valid is None else self.valid[microbatch].sum()
+
+
+@dataclass
+class StepContext:
+    """What handlers work on in one step, beside what tasks hand to each other.
+
+    makers: what makes the routes of each layer; None for a dense one. segment: makes a compute segment.
+    degrees: chunks of an MoE layer, forward and backward. weights: makes what a slice's weight gradients are
+    left to. marks: [5] float64, to sum with the statistics. loss_gradient: known when the backward half
+    begins. total, marks_total: known when the statistics task has run.
+    """
+
+    parts: ModelParts
+    batch: Batch
+    moe: MoEConfig
+    makers: Sequence[RouteMaker | None]
+    balance: Balance
+    segment: Callable[[], AnySegment]
+    autocast: Callable[[], AbstractContextManager[Any]]
+    wire_dtype: torch.dtype | None
+    degrees: Degrees
+    weights: Callable[[], WeightGradients | AutogradWeights]
+    transports: Transports
+    buckets: Buckets
+    codec: StatisticsCodec
+    marks: Tensor
+    loss_gradient: Tensor = field(default_factory=lambda: torch.ones(()))
+    total: StepStatistics | None = None
+    marks_total: Tensor | None = None
+
+    def legs(self, layer: int) -> list[str]:
+        """The ops of a layer's dispatch, in their order."""
+        maker = self.makers[layer]
+        assert maker is not None, layer
+        return [hop.op for hop in maker.dispatch.hops]
+
+
+class Handler(Protocol):
+    """Runs a task. `context` is what the step's owner works on: a StepContext in a real step."""
+
+    def __call__(self, context: Any, task: Task, inputs: Inputs, /) -> Outputs: ...
+
+
+Handlers = Mapping[tuple[str, Phase], Handler]
+
+HANDLERS: dict[tuple[str, Phase], Handler] = {}
+"""The handlers of a real step."""
+
+
+def handles(op: str, *phases: Phase) -> Callable[[Handler], Handler]:
+    """Register a handler for an op in some phases. Raises ScheduleError if there is one already."""
+
+    def register(handler: Handler) -> Handler:
+        for phase in phases:
+            if HANDLERS.get((op, phase), handler) is not handler:
+                raise ScheduleError(f"op {op} has a handler for phase {phase} already")
+            HANDLERS[op, phase] = handler
+        return handler
+
+    return register
+
+
+def check_handlers(tasks: Iterable[Task], handlers: Handlers) -> None:
+    """Raise ScheduleError naming the first task that nothing can run, or whose op nobody registered."""
+    for task in tasks:
+        if task.op not in OPS:
+            raise ScheduleError(f"{task}: no op is called {task.op}. Add it with ops.register.")
+        if (task.op, task.phase) not in handlers:
+            raise ScheduleError(
+                f"{task}: op {task.op} has no handler for phase {task.phase}. Add one with runtime.handles."
+            )

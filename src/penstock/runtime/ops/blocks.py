@@ -1,0 +1,244 @@
+"""Handlers of a block's computation but for its experts: each runs one segment of the model.
+
+Shapes: B samples, L tokens per sample, M hidden size, T = B * L tokens, E experts, R rows in expert order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.graph import Phase, Task
+from penstock.moe import MoELayer
+from penstock.moe.choices import GateSums
+from penstock.ops import Op
+from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
+from penstock.runtime.segment import AnySegment
+from penstock.runtime.slices import joined
+from penstock.runtime.statistics import HeadSums, StepStatistics
+
+F, B = Phase.FORWARD, Phase.BACKWARD
+
+
+@dataclass(frozen=True)
+class SavedAttention:
+    """What AT.B needs of AT.F in an MoE block. layer: counted among MoE layers."""
+
+    segment: AnySegment
+    chosen_BE: Tensor
+
+
+@dataclass(frozen=True)
+class SavedUnorder:
+    """What U.B needs of U.F. sizes: rows of every slice."""
+
+    segment: AnySegment
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SavedHead:
+    """What HD.B needs of HD.F."""
+
+    segment: AnySegment
+    loss_dtype: torch.dtype
+
+
+@handles(Op.EMBED, F)
+def embed(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """hidden: [B, L, M]."""
+    del inputs
+    m = microbatch(task)
+    segment = context.segment()
+    segment.enter()
+    with context.autocast():
+        (h_BLM,) = segment.leave(context.parts.embed(context.batch.tokens[m], context.batch.keys[m]))
+    return {"hidden": h_BLM, "saved": segment}
+
+
+@handles(Op.EMBED, B)
+def embed_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Gradients of the embedding are accumulated."""
+    del context, task
+    segment: AnySegment = inputs.one("saved")
+    segment.backward([added(inputs.all("d_hidden"))])
+    return NOTHING
+
+
+@handles(Op.ATTENTION, F)
+def attention(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """In a dense block hidden: [B, L, M]; in an MoE block all that `_route` leaves."""
+    m = microbatch(task)
+    block = context.parts.parts[task.layer]
+    segment = context.segment()
+    (h_BLM,) = segment.enter(inputs.one("hidden"))
+    with context.autocast():
+        residual_BLM, x_TM = block.attend(h_BLM, context.batch.keys[m])
+        if block.moe is not None:
+            return _route(context, task, block.moe, segment, residual_BLM, x_TM)
+        (out_BLM,) = segment.leave(block.add(residual_BLM, block.dense(x_TM), context.batch.keys[m]))
+    return {"hidden": out_BLM, "saved": segment}
+
+
+def _route(
+    context: StepContext,
+    task: Task,
+    moe: MoELayer,
+    segment: AnySegment,
+    residual_BLM: Tensor,
+    x_TM: Tensor,
+) -> Outputs:
+    """rows: a tensor [R, M] per slice. order: how they were put in order. routers: the gate's sums.
+
+    counts: rows for every rank where they are exchanged; route: the sizes where they are fixed.
+    """
+    if context.wire_dtype is not None:
+        x_TM = x_TM.to(context.wire_dtype)
+    routed = moe.route(x_TM, context.batch.info(microbatch(task)), task.cut.slices)
+    sums, plan = routed.sums, routed.plan
+    residual_BLM, rows_RM, weights, probability_BE, z, x_TM = segment.leave(
+        residual_BLM, routed.rows_RM, routed.weights, sums.probability_BE, sums.z, routed.x_TM
+    )
+    maker = context.makers[task.layer]
+    assert maker is not None, task
+    return {
+        "residual": residual_BLM,
+        "rows": rows_RM.split(list(plan.chunk_rows)),
+        "weights": weights,
+        "order": plan,
+        "tokens": x_TM,
+        "counts": plan.counts_CN,
+        "route": None
+        if plan.slots is None
+        else maker.even(plan.slots, moe.num_local_experts, context.degrees),
+        "routers": GateSums(sums.chosen_BE, probability_BE, z),
+        "saved": SavedAttention(segment, sums.chosen_BE),
+    }
+
+
+@handles(Op.ATTENTION, B)
+def attention_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """hidden: the gradient of what entered the block, [B, L, M]."""
+    saved: SavedAttention | AnySegment = inputs.one("saved")
+    if isinstance(saved, SavedAttention):
+        (grad_BLM,) = saved.segment.backward(_attention_gradients(context, task, saved, inputs))
+    else:
+        (grad_BLM,) = saved.backward([added(inputs.all("d_hidden"))])
+    return {"hidden": present(grad_BLM, task)}
+
+
+def _attention_gradients(
+    context: StepContext, task: Task, saved: SavedAttention, inputs: Inputs
+) -> list[Tensor | None]:
+    """Gradients of all that AT.F left, in that order; None for what nothing came back."""
+    statistics: StepStatistics = inputs.one("d_routers")
+    y = sum(part.moe is not None for part in context.parts.parts[: task.layer])
+    slope_BE = context.balance.slope(saved.chosen_BE, statistics.chosen_YE[y], statistics.tokens)
+    slope_z = context.moe.z_loss_coeff / statistics.tokens
+    return [
+        added(inputs.all("d_residual")),
+        joined([rows for chunk in inputs.all("d_rows") for rows in chunk]),
+        inputs.one("d_weights"),
+        context.loss_gradient * context.moe.aux_loss_coeff * slope_BE,
+        context.loss_gradient * slope_z,
+        inputs.maybe("d_tokens"),
+    ]
+
+
+@handles(Op.SHARED, F)
+def shared(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """shared: [T, M]."""
+    moe = context.parts.parts[task.layer].moe
+    assert moe is not None and moe.shared is not None, task
+    segment = context.segment()
+    (x_TM,) = segment.enter(inputs.one("tokens"))
+    with context.autocast():
+        (out_TM,) = segment.leave(moe.shared(x_TM))
+    return {"shared": out_TM, "saved": segment}
+
+
+@handles(Op.SHARED, B)
+def shared_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """tokens: the gradient of what shared experts read, [T, M]."""
+    del context
+    segment: AnySegment = inputs.one("saved")
+    (grad_TM,) = segment.backward([inputs.one("d_shared")])
+    return {"tokens": present(grad_TM, task)}
+
+
+@handles(Op.UNORDER, F)
+def unorder(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """hidden: what leaves the block, [B, L, M]."""
+    block = context.parts.parts[task.layer]
+    slices = [rows for chunk in inputs.all("rows") for rows in chunk]
+    segment = context.segment()
+    residual_BLM, weights, rows_RM, *out_TM = segment.enter(
+        inputs.one("residual"), inputs.one("weights"), joined(slices), *inputs.all("shared")
+    )
+    assert block.moe is not None, task
+    with context.autocast():
+        moe_TM = block.moe.unorder(rows_RM, weights, inputs.one("order"), *out_TM)
+        (h_BLM,) = segment.leave(block.add(residual_BLM, moe_TM, context.batch.keys[microbatch(task)]))
+    return {"hidden": h_BLM, "saved": SavedUnorder(segment, tuple(map(len, slices)))}
+
+
+@handles(Op.UNORDER, B)
+def unorder_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Gradients of all that entered U: residual, weights (None where they travelled with the rows), rows by
+    slice, shared."""
+    del context
+    saved: SavedUnorder = inputs.one("saved")
+    grads = saved.segment.backward([added(inputs.all("d_hidden"))])
+    residual_BLM, weights, rows_RM, *shared_TM = grads
+    return {
+        "residual": present(residual_BLM, task),
+        "weights": weights,
+        "rows": present(rows_RM, task).split(list(saved.sizes)),
+        "shared": shared_TM[0] if shared_TM else None,
+    }
+
+
+@handles(Op.HEAD, F)
+def head(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """loss: sums of a microbatch."""
+    m = microbatch(task)
+    labels_BL = context.batch.labels[m]
+    segment = context.segment()
+    (h_BLM,) = segment.enter(inputs.one("hidden"))
+    with context.autocast():
+        (loss,) = segment.leave(context.parts.head(h_BLM, labels_BL))
+    sums = HeadSums(loss, (labels_BL >= 0).sum(), context.batch.num_tokens(m))
+    return {"loss": sums, "saved": SavedHead(segment, loss.dtype)}
+
+
+@handles(Op.HEAD, B)
+def head_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """hidden: the gradient of what entered the head, [B, L, M]."""
+    statistics: StepStatistics = inputs.one("d_loss")
+    saved: SavedHead = inputs.one("saved")
+    slope = (context.loss_gradient / statistics.valid).to(saved.loss_dtype)
+    (grad_BLM,) = saved.segment.backward([slope])
+    return {"hidden": present(grad_BLM, task)}
+
+
+def microbatch(task: Task) -> int:
+    """The number of a task's microbatch."""
+    assert task.microbatch is not None, task
+    return task.microbatch
+
+
+def present(grad: Tensor | None, task: Task) -> Tensor:
+    """A gradient that every input of a segment must have."""
+    assert grad is not None, f"{task}: every input of a segment must reach its outputs"
+    return grad
+
+
+def added(grads: Sequence[Tensor]) -> Tensor:
+    """The sum of several gradients of one output, in the order of their tasks."""
+    total = grads[0]
+    for grad in grads[1:]:
+        total = total + grad
+    return total

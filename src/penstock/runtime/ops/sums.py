@@ -1,0 +1,44 @@
+"""Handlers that sum over ranks: the loss and its statistics, and gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.graph import Phase, Task
+from penstock.moe.choices import GateSums
+from penstock.ops import Op
+from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
+
+
+@handles(Op.STATISTICS, Phase.FORWARD)
+def statistics(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """loss, routers: the sums, which stand for the gradients of what was summed."""
+    layers: dict[int, list[GateSums]] = {}
+    for name, sums in zip(task.inputs["routers"], inputs.all("routers"), strict=True):
+        layers.setdefault(name.layer, []).append(sums)
+    packed = context.codec.pack(inputs.all("loss"), list(layers.values()))
+    everything = torch.cat([packed, context.marks])
+    context.transports.of(task.lane).all_reduce(everything, task.axes)
+    context.total = context.codec.unpack(everything[: len(packed)])
+    context.marks_total = everything[len(packed) :]
+    return {"loss": context.total, "routers": context.total}
+
+
+@handles(Op.ALL_REDUCE, Phase.BACKWARD)
+def all_reduce(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Sum one piece of a layer's replicated gradients over all ranks, in place."""
+    del inputs  # the gradients are in the bucket; the edges say that they are complete
+    assert task.piece is not None, task
+    for piece in context.buckets.replicated[task.layer].chunk(task.piece, task.cut.parts):
+        context.transports.of(task.lane).all_reduce(piece, task.axes)
+    return NOTHING
+
+
+@handles(Op.EXPERT_ALL_REDUCE, Phase.BACKWARD)
+def expert_all_reduce(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Sum one piece of a layer's expert gradients over their replicas, in place."""
+    del inputs
+    assert task.piece is not None, task
+    for piece in context.buckets.experts[task.layer].chunk(task.piece, task.cut.parts):
+        context.transports.of(task.lane).all_reduce(piece, task.axes)
+    return NOTHING

@@ -1,0 +1,71 @@
+"""Handlers that move rows. The transpose of a leg is the same leg the other way.
+
+Rows that leave for another rank or come from one are a tuple with one tensor per slice; between two legs they
+are one tensor, rank by rank.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from penstock.graph import Phase, Task
+from penstock.moe.routes import Routes
+from penstock.ops import Op
+from penstock.ops.transfers import AWAY, HOME
+from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
+from penstock.runtime.legs import HostRoutes, exchange_counts, send_home, send_out
+from penstock.runtime.slices import to_ranks, to_slices
+
+F, B = Phase.FORWARD, Phase.BACKWARD
+Rows = Tensor | tuple[Tensor, ...]
+
+
+@handles(Op.COUNTS, F)
+def counts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """route: how many rows go where."""
+    maker = context.makers[task.layer]
+    assert maker is not None, task
+    transport = context.transports.of(task.lane)
+    return {"route": exchange_counts(inputs.one("counts"), maker, transport, context.degrees)}
+
+
+def _leg(context: StepContext, task: Task, inputs: Inputs, rows: Rows, *, outward: bool) -> Outputs:
+    """Along a leg towards the experts, or along the same leg home."""
+    routes, cut = routes_of(inputs), task.cut
+    if isinstance(rows, tuple) and len(rows) == cut.slices:
+        rows = rows[cut.first : cut.stop]
+    assert task.chunk is not None, task
+    legs = routes.of(task.phase)[task.chunk].legs
+    if not legs:  # every expert is on this rank
+        return {"rows": rows}
+    slices = routes.slices[cut.first : cut.stop]
+    number = context.legs(task.layer).index(task.op if task.op in HOME else AWAY[task.op])
+    sent, received = [s.rows_sent for s in slices], [s.rows_received for s in slices]
+    first, last = (0, len(legs) - 1) if outward else (len(legs) - 1, 0)
+    if number == first:
+        assert isinstance(rows, tuple), task
+        rows = to_ranks(rows, sent if outward else received)
+    assert isinstance(rows, Tensor), task
+    moved = (send_out if outward else send_home)(rows, legs[number], context.transports.of(task.lane))
+    return {"rows": to_slices(moved, received if outward else sent) if number == last else moved}
+
+
+def move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """rows: after a leg of dispatch or combine."""
+    return _leg(context, task, inputs, inputs.one("rows"), outward=task.op in HOME)
+
+
+def move_back(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """rows: their gradients after the transpose of the leg."""
+    return _leg(context, task, inputs, inputs.one("d_rows"), outward=task.op not in HOME)
+
+
+for op in (*HOME, *AWAY):
+    handles(op, F)(move)
+    handles(op, B)(move_back)
+
+
+def routes_of(inputs: Inputs) -> Routes:
+    """The routes of a microbatch: known where sizes are fixed, on their way to the host where not."""
+    found: HostRoutes | Routes = inputs.one("route")
+    return found.routes if isinstance(found, HostRoutes) else found

@@ -1,0 +1,188 @@
+"""A step plan, compiled: a flat list of calls per lane, with numbered slots for what they hand on.
+
+What a task waits for, reads, leaves and frees is worked out once, when a plan is adopted. While a step runs,
+nothing is looked up by name, and a lane asks another one only where a value or an order really comes from it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.graph import Graph, Lane, Name, Task
+from penstock.graph.paths import issue_order
+from penstock.mesh import Axes
+from penstock.runtime.handlers import Handler, Handlers, check_handlers
+from penstock.schedule import StepPlan
+
+GRADIENT = "d_"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One task, ready to run.
+
+    reads: for every role the slots on its edges. writes: outputs that somebody reads, and their slots.
+    frees: slots that nobody reads after this call. shared: slots whose readers on several lanes agree on who
+    is the last. waits: for other lanes, how many of their calls in this span must have ended before.
+    """
+
+    task: Task
+    handler: Handler
+    reads: tuple[tuple[str, tuple[int, ...]], ...]
+    writes: tuple[tuple[str, int], ...]
+    frees: tuple[int, ...]
+    shared: tuple[int, ...]
+    waits: tuple[tuple[Lane, int], ...]
+
+
+Span = Mapping[Lane, tuple[Call, ...]]
+"""The calls of every lane between two stops."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Calls by span. slots: how many there are. shared: of slots with readers on several lanes, how many."""
+
+    spans: tuple[Span, ...]
+    slots: int
+    shared: Mapping[int, int]
+
+
+def compile_plan(
+    plan: StepPlan,
+    handlers: Handlers,
+    stops: Sequence[Name],
+    silent: Collection[Axes] = (),
+    *,
+    all: bool = True,
+) -> Program:
+    """Compile `plan` into spans that end with the tasks of `stops`; what depends on the last one follows.
+
+    A span holds what does not depend on its stop, and the stop. all: with what follows the last stop; without
+    it, nothing is kept for readers there. silent: kinds of groups of one rank; a lane that
+    has no other tasks runs on the compute lane, where it costs no change of threads. Raises ScheduleError for
+    a task that no handler can run.
+    """
+    check_handlers(plan.graph.tasks, handlers)
+    number = _spans(plan.graph, stops)
+    kept = [task for task in plan.graph.tasks if all or number[task] < len(stops)]
+    lanes = _lanes(plan, kept, silent)
+    slots = _slots(kept)
+    readers = _last_readers(kept, lanes, slots)
+    spans = []
+    for span in range(len(stops) + all):
+        orders = {lane: [t for t in order if number[t] == span] for lane, order in lanes.items()}
+        spans.append(_calls(orders, plan.graph, handlers, slots, readers))
+    shared = {slot: len(ends) for slot, ends in readers.items() if len(ends) > 1}
+    return Program(tuple(spans), len(slots), shared)
+
+
+def _spans(graph: Graph, stops: Sequence[Name]) -> dict[Task, int]:
+    """For every task the number of stops that must have run before it."""
+    number: dict[Task, int] = {}
+    ends = {name: i for i, name in enumerate(stops)}
+    for task in graph.tasks:
+        number[task] = max(
+            (max(number[need], ends.get(need.name, -1) + 1) for need in graph.needs[task]), default=0
+        )
+    return number
+
+
+def _lanes(plan: StepPlan, kept: Iterable[Task], silent: Collection[Axes]) -> dict[Lane, list[Task]]:
+    """The order in which threads run the tasks: a lane that sends nothing runs where computation does."""
+    wanted, quiet = set(kept), set(silent)
+    home = {
+        lane: Lane.COMPUTE if all(task.axes in quiet for task in order) else lane
+        for lane, order in plan.schedule.lanes.items()
+    }
+    found: dict[Lane, list[Task]] = {}
+    for task in issue_order(plan.schedule.lanes, plan.graph.needs.__getitem__):
+        if task in wanted:
+            found.setdefault(home[task.lane], []).append(task)
+    return found
+
+
+Slots = Mapping[tuple[Name, str], int]
+
+
+def _slots(tasks: Iterable[Task]) -> Slots:
+    """A slot for every output that is read, by the task and the output's name."""
+    slots: dict[tuple[Name, str], int] = {}
+    for task in tasks:
+        for role, names in task.inputs.items():
+            for name in names:
+                slots.setdefault((name, role.removeprefix(GRADIENT)), len(slots))
+    return slots
+
+
+def _last_readers(
+    tasks: Iterable[Task], lanes: Mapping[Lane, Sequence[Task]], slots: Slots
+) -> dict[int, dict[Lane, Task]]:
+    """For every slot its last reader on every lane that reads it."""
+    place = {task: (lane, i) for lane, order in lanes.items() for i, task in enumerate(order)}
+    found: dict[int, dict[Lane, Task]] = defaultdict(dict)
+    for task in tasks:
+        lane, i = place[task]
+        for slot in _read(task, slots):
+            last = found[slot].get(lane)
+            if last is None or place[last][1] < i:
+                found[slot][lane] = task
+    return found
+
+
+def _read(task: Task, slots: Slots) -> Iterable[int]:
+    return {slots[n, role.removeprefix(GRADIENT)] for role, names in task.inputs.items() for n in names}
+
+
+def _calls(
+    orders: Mapping[Lane, Sequence[Task]],
+    graph: Graph,
+    handlers: Handlers,
+    slots: Slots,
+    readers: Mapping[int, Mapping[Lane, Task]],
+) -> Span:
+    place = {task: (lane, i) for lane, order in orders.items() for i, task in enumerate(order)}
+    written: dict[Name, list[tuple[str, int]]] = defaultdict(list)
+    for (name, output), slot in slots.items():
+        written[name].append((output, slot))
+    span: dict[Lane, tuple[Call, ...]] = {}
+    for lane, order in orders.items():
+        known: dict[Lane, int] = {}
+        calls = []
+        for task in order:
+            waits = _waits(task, lane, graph, place, known)
+            ended = [slot for slot in _read(task, slots) if readers[slot][lane] is task]
+            calls.append(
+                Call(
+                    task,
+                    handlers[task.op, task.phase],
+                    tuple((role, _numbers(role, names, slots)) for role, names in task.inputs.items()),
+                    tuple(written[task.name]),
+                    tuple(slot for slot in ended if len(readers[slot]) == 1),
+                    tuple(slot for slot in ended if len(readers[slot]) > 1),
+                    waits,
+                )
+            )
+        span[lane] = tuple(calls)
+    return span
+
+
+def _numbers(role: str, names: Sequence[Name], slots: Slots) -> tuple[int, ...]:
+    output = role.removeprefix(GRADIENT)
+    return tuple(slots[name, output] for name in names)
+
+
+def _waits(
+    task: Task, lane: Lane, graph: Graph, place: Mapping[Task, tuple[Lane, int]], known: dict[Lane, int]
+) -> tuple[tuple[Lane, int], ...]:
+    """How far other lanes must be; what an earlier task of this lane has waited for already is left out."""
+    wanted: dict[Lane, int] = {}
+    for need in graph.needs[task]:
+        if need in place:
+            other, i = place[need]
+            if other is not lane and i + 1 > known.get(other, 0):
+                wanted[other] = max(wanted.get(other, 0), i + 1)
+    known.update(wanted)
+    return tuple(wanted.items())

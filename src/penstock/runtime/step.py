@@ -1,0 +1,102 @@
+"""One iteration of a stack: what its handlers work on, and its two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
+from penstock.runtime.executor import Execution
+from penstock.runtime.handlers import Batch, StepContext
+from penstock.runtime.marks import agree, mismatch, raise_mismatch
+from penstock.runtime.misuse import raise_replaced
+from penstock.runtime.segment import PassThrough, Segment
+
+if TYPE_CHECKING:
+    from penstock.runtime.stack import PipelinedStack
+
+
+class Step:
+    """One iteration: its context and its execution."""
+
+    def __init__(self, stack: PipelinedStack, batch: Batch, training: bool) -> None:
+        self.stack, self.training, self.finished = stack, training, False
+        machinery, shape = stack.machinery, stack.plan.shape
+        self.buckets = stack.buckets
+        at_once = self.buckets.at_once
+        self.context = StepContext(
+            parts=stack.parts,
+            batch=batch,
+            moe=stack.moe,
+            makers=stack.makers,
+            balance=stack.balance,
+            segment=partial(Segment, machinery.device) if training else PassThrough,
+            autocast=machinery.autocast,
+            wire_dtype=machinery.autocast_dtype,
+            degrees=shape.degrees,
+            weights=partial(WeightGradients, at_once) if shape.split_experts else AutogradWeights,
+            transports=machinery.transports,
+            buckets=self.buckets,
+            codec=stack.codec,
+            marks=stack.gradients.to_sum,
+        )
+        program = stack.program(training=training)
+        self.execution = Execution(stack.plan, program, machinery.lanes, self.context, machinery.layout.rank)
+
+    def forward(self) -> Tensor:
+        """The loss of the whole batch of all ranks."""
+        # Inside an autograd.Function gradients are off; segments need them for their own graphs.
+        with torch.set_grad_enabled(self.training):
+            self.execution.run()
+        statistics = self.context.total
+        assert statistics is not None, "the statistics task has run"
+        self.stack.execution, self.stack.statistics = self.execution, statistics
+        if self.training:
+            self._compare_parameters()
+        return statistics.loss
+
+    def _compare_parameters(self) -> None:
+        """Before any gradient is reduced."""
+        gradients, machinery = self.stack.gradients, self.stack.machinery
+        total, device = self.context.marks_total, machinery.device.type
+        assert total is not None and gradients.marks is not None, "the statistics task has run"
+        if device == "cuda" and not gradients.taken_up:
+            return  # reading the sums would make the host wait; a rank that has changed something does
+        if not agree(total.tolist(), machinery.layout):
+            if device == "cuda":
+                raise mismatch(gradients.changes(machinery.layout.rank))
+            raise_mismatch(gradients.marks, machinery.layout, machinery.control)
+        gradients.taken_up = ()
+
+    def backward(self, loss_gradient: Tensor) -> None:
+        if self.finished:
+            raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
+        self.finished = True
+        self.context.loss_gradient = loss_gradient
+        for bucket in self.buckets.all:
+            bucket.begin()
+        self.execution.run()
+        replaced = [parameter for bucket in self.buckets.all for parameter in bucket.finish()]
+        if replaced:
+            raise_replaced(self.stack.gradients.name_of(replaced[0]))
+        _fill_missing(self.stack.gradients.experts())
+        self._count_choices()
+
+    def _count_choices(self) -> None:
+        """Tell gates with a bias what has been trained on; the same on all ranks."""
+        assert self.stack.statistics is not None, "the statistics task has run"
+        layers = [part.moe for part in self.stack.parts.parts if part.moe is not None]
+        for moe, chosen_E in zip(layers, self.stack.statistics.chosen_YE, strict=True):
+            if moe.gate.bias is not None:
+                moe.gate.bias.count(chosen_E)
+
+
+def _fill_missing(parameters: Sequence[nn.Parameter]) -> None:
+    """An expert that saw no token has a gradient all the same: zero."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)

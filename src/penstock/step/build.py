@@ -1,0 +1,50 @@
+"""From a shape to the graph of one iteration: the plain step, rewritten by passes."""
+
+from __future__ import annotations
+
+from penstock.graph import Graph
+from penstock.ops.transfers import FLAT
+from penstock.step.passes import (
+    Chunks,
+    GradientPieces,
+    Hierarchical,
+    Microbatches,
+    Settle,
+    Transpose,
+    WeightGradients,
+)
+from penstock.step.plain import PlainStep
+from penstock.step.shape import StepShape
+from penstock.step.stages import Pass, apply
+
+
+def passes_of(shape: StepShape) -> tuple[Pass, ...]:
+    """What a shape says, as passes."""
+    found: list[Pass] = [Transpose()]
+    if shape.dispatch != FLAT and any(shape.moe_layers):
+        found.append(Hierarchical(shape.dispatch))
+    if shape.microbatches > 1:
+        found.append(Microbatches(shape.microbatches))
+    if shape.slices > 1:
+        found.append(Chunks(shape.chunks, shape.backward_chunks))
+    if shape.split_experts and any(shape.moe_layers):
+        found.append(WeightGradients())
+    layers = range(shape.num_layers)
+    replicas = [(1,) * count for count in shape.expert_all_reduce_chunks]
+    found.append(GradientPieces([shape.parts_of(layer) for layer in layers], replicas))
+    found.append(Settle())
+    return tuple(found)
+
+
+def build_graph(shape: StepShape) -> Graph:
+    """The checked graph of a step.
+
+    Raises ScheduleError for two passes of one name, an edge to nothing, a cycle, or state that is read before
+    it is complete.
+    """
+    plain = PlainStep(
+        moe_layers=shape.moe_layers,
+        exchange_counts=shape.exchange_counts,
+        shared_experts=shape.shared_experts,
+    )
+    return apply(plain.graph(), [*passes_of(shape), *shape.more]).check()

@@ -1,0 +1,19 @@
+"""Graph transformations, one file each."""
+
+from penstock.step.passes.chunks import Chunks
+from penstock.step.passes.gradient_pieces import GradientPieces
+from penstock.step.passes.hierarchical import Hierarchical
+from penstock.step.passes.microbatches import Microbatches
+from penstock.step.passes.settle import Settle
+from penstock.step.passes.transpose import Transpose
+from penstock.step.passes.weight_gradients import WeightGradients
+
+__all__ = [
+    "Chunks",
+    "GradientPieces",
+    "Hierarchical",
+    "Microbatches",
+    "Settle",
+    "Transpose",
+    "WeightGradients",
+]

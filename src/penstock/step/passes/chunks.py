@@ -1,0 +1,43 @@
+"""The rows of an MoE layer, cut into chunks inside the layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+from penstock.graph import Cut, Graph, Task
+from penstock.step.rewrite import split
+from penstock.step.stages import Stage
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The pipeline degree of Tutel, PipeMoE and FSMoE, `forward` and `backward` apart.
+
+    Both are runs of slices, as many as their least common multiple, so that what forward saves is found by
+    slice whatever the numbers. A backward chunk reads what the forward chunks saved that overlap with it.
+
+        before  AT ─rows─ D ─rows─ X ─rows─ C ─rows─ U
+        after   AT ─rows─ D.c0 ─rows─ X.c0 ─rows─ C.c0 ─rows─ U
+                AT ─rows─ D.c1 ─rows─ X.c1 ─rows─ C.c1 ─rows─ U
+    """
+
+    forward: int
+    backward: int
+    name = "chunks"
+    stage = Stage.CHUNKS
+
+    def __call__(self, graph: Graph) -> Graph:
+        slices = lcm(self.forward, self.backward)
+        chunked = {task.layer for task in graph.tasks if task.chunk is not None}
+
+        def count(task: Task) -> int:
+            return self.forward if task.forward else self.backward
+
+        def cut(task: Task, chunk: int) -> Cut:
+            if task.layer not in chunked or task.microbatch is None:
+                return task.cut
+            each = slices if task.chunk is None else slices // count(task)
+            return Cut(task.cut.microbatches, slices, chunk * each, (chunk + 1) * each)
+
+        return split(graph, "chunk", lambda t: 0 if t.chunk is None else count(t), cut)

@@ -1,0 +1,81 @@
+"""The all-reduces of gradients, one buffer per layer, each cut into pieces."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.graph import Cut, Graph, Lane, Name, Phase, Task
+from penstock.mesh import Group
+from penstock.ops.blocks import EXPERTS, REPLICATED
+from penstock.ops.names import Op
+from penstock.step.rewrite import end_layers
+from penstock.step.stages import Stage
+
+Parts = Sequence[Sequence[int]]
+"""For every layer the relative sizes of the pieces of its buffer; none = nothing to reduce."""
+
+
+@dataclass(frozen=True)
+class GradientPieces:
+    """A piece waits for every task that adds to its buffer, directly or through one that does.
+
+    before  AT.m1.B, AT.m0.B
+    after   AT.m1.B, AT.m0.B ─gradients─ AR.p0, AR.p1          X.m*.B ─gradients─ XR.p0
+    """
+
+    replicated: Parts
+    experts: Parts
+    name = "gradient_pieces"
+    stage = Stage.GRADIENTS
+
+    def __call__(self, graph: Graph) -> Graph:
+        last = _last_to_add(graph)
+        added: dict[int, list[Task]] = {}
+        for layer, (parts, expert_parts) in enumerate(zip(self.replicated, self.experts, strict=True)):
+            replicated, experts = reductions(layer, parts, expert_parts, last)
+            added[layer] = [*experts, *replicated]
+        return end_layers(graph, added)
+
+
+def reductions(
+    layer: int,
+    parts: Sequence[int],
+    expert_parts: Sequence[int],
+    last: Mapping[str, Sequence[Name]] | None = None,
+) -> tuple[list[Task], list[Task]]:
+    """The pieces of a layer's replicated gradients, and those of its experts.
+
+    last: the tasks after which a buffer is complete; nothing adds to a buffer that it does not name. None =
+    to be priced only, without inputs.
+    """
+    found = []
+    for op, state, axes, sizes in (
+        (Op.ALL_REDUCE, REPLICATED, Group.WORLD, tuple(parts)),
+        (Op.EXPERT_ALL_REDUCE, EXPERTS, Group.EXPERT_REPLICAS, tuple(expert_parts)),
+    ):
+        buffer = state.format(layer=layer)
+        inputs = {} if last is None else {"gradients": tuple(last.get(buffer, ()))}
+        pieces = range(len(sizes) if last is None or inputs["gradients"] else 0)
+        names = [Name(layer, op, Phase.BACKWARD, piece=piece) for piece in pieces]
+        cut = Cut(parts=sizes)
+        found.append([Task(name, Lane.INTER, axes, inputs, cut, reads=(buffer,)) for name in names])
+    return found[0], found[1]
+
+
+def _last_to_add(graph: Graph) -> dict[str, list[Name]]:
+    """For every buffer the tasks that add to it and after which, in their layer, no other does."""
+    own = graph.by_name
+    followed: dict[Name, set[str]] = defaultdict(set)
+    for task in reversed(graph.tasks):
+        states = followed[task.name].union(task.accumulates)
+        for name in task.sources():
+            if own[name].layer == task.layer:
+                followed[name] |= states
+    found: dict[str, list[Name]] = {}
+    for task in graph.tasks:
+        for state in task.accumulates:
+            if state not in followed[task.name]:
+                found.setdefault(state, []).append(task.name)
+    return found

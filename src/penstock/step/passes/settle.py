@@ -1,0 +1,59 @@
+"""Program order: what rules and searches break ties by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from penstock.graph import Graph, Task
+from penstock.ops.names import Op
+from penstock.step.stages import Stage
+
+ROUTED = (Op.COUNTS, Op.DISPATCH_GATHER, Op.DISPATCH, Op.DISPATCH_SCATTER)
+"""Forward, a microbatch goes through all of these before the next one does: its experts wait for it."""
+
+
+@dataclass(frozen=True)
+class Settle:
+    """Breadth first as FlowMoE (Eq. 2-5) orders it: an op for all its pieces, then the next op.
+
+    Backward the last microbatch goes first. Shared experts stand before the routed ones, in both halves: they
+    are what there is to compute while rows are under way.
+    """
+
+    name = "settle"
+    stage = Stage.SETTLE
+
+    def __call__(self, graph: Graph) -> Graph:
+        blocks = [list(block) for _, block in groupby(graph.tasks, _block)]
+        return Graph.of(task for block in _shared_first(blocks) for task in sorted(block, key=_place(block)))
+
+
+def _block(task: Task) -> tuple[object, ...]:
+    """Tasks that stand together: the pieces of one op, and all that a microbatch is routed through."""
+    op = "routed" if task.forward and task.op in ROUTED else task.op
+    return task.layer, op, task.phase
+
+
+def _place(block: Sequence[Task]) -> Callable[[Task], tuple[int, ...]]:
+    """Microbatches in their turn, inside them what the block has, in its order."""
+    turn = {op: i for i, op in enumerate(dict.fromkeys(task.op for task in block))}
+
+    def place(task: Task) -> tuple[int, ...]:
+        m = task.microbatch or 0
+        return (m if task.forward else -m), turn[task.op], task.chunk or 0, task.piece or 0
+
+    return place
+
+
+def _shared_first(blocks: Sequence[list[Task]]) -> Iterator[list[Task]]:
+    """Blocks in order, those of shared experts before the experts of their layer and half."""
+    shared = {(b[0].layer, b[0].forward): b for b in blocks if b[0].op == Op.SHARED}
+    for block in blocks:
+        first = block[0]
+        if first.op == Op.SHARED:
+            continue
+        if first.op == Op.EXPERTS and (first.layer, first.forward) in shared:
+            yield shared.pop((first.layer, first.forward))
+        yield block

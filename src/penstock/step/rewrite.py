@@ -1,0 +1,112 @@
+"""The tools of passes: put a task on an edge, put one after a task, cut tasks into pieces, end a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from penstock.graph import Cut, Graph, Name, ScheduleError, Task
+
+Axis = Literal["microbatch", "chunk", "piece"]
+Names = tuple[Name, ...]
+
+
+def require(graph: Graph, op: str, role: str = "") -> None:
+    """Raise ScheduleError unless the graph has tasks of `op`, which all read `role` if one is given."""
+    found = [task for task in graph.tasks if task.op == op]
+    if not found:
+        raise ScheduleError(f"the step has no task {op}")
+    if role and (without := [task for task in found if role not in task.inputs]):
+        raise ScheduleError(f"{without[0]} has no input {role}; it reads {', '.join(without[0].inputs)}")
+
+
+def insert_before(graph: Graph, op: str, role: str, make: Callable[[Task, Names], Task]) -> Graph:
+    """Put a task on the edge `role` of every `op`. make: the new task, from the reader and what it read."""
+    require(graph, op, role)
+    out: list[Task] = []
+    for task in graph.tasks:
+        if task.op == op:
+            out.append(between := make(task, task.inputs[role]))
+            task = replace(task, inputs={**task.inputs, role: (between.name,)})  # noqa: PLW2901
+        out.append(task)
+    return Graph.of(out)
+
+
+def insert_after(graph: Graph, op: str, role: str, make: Callable[[Task], Task]) -> Graph:
+    """Put a task after every `op`, on the edges of all that read its output `role`."""
+    require(graph, op)
+    moved: dict[Name, Name] = {}
+    out: list[Task] = []
+    for task in graph.tasks:
+        if role in task.inputs and any(name in moved for name in task.inputs[role]):
+            read = tuple(moved.get(name, name) for name in task.inputs[role])
+            task = replace(task, inputs={**task.inputs, role: read})  # noqa: PLW2901
+        out.append(task)
+        if task.op == op:
+            out.append(after := make(task))
+            moved[task.name] = after.name
+    return Graph.of(out)
+
+
+def split(graph: Graph, axis: Axis, pieces: Callable[[Task], int], cut: Callable[[Task, int], Cut]) -> Graph:
+    """Cut tasks into pieces. An edge between two cut tasks joins pieces that overlap, every other edge all.
+
+    pieces: of a task; 0 = it is not cut along this axis. cut: of a task and one of its pieces.
+    So equal numbers connect one to one, and 3 chunks forward with 2 backward connect as their intervals do.
+    """
+    number = {task.name: pieces(task) for task in graph.tasks}
+    named = {name: _pieces(name, axis, count) for name, count in number.items()}
+    out: list[Task] = []
+    for task in graph.tasks:
+        of = number[task.name]
+        for mine, name in enumerate(named[task.name]):
+            inputs = {
+                role: _ends(names, mine, of, number, named, task) for role, names in task.inputs.items()
+            }
+            held = cut(task, mine)
+            out.append(Task(name, task.lane, task.axes, inputs, held, task.accumulates, task.reads))
+    return Graph.of(out)
+
+
+def _pieces(name: Name, axis: Axis, count: int) -> Names:
+    if not count:
+        return (name,)
+    if axis == "microbatch":
+        return tuple(name._replace(microbatch=i) for i in range(count))
+    if axis == "chunk":
+        return tuple(name._replace(chunk=i) for i in range(count))
+    return tuple(name._replace(piece=i) for i in range(count))
+
+
+def _ends(
+    names: Names, mine: int, of: int, number: Mapping[Name, int], named: Mapping[Name, Names], reader: Task
+) -> Names:
+    """The pieces of `names` that piece `mine` of `of` reads."""
+    found: list[Name] = []
+    for name in names:
+        if name not in number:
+            raise ScheduleError(f"{reader} reads {name}, which is not in the graph")
+        n = number[name]
+        if of == n and of:
+            found.append(named[name][mine])
+        elif of and n:
+            found += [
+                p for i, p in enumerate(named[name]) if i * of < (mine + 1) * n and mine * n < (i + 1) * of
+            ]
+        else:
+            found += named[name]
+    return tuple(found)
+
+
+def end_layers(graph: Graph, added: Mapping[int, Sequence[Task]]) -> Graph:
+    """Put tasks at the end of the backward half of their layers."""
+    last = {task.layer: i for i, task in enumerate(graph.tasks) if not task.forward}
+    if missing := [layer for layer, tasks in added.items() if tasks and layer not in last]:
+        raise ScheduleError(f"layer {missing[0]} has no backward: transpose the step first")
+    out: list[Task] = []
+    for i, task in enumerate(graph.tasks):
+        out.append(task)
+        if last.get(task.layer) == i:
+            out += added.get(task.layer, ())
+    return Graph.of(out)

@@ -1,0 +1,54 @@
+"""The order of passes. A pass is graph in, graph out; its stage says when it may run.
+
+The order matters: cutting before the transpose would give the backward the forward's chunks, and gradient
+pieces before weight gradients would reduce what is not complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Protocol
+
+from penstock.graph import Graph, ScheduleError
+
+
+class Stage(IntEnum):
+    """When a pass runs. Passes of one stage run in the order in which they are given."""
+
+    INSERT = 0
+    TRANSPOSE = 1
+    MICROBATCHES = 2
+    CHUNKS = 3
+    SLICES = 4
+    WEIGHTS = 5
+    GRADIENTS = 6
+    SETTLE = 7
+
+
+class Pass(Protocol):
+    """Rewrites a graph. Frozen, so that a step plan can be compared, and named for messages."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def stage(self) -> Stage: ...
+
+    def __call__(self, graph: Graph) -> Graph:
+        """The graph rewritten. Raises ScheduleError with the reason where it cannot be."""
+        ...
+
+
+def apply(graph: Graph, passes: Sequence[Pass]) -> Graph:
+    """Run passes by stage. Raises ScheduleError for two of one name, or naming the pass that failed."""
+    seen: set[str] = set()
+    for each in sorted(passes, key=lambda p: p.stage):
+        if each.name in seen:
+            raise ScheduleError(f"pass {each.name} stands twice: systems combine each pass once")
+        seen.add(each.name)
+        try:
+            graph = each(graph)
+        except ScheduleError as error:
+            raise ScheduleError(f"pass {each.name}: {error}") from error
+    return graph
