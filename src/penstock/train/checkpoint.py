@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -127,9 +128,9 @@ class Checkpoints:
         papers: Callable[[Path], object] | None,
     ) -> None:
         """On rank 0, when all shards are on disk: describe them, give them their name, remove old ones."""
-        record.write(work)
         if papers is not None:
             papers(work)
+        replace(record, files=sorted(path.name for path in work.iterdir())).write(work)
         others = {path.name: digest_of(path) for path in work.iterdir() if path.name not in digests}
         write_sums(work, {**digests, **others})
         make_durable(work)
@@ -271,12 +272,12 @@ def verify(path: Path, control: Control) -> Record:
         if (path / METADATA).exists() and not (path / SUMS).exists():
             return
         digests = read_sums(path)
-        if RECORD not in digests:
-            raise DamagedError(f"{SUMS} does not name {RECORD}")
         compare(path, digests, sorted(digests)[control.rank :: control.world_size])
 
     together(control, purpose, check)
-    return read_record(path, control)
+    record = read_record(path, control)
+    together(control, purpose, lambda: _check_files(path, record), rank=0)
+    return record
 
 
 def read_record(path: Path, control: Control) -> Record:
@@ -290,6 +291,12 @@ def open_stored(path: Path) -> Stored:
     if not (path / SUMS).exists():
         return OldShards(path)
     return Shards(path, (name for name in read_sums(path) if name.endswith(SUFFIX)))
+
+
+def _check_files(path: Path, record: Record) -> None:
+    """A list of checksums that was cut short would leave files out."""
+    if (path / SUMS).exists() and read_sums(path).keys() != {RECORD, *record.files}:
+        raise DamagedError(f"{SUMS} does not name the files that belong to it")
 
 
 def _rename_damaged(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ MOST_BYTES = 1 << 22
 class Record:
     """identity: what the position in the data depends on, by configuration key. settings: the configuration,
     section by section; None in earlier versions. plan_settled: whether the plan that is saved beside it
-    had been tried, ordered and tuned to the end.
+    had been tried, ordered and tuned to the end. files: names of all other files but the checksums.
     """
 
     step: int
@@ -27,6 +27,7 @@ class Record:
     identity: Mapping[str, object]
     settings: Mapping[str, Any] | None
     plan_settled: bool
+    files: Sequence[str] = ()
 
     def write(self, folder: Path) -> None:
         """Leave it in a checkpoint's folder."""
@@ -49,6 +50,7 @@ class Record:
             "identity": (dict,),
             "settings": (dict, type(None)),
             "plan_settled": (bool,),
+            "files": (list,),
         }
         if table.keys() != kinds.keys() or not all(isinstance(table[key], kinds[key]) for key in kinds):
             raise DamagedError(f"{RECORD} is not what a checkpoint says about itself")

@@ -42,6 +42,4 @@ def compare(folder: Path, digests: Mapping[str, str], names: Iterable[str]) -> N
     """Raise DamagedError for the first of `names` whose content is not what was written."""
     for name in names:
         if digest_of(folder / name) != digests[name]:
-            raise DamagedError(
-                f"the checksum of {name} is wrong: its content has changed since it was written"
-            )
+            raise DamagedError(f"{name} has changed since it was written: its checksum is wrong")
