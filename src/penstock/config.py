@@ -282,11 +282,16 @@ def _section(tp: Any) -> type | None:
     return tp if isinstance(tp, type) and is_dataclass(tp) else None
 
 
+def _word(choice: object) -> str:
+    """A choice as people write it on the command line."""
+    return choice if isinstance(choice, str) else _toml(choice)
+
+
 def _expected(tp: Any) -> str:
     """What a value of `tp` must be, to follow `key = value:`."""
     origin = get_origin(tp)
     if origin is Literal:
-        return "must be one of " + ", ".join(map(str, get_args(tp)))
+        return "must be one of " + ", ".join(map(_word, get_args(tp)))
     if origin is tuple:
         return f"must be a list, each item of which {_expected(_inner(tp))}"
     if origin in (Union, UnionType):

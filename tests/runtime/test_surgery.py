@@ -215,11 +215,12 @@ def test_a_checkpoint_inside_the_blocks_changes_nothing(reentrant: bool) -> None
     assert found.loss == wanted.loss
 
 
-def test_a_hook_that_takes_gradients_away_is_told() -> None:
+@pytest.mark.parametrize("name", ["output.weight", "blocks.0.feed_forward.experts.w_up"])
+def test_a_hook_that_takes_gradients_away_is_told(name: str) -> None:
     stack = stack_of(0, ALONE)
-    weight = stack.model.get_parameter("output.weight")
+    weight = stack.model.get_parameter(name)
     handle = weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-    with pytest.raises(RuntimeError, match=r"of output.weight was replaced or removed while backward"):
+    with pytest.raises(RuntimeError, match=rf"of {name} was replaced or removed while backward"):
         stack(*batch_of(ALONE)).backward()
     handle.remove()
     run(stack, 0, ALONE)

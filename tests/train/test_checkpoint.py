@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 from collections.abc import Mapping
@@ -11,13 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from penstock.config import ConfigError
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.schedule import ScheduleConfig
-from penstock.train.checkpoint import MOMENTS, CheckpointError, Checkpoints, complete_checkpoints
+from penstock.train.checkpoint import (
+    MOMENTS,
+    CheckpointError,
+    Checkpoints,
+    DamagedCheckpointError,
+    NotFiniteError,
+    complete_checkpoints,
+)
 from penstock.train.optimizer import build_adamw, initialise_state
 from tests.support.parity import Case, batch_of, logical, stack_of
 from tests.support.ranks import Pools
@@ -158,7 +169,7 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     for name in (".unfinished-00000009", "step-00000003.bak", "step-9", "other"):
         shutil.copytree(path, tmp_path / name)
     shutil.copytree(path, tmp_path / "step-00000004")
-    (tmp_path / "step-00000004" / ".metadata").unlink()
+    (tmp_path / "step-00000004" / "SHA256SUMS").unlink()
     assert complete_checkpoints(tmp_path) == [path]
     assert run.newest() == path
     assert complete_checkpoints(tmp_path / "nowhere") == []
@@ -172,7 +183,7 @@ def test_older_ones_go(tmp_path: Path, keep: int) -> None:
     for step in (2, 10, 9):
         run.save(step)
     kept = [path.name for path in complete_checkpoints(tmp_path)]
-    assert kept == ["step-00000009", "step-00000010"][-keep:]
+    assert kept == ["step-00000009", "step-00000010"], "the one just saved stays, too"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt", *kept]
 
 
@@ -213,22 +224,22 @@ def test_another_identity_is_refused(tmp_path: Path, key: str) -> None:
     check_equal(state_of(run), before)
 
 
-@pytest.mark.parametrize("pattern", ["*.distcp", ".metadata", "data.json"])
+@pytest.mark.parametrize("pattern", ["*.safetensors", "SHA256SUMS", "checkpoint.json"])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_damaged_file_is_named_by_its_folder(tmp_path: Path, pattern: str, share: float) -> None:
     run = trained(0, CASE, tmp_path)
     path = run.save(2)
     (damaged,) = path.glob(pattern)
     damaged.write_bytes(damaged.read_bytes()[: int(damaged.stat().st_size * share)])
-    with pytest.raises(CheckpointError, match=rf"reading {path} \(remove it"):
+    with pytest.raises(DamagedCheckpointError, match=rf"reading {path} failed"):
         run.load(path)
 
 
 def test_a_missing_file_is_named_by_its_folder(tmp_path: Path) -> None:
     run = trained(0, CASE, tmp_path)
     path = run.save(2)
-    (path / "data.json").unlink()
-    with pytest.raises(CheckpointError, match=str(path)):
+    (path / "checkpoint.json").unlink()
+    with pytest.raises(DamagedCheckpointError, match=rf"{path} failed: checkpoint.json cannot be opened"):
         run.load(path)
 
 
@@ -270,3 +281,175 @@ def test_no_room_leaves_nothing_under_a_final_name(
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000002"]
     assert not (tmp_path / "step-00000003").exists()
     ranks(world_size).run(loaded_by, case, tmp_path / "step-00000002")
+
+
+# ---- what has changed since it was written -----------------------------------------------------------------
+
+
+def flip(path: Path, bit: int) -> None:
+    """Flip one bit of a file, counted over all of it and around."""
+    content = bytearray(path.read_bytes())
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+@settings(max_examples=30, deadline=None)
+@given(number=st.integers(0, 9), bit=st.integers(0, 1 << 30))
+def test_a_flipped_bit_is_noticed_wherever_it_is(
+    saved_run: tuple[Checkpoints, Path], number: int, bit: int
+) -> None:
+    run, path = saved_run
+    before = state_of(run)
+    files = sorted(path.iterdir())
+    damaged = files[number % len(files)]
+    flip(damaged, bit)
+    try:
+        with pytest.raises(DamagedCheckpointError, match=str(path)):
+            run.load(path)
+    finally:
+        flip(damaged, bit)
+    check_equal(state_of(run), before)
+    assert run.load(path) == 2
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoints, Path]:
+    run = trained(0, CASE, tmp_path_factory.mktemp("saved"))
+    return run, run.save(2)
+
+
+def flipped_by_one(rank: int, case: Case, folder: Path) -> str:
+    run = trained(rank, case, folder)
+    path = run.save(2)
+    if rank == 0:
+        flip(path / "shard-00002.safetensors", 12345)
+    run.stack.machinery.control.barrier("damaging")
+    try:
+        run.load(path)
+    except DamagedCheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_hear_of_a_flipped_bit(ranks: Pools, tmp_path: Path) -> None:
+    case = replace(CASE, world_size=2, ep_size=2)
+    for error in ranks(2).run(flipped_by_one, case, tmp_path):
+        assert "shard-00002.safetensors has changed since it was written" in error
+
+
+def test_a_list_of_checksums_that_was_cut_is_noticed(tmp_path: Path) -> None:
+    run = trained(0, CASE, tmp_path)
+    path = run.save(2)
+    lines = (path / "SHA256SUMS").read_text().splitlines(keepends=True)
+    for left_out in range(len(lines)):
+        (path / "SHA256SUMS").write_text("".join(lines[:left_out] + lines[left_out + 1 :]))
+        with pytest.raises(DamagedCheckpointError):
+            run.load(path)
+
+
+def test_a_renamed_checkpoint_is_noticed(tmp_path: Path) -> None:
+    run = trained(0, CASE, tmp_path)
+    path = run.save(2).rename(tmp_path / "step-00000005")
+    with pytest.raises(DamagedCheckpointError, match="it holds step 2"):
+        run.load(path)
+
+
+def test_steps_of_nine_digits_are_found(tmp_path: Path) -> None:
+    run = trained(0, CASE, tmp_path, keep=3)
+    for step in (99_999_999, 100_000_000, 1_000_000_000):
+        run.save(step)
+    assert run.newest() == tmp_path / "step-1000000000"
+    assert run.load(tmp_path / "step-1000000000") == 1_000_000_000
+
+
+# ---- what is not finite ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", ["parameter", "exp_avg", "exp_avg_sq", "step"])
+def test_nothing_is_saved_that_is_not_finite(tmp_path: Path, value: float, where: str) -> None:
+    run = trained(0, CASE, tmp_path, keep=1)
+    good = run.save(2)
+    parameter = list(run.stack.model.parameters())[-1]
+    with torch.no_grad():
+        tensor = parameter if where == "parameter" else run.optimizer.state[parameter][where]
+        tensor.view(-1)[-1] = value
+    with pytest.raises(NotFiniteError, match=r"step 3 refused: \S+ on rank 0 is not finite"):
+        run.save(3)
+    assert list(tmp_path.iterdir()) == [good]
+    run.load(good)
+    assert all(parameter.isfinite().all() for parameter in run.stack.parameters())
+
+
+def test_large_numbers_are_finite(tmp_path: Path) -> None:
+    """Their squares are not."""
+    run = trained(0, CASE, tmp_path)
+    with torch.no_grad():
+        next(run.stack.model.parameters()).fill_(3e38)
+    run.save(3)
+
+
+def poisoned_on_one(rank: int, case: Case, folder: Path) -> str:
+    run = trained(rank, case, folder)
+    if rank == 1:
+        with torch.no_grad():
+            run.stack.parts.expert_parameters(0)[0].view(-1)[0] = float("nan")
+    try:
+        run.save(3)
+    except NotFiniteError as error:
+        return str(error)
+    return ""
+
+
+def test_one_rank_of_two_keeps_both_from_saving(ranks: Pools, tmp_path: Path) -> None:
+    case = replace(CASE, world_size=2, ep_size=2)
+    first, second = ranks(2).run(poisoned_on_one, case, tmp_path)
+    assert first == second and "on rank 1 is not finite" in first
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- checkpoints of earlier versions -----------------------------------------------------------------------
+
+
+def saved_as_before(run: Checkpoints, step: int) -> Path:
+    """A checkpoint in the format of earlier versions: torch's own, with a pickle and without checksums."""
+    path = run.folder / f"step-{step:08d}"
+    torch_save({**run._state(), "train.step": torch.tensor(step)}, checkpoint_id=path, no_dist=True)
+    (path / "data.json").write_text(json.dumps(run.identity))
+    return path
+
+
+def test_an_old_checkpoint_is_read(tmp_path: Path) -> None:
+    first = trained(0, CASE, tmp_path)
+    path = saved_as_before(first, 2)
+    second = bare(0, replace(CASE, seed=5), tmp_path)
+    assert second.newest() == path
+    assert second.load(path) == 2
+    check_equal(state_of(second), state_of(first))
+
+
+def test_an_old_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    path = saved_as_before(trained(0, CASE, tmp_path), 2)
+    with pytest.raises(ConfigError, match=r"train\.seed"):
+        bare(0, CASE, tmp_path, identity=IDENTITY | {"train.seed": 9}).load(path)
+    with pytest.raises(ConfigError, match="another model"):
+        bare(0, replace(CASE, model=replace(CASE.model, hidden_size=12)), tmp_path).load(path)
+
+
+@pytest.mark.parametrize("pattern", ["*.distcp", ".metadata", "data.json"])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_damaged_old_checkpoint_is_named(tmp_path: Path, pattern: str, share: float) -> None:
+    run = trained(0, CASE, tmp_path)
+    path = saved_as_before(run, 2)
+    (damaged,) = path.glob(pattern)
+    damaged.write_bytes(damaged.read_bytes()[: int(damaged.stat().st_size * share)])
+    with pytest.raises(DamagedCheckpointError, match=rf"reading {path} failed"):
+        run.load(path)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_numbers_of_another_type_are_refused(tmp_path: Path, old: bool) -> None:
+    run = trained(0, replace(CASE, double=True), tmp_path)
+    path = saved_as_before(run, 2) if old else run.save(2)
+    with pytest.raises(ConfigError, match=r"type torch\.float64 there and torch\.float32 here"):
+        bare(0, CASE, tmp_path).load(path)

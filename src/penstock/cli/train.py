@@ -23,9 +23,11 @@ from penstock.topology.join import ALONE
 from penstock.train.assemble import pick_device
 from penstock.train.checkpoint import CheckpointError, complete_checkpoints
 from penstock.train.config import RunConfig
+from penstock.train.health import DivergedError
 from penstock.train.launcher import Place
 from penstock.train.plan_config import given_schedule
-from penstock.train.trainer import DivergedError, OnStep, Trainer
+from penstock.train.resume import require_checkpoint
+from penstock.train.trainer import OnStep, Trainer
 from penstock.virtual import RecordedModel, RoutingRecorder
 
 EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointError, DivergedError)
@@ -72,6 +74,7 @@ def _start_emulated(
 def _start_ranks(config: RunConfig, given: Sequence[str], processes: int, place: Place | None = None) -> int:
     resolved = config.resolved(processes)  # what can be refused is refused before any process starts
     Layout.build(resolved.parallel, processes, 0, resolved.moe.num_experts)
+    require_checkpoint(config)
     return start_ranks(given, processes, config.parallel.timeout_s, place, lambda: _way_out(config))
 
 

@@ -23,6 +23,7 @@ class RunSummary:
     communication_s, exposed_communication_s: of a typical step; exposed is what nothing was computed under.
     overlap_efficiency: what no order of the same tasks can beat, over the measured step; 1.0 is perfect.
     simulated_iteration_s: what the simulator says of the last steps' tasks.
+    skipped_steps: how many steps of this start were not finite and changed nothing.
     interrupted: the run was stopped early and saved. parameters: of the whole model, every expert counted
     once. Outputs are paths; None was not written.
     """
@@ -52,6 +53,7 @@ class RunSummary:
     interrupted: bool = False
     plan: str | None = None
     cluster: str | None = None
+    skipped_steps: int = 0
 
     @property
     def hidden_communication(self) -> float:
@@ -74,6 +76,7 @@ class RunSummary:
             "iteration_s_median": self.iteration_s_median,
             "simulated_iteration_s": self.simulated_iteration_s,
             "interrupted": self.interrupted,
+            "skipped_steps": self.skipped_steps,
             "overlap_efficiency": self.overlap_efficiency,
             "communication_s": self.communication_s,
             "exposed_communication_s": self.exposed_communication_s,
@@ -106,6 +109,9 @@ class RunSummary:
             "loss",
             f"{self.first_loss:.3f} nats per byte at the start, {self.last_loss:.3f} at the end",
         )
+        if self.skipped_steps:
+            steps = "1 step was" if self.skipped_steps == 1 else f"{self.skipped_steps} steps were"
+            yield "skipped", f"{steps} not finite and changed nothing (metrics.jsonl says which)"
         yield "held out", self._held_out()
         step_time = duration_text(self.iteration_s_median)
         yield "speed", f"{self.tokens_per_s:,.0f} tokens/s; a step takes {step_time} (median)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -43,6 +44,8 @@ class Gradients:
 
     def __init__(self, model: nn.Module, parts: ModelParts, layout: Layout, device: torch.device) -> None:
         self.model, self._parts, self._layout, self._device = model, parts, layout, device
+        apart = isinstance(parts, nn.Module) and parts is not model
+        self._modules = (model, cast(nn.Module, parts)) if apart else (model,)
         self._known: dict[int, _Known] = {}
         self.taken_up: tuple[str, ...] = ()
         self.prepare()
@@ -93,9 +96,17 @@ class Gradients:
         """Trained parameters of this rank's experts, each once."""
         return [p for layer in self._experts for p in layer if p.requires_grad]
 
+    def watched(self) -> GradientBucket:
+        """Experts without replicas, which no bucket has, that have hooks on their accumulated gradient.
+
+        It is not reduced, but tells if a hook took a gradient away before the last microbatch.
+        """
+        experts = [] if self._has_replicas else self.experts()
+        return GradientBucket([p for p in experts if p._post_accumulate_grad_hooks])
+
     def _look(self) -> Assignment:
         """The model as it is now, checked."""
-        snapshot, assigned = Snapshot(self.model), assign(self._parts, self.model)
+        snapshot, assigned = Snapshot(self._modules), assign(self._parts, self.model)
         everything = [p for layer in (*assigned.replicated, *assigned.experts) for p in layer]
         names = names_of(self.model, everything)
         _check_places(everything, names, self._device)

@@ -18,6 +18,7 @@ from penstock.topology import Control, Layout
 
 FIELDS = 5
 """A one (to count ranks), then layout and values of replicated parameters, and of experts."""
+PIECE = 1 << 20
 TOLERANCE = 1e-3
 """Values drawn apart differ by about one; those of the same seed on different processors by rounding."""
 
@@ -129,11 +130,12 @@ def _difference(entries: Iterable[Entry], reference: Iterable[Entry]) -> str | N
 def _value_mark(values: Tensor) -> Tensor:
     if values.is_complex():
         values = torch.view_as_real(values)
-    if not values.is_floating_point():
-        values = values.double()
-    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
-    mark: Tensor = values.sum(dtype=torch.float64) / norm.clamp(min=torch.finfo(torch.float64).tiny)
-    return mark
+    # In pieces, since each is converted to float64.
+    total = norm = torch.zeros((), dtype=torch.float64, device=values.device)
+    for piece in values.reshape(-1).split(PIECE):
+        exact = piece.double()
+        total, norm = total + exact.sum(), norm + exact.square().sum()
+    return total / norm.sqrt().clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def _digest(entries: Iterable[Entry]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
@@ -12,24 +13,24 @@ Kind = tuple[bool, torch.dtype, torch.Size, torch.device]
 
 
 class Snapshot:
-    """The modules and parameters of a model, by identity, and each parameter's type, shape and device.
+    """The modules and parameters of models, by identity, and each parameter's type, shape and device.
 
     Values are not looked at. Taking or comparing one costs about a microsecond per module and parameter.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._tree = _tree(model)
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._tree = _tree(models)
         self._kinds = _kinds(self._tree)
 
     def holds(self) -> bool:
         """Whether nothing was added, removed, replaced, moved, frozen, thawed or converted since."""
-        tree = _tree(self._model)
+        tree = _tree(self._models)
         same = len(tree) == len(self._tree) and all(map(is_, tree, self._tree))
         return same and _kinds(tree) == self._kinds
 
 
-def _tree(model: nn.Module) -> list[Any]:
+def _tree(models: Sequence[nn.Module]) -> list[Any]:
     """Modules and parameters in order; None behind the last child of a module, so that levels show."""
     found: list[Any] = []
     seen: set[int] = set()
@@ -45,7 +46,8 @@ def _tree(model: nn.Module) -> list[Any]:
                 visit(child)
         found.append(None)
 
-    visit(model)
+    for model in models:
+        visit(model)
     return found
 
 

@@ -263,6 +263,84 @@ class PipelinedStack(nn.Module):
         return Place(layout.ep_rank, layout.ep_size, layout.ep_node_size)
 
 
+<<<<<<< HEAD
+=======
+class _Step:
+    """One iteration: its handlers and its execution."""
+
+    def __init__(self, stack: PipelinedStack, batch: Batch, training: bool) -> None:
+        self.stack, self.training, self.finished = stack, training, False
+        machinery, shape = stack.machinery, stack.plan.shape
+        self.buckets = stack.buckets
+        self.compute = ComputeHandlers(
+            stack.parts,
+            shape,
+            batch,
+            stack.moe,
+            stack.makers,
+            stack.balance,
+            partial(Segment, machinery.device) if training else PassThrough,
+            machinery.autocast,
+            machinery.autocast_dtype,
+            self.buckets.at_once,
+        )
+        self.communicate = CommunicationHandlers(
+            machinery.transports, stack.makers, shape, self.buckets, stack.codec, stack.gradients.to_sum
+        )
+        handlers = {**self.compute.table(), **self.communicate.table()}
+        self.execution = Execution(
+            stack.plan, machinery.lanes, handlers, machinery.layout.rank, training=training
+        )
+
+    def forward(self) -> Tensor:
+        # Inside an autograd.Function gradients are off; segments need them for their own graphs.
+        with torch.set_grad_enabled(self.training):
+            self.execution.run(forward=True)
+        statistics = self.communicate.total
+        assert statistics is not None, "the statistics task has run"
+        self.stack.execution, self.stack.statistics = self.execution, statistics
+        if self.training:
+            self._compare_parameters()
+        return statistics.loss
+
+    def _compare_parameters(self) -> None:
+        """Before any gradient is reduced."""
+        gradients, machinery = self.stack.gradients, self.stack.machinery
+        total, device = self.communicate.marks_total, machinery.device.type
+        assert total is not None and gradients.marks is not None, "the statistics task has run"
+        if device == "cuda" and not gradients.taken_up:
+            return  # reading the sums would make the host wait; a rank that has changed something does
+        if not agree(total.tolist(), machinery.layout):
+            if device == "cuda":
+                raise mismatch(gradients.changes(machinery.layout.rank))
+            raise_mismatch(gradients.marks, machinery.layout, machinery.control)
+        gradients.taken_up = ()
+
+    def backward(self, loss_gradient: Tensor) -> None:
+        if self.finished:
+            raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
+        self.finished = True
+        self.compute.loss_gradient = loss_gradient
+        buckets = (*self.buckets.all, self.stack.gradients.watched())
+        for bucket in buckets:
+            bucket.begin()
+        self.execution.run(forward=False)
+        replaced = [parameter for bucket in buckets for parameter in bucket.finish()]
+        if replaced:
+            raise_replaced(self.stack.gradients.name_of(replaced[0]))
+        _fill_missing(self.stack.gradients.experts())
+        self._count_choices()
+
+    def _count_choices(self) -> None:
+        """Tell gates with a bias what has been trained on; the same on all ranks."""
+        assert self.stack.statistics is not None, "the statistics task has run"
+        layers = [part.moe for part in self.stack.parts.parts if part.moe is not None]
+        for moe, chosen_E in zip(layers, self.stack.statistics.chosen_YE, strict=True):
+            if moe.gate.bias is not None:
+                moe.gate.bias.count(chosen_E)
+
+
+>>>>>>> main
 class _StepFunction(torch.autograd.Function):
     """Puts a whole step behind one autograd node. Gradients of parameters are accumulated by its tasks."""
 

@@ -1,51 +1,73 @@
 """Checkpoints by `torch.distributed.checkpoint`, under logical names: saved on one layout, loaded on another.
 
 An expert is saved under its number in the whole model, with its optimiser state, by the rank that owns it.
-A checkpoint appears under its final name only when all of it is on disk; the old ones go after that.
+A checkpoint appears under its final name only when all of it is on disk, and the old ones go after that.
+Nothing is saved of which a number is not finite, and nothing is loaded that has changed since it was written.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.config import ConfigError
 from penstock.runtime import PipelinedStack
+from penstock.topology import Control
 from penstock.topology.control import reason
+from penstock.train.finite import first_not_finite
+from penstock.train.storage.files import DamagedError, make_durable
+from penstock.train.storage.old_format import METADATA, OldShards
+from penstock.train.storage.record import RECORD, Record
+from penstock.train.storage.shards import SUFFIX, Shards, ShardWriter
+from penstock.train.storage.stored import Entry, Stored, StoredReader
+from penstock.train.storage.sums import SUMS, compare, digest_of, read_sums, write_sums
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-PREFIX, UNFINISHED = "step-", ".unfinished-"
-IDENTITY = "data.json"
-"""What the position in the data depends on: a run can only be continued with the same."""
+PREFIX, UNFINISHED, DAMAGED = "step-", ".unfinished-", "damaged-"
+
+T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not as it was written; an older one may be. The same on all ranks."""
+
+
+class NotFiniteError(CheckpointError):
+    """The state holds a number that is not finite, so it was not saved. The same on all ranks."""
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """All finished checkpoints in `folder`, oldest first."""
-    found = [p for p in folder.glob(f"{PREFIX}*") if re.fullmatch(rf"{PREFIX}\d{{8}}", p.name)]
-    return sorted(path for path in found if (path / ".metadata").exists())
+    """All finished checkpoints in `folder`, oldest first. Their content has not been looked at."""
+    found = [path for path in folder.glob(f"{PREFIX}*") if re.fullmatch(rf"{PREFIX}\d{{8,18}}", path.name)]
+    whole = [path for path in found if (path / SUMS).exists() or (path / METADATA).exists()]
+    return sorted(whole, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(path.name.removeprefix(PREFIX))
 
 
 class Checkpoints:
     """The checkpoints of one run, in `folder`. All methods must be called by all ranks.
 
-    identity: settings that must be the same for the run to be continued, by configuration key.
+    identity: settings that must be the same for the run to be continued, by configuration key. settings: all
+    of them, kept in every checkpoint. state: what else to keep of a run, by name.
     """
 
     def __init__(
@@ -56,57 +78,117 @@ class Checkpoints:
         *,
         keep: int,
         identity: Mapping[str, object],
+        settings: Mapping[str, object] | None = None,
     ) -> None:
         self.folder, self.stack, self.optimizer, self.keep = folder, stack, optimizer, keep
-        self.identity = dict(identity)
+        self.identity, self.settings = dict(identity), settings
         self._control = stack.machinery.control
 
-    def save(self, step: int) -> Path:
-        """Write the state after `step` steps; returns its folder. An interrupted save leaves nothing."""
+    # ---- saving --------------------------------------------------------------------------------------------
+
+    def save(
+        self, step: int, *, plan_settled: bool = False, papers: Callable[[Path], object] | None = None
+    ) -> Path:
+        """Write the state after `step` steps; returns its folder. An interrupted save leaves nothing.
+
+        papers: writes small files beside it, on rank 0. Raises NotFiniteError, and writes nothing, if a
+        number of the state is not finite.
+        """
         final, work = self.folder / f"{PREFIX}{step:08d}", self.folder / f"{UNFINISHED}{step:08d}"
+        purpose = f"saving the checkpoint of step {step}"
         state = {**self._state(), "train.step": torch.tensor(step)}
-        with _explained(f"saving the checkpoint of step {step}"):
-            if self._control.rank == 0:
-                shutil.rmtree(work, ignore_errors=True)
-                self.folder.mkdir(parents=True, exist_ok=True)
-            self._control.barrier(f"waiting to save step {step}")
-            save(state, checkpoint_id=work, no_dist=not dist.is_initialized())
-            if self._control.rank == 0:
-                (work / IDENTITY).write_text(json.dumps(self.identity, indent=1))
-                shutil.rmtree(final, ignore_errors=True)
-                work.rename(final)
-                self._remove_old()
-            self._control.barrier(f"waiting for the checkpoint of step {step}")
+        self._check_finite(state, f"{purpose} refused")
+        record = Record(
+            step=step,
+            processes=self._control.world_size,
+            identity=self.identity,
+            settings=self.settings,
+            plan_settled=plan_settled,
+        )
+        self._together(purpose, lambda: self._clear(work), rank=0)
+        writer = ShardWriter(work)
+        self._torch(purpose, lambda: save(state, storage_writer=writer, no_dist=not dist.is_initialized()))
+        digests: dict[str, str] = {}
+        for each in self._control.gather(writer.digests, purpose):
+            digests |= each
+        self._together(purpose, lambda: self._finish(work, final, record, digests, papers), rank=0)
         return final
+
+    def _clear(self, work: Path) -> None:
+        if work.exists():
+            shutil.rmtree(work)
+        work.mkdir(parents=True)
+
+    def _finish(
+        self,
+        work: Path,
+        final: Path,
+        record: Record,
+        digests: Mapping[str, str],
+        papers: Callable[[Path], object] | None,
+    ) -> None:
+        """On rank 0, when all shards are on disk: describe them, give them their name, remove old ones."""
+        if papers is not None:
+            papers(work)
+        replace(record, files=sorted(path.name for path in work.iterdir())).write(work)
+        others = {path.name: digest_of(path) for path in work.iterdir() if path.name not in digests}
+        write_sums(work, {**digests, **others})
+        make_durable(work)
+        if final.exists():  # aside at first: at no moment is there neither the old one nor the new one
+            final.rename(self.folder / f"{UNFINISHED}{final.name}")
+        work.rename(final)
+        make_durable(self.folder)
+        for old in complete_checkpoints(self.folder)[: -self.keep]:
+            if old != final:  # the only one that is known to be whole
+                shutil.rmtree(old)
+        for broken in self.folder.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(broken)
+
+    # ---- loading -------------------------------------------------------------------------------------------
 
     def newest(self) -> Path | None:
         """The last complete checkpoint, if there is one."""
-        return max(complete_checkpoints(self.folder), default=None)
+        return max(complete_checkpoints(self.folder), default=None, key=step_of)
 
-    def load(self, path: Path) -> int:
-        """Read a checkpoint into model and optimiser; returns its number of finished steps."""
+    def load(self, path: Path, *, verified: bool = False) -> int:
+        """Read a checkpoint into model and optimiser; returns its number of finished steps.
+
+        verified: `verify` has found it whole. Raises DamagedCheckpointError if it is not as it was written
+        (model and optimiser may hold part of it by then), ConfigError if it is of another run or model.
+        """
+        record = read_record(path, self._control) if verified else verify(path, self._control)
+        record.check_identity(path, self.identity)
+        purpose = f"reading {path}"
+        stored = self._together(purpose, lambda: open_stored(path))
         state = {**self._state(), "train.step": torch.tensor(0)}
         generator = _generator_name(self._control.rank)
-        way_out = f"reading {path} (remove it to continue from an older one)"
-        with _explained(way_out):
-            saved = _read_metadata(path)
-            identity = json.loads((path / IDENTITY).read_text())
-        if generator not in saved:  # saved on fewer ranks: this rank's generator starts from the seed
+        if (
+            generator not in stored.entries
+        ):  # saved on fewer ranks: this rank's generator starts from the seed
             del state[generator]
-        self._check_identity(path, identity)
         names = self._control.gather(list(state), "comparing the checkpoint with the model")
-        _check_fits(path, state, saved, {name for rank in names for name in rank})
-        with _explained(way_out):
-            load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+        _check_fits(path, state, stored.entries, {name for rank in names for name in rank})
+        reader = StoredReader(stored)
+        self._torch(purpose, lambda: load(state, storage_reader=reader, no_dist=not dist.is_initialized()))
+        self._together(purpose, lambda: self._accept(path, state))
+        return step_of(path)
+
+    def _accept(self, path: Path, state: Mapping[str, Tensor]) -> None:
+        """Judge what has been read: without it, what comes next would be nonsense."""
+        step, broken = int(state["train.step"]), first_not_finite(state)
+        if step != step_of(path):
+            raise DamagedError(f"it holds step {step}")
+        if broken is not None:
+            raise DamagedError(f"{broken} in it is not finite")
+        generator = _generator_name(self._control.rank)
         if generator in state:
             torch.set_rng_state(state[generator])
-        return int(state["train.step"].item())
 
-    def _check_identity(self, path: Path, saved: Mapping[str, object]) -> None:
-        for key, value in self.identity.items():
-            if saved.get(key) != value:
-                why = f"{path} was made with {saved.get(key)}, and samples would be repeated or left out"
-                raise ConfigError(key, value, why, "Use the same value, or start anew in another output.dir.")
+    def set_aside(self, path: Path) -> None:
+        """Rename a damaged checkpoint, so that it is neither the newest nor counted; on rank 0."""
+        self._together(f"renaming {path}", lambda: _rename_damaged(path), rank=0)
+
+    # ---- the state -----------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Tensor]:
         """Everything that belongs to the run, as views: loading writes through them."""
@@ -118,11 +200,10 @@ class Checkpoints:
         for name, parameter in self.stack.model.named_parameters():
             state |= self._named(f"model.{name}", parameter.data)
             moments = self.optimizer.state.get(parameter)
-            if moments is None:  # frozen: the optimiser does not know it
-                continue
-            state[f"optimizer.{name}.step"] = moments["step"]
-            for moment in MOMENTS:
-                state |= self._named(f"optimizer.{name}.{moment}", moments[moment])
+            if moments:  # a frozen parameter has none
+                state[f"optimizer.{name}.step"] = moments["step"]
+                for moment in MOMENTS:
+                    state |= self._named(f"optimizer.{name}.{moment}", moments[moment])
         return state
 
     def _named(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -134,36 +215,101 @@ class Checkpoints:
         parts = moe.experts.split(name, tensor)
         return {f"{logical}.{moe.first_expert + number}": part for logical, number, part in parts}
 
-    def _remove_old(self) -> None:
-        for old in complete_checkpoints(self.folder)[: -self.keep]:
-            shutil.rmtree(old)
-        for broken in self.folder.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(broken)
+    def _check_finite(self, state: Mapping[str, Tensor], purpose: str) -> None:
+        found = self._control.gather(first_not_finite(state), "checking that all numbers are finite")
+        for rank, name in enumerate(found):
+            if name is not None:
+                raise NotFiniteError(f"{purpose}: {name} on rank {rank} is not finite")
+
+    # ---- failing together ----------------------------------------------------------------------------------
+
+    def _together(self, purpose: str, work: Callable[[], T], rank: int | None = None) -> T:
+        return together(self._control, purpose, work, rank)
+
+    def _torch(self, purpose: str, work: Callable[[], None]) -> None:
+        """Call into torch's checkpoints, which raise the same on all ranks.
+
+        CheckpointException is no Exception in torch, so an ordinary handler would never see it.
+        """
+        try:
+            work()
+        except CheckpointException as error:
+            first = next(iter(error.failures.values()))[0]
+            kind = DamagedCheckpointError if isinstance(first, DamagedError) else CheckpointError
+            raise kind(_failed(purpose, first)) from error
+        except (OSError, RuntimeError, ValueError) as error:
+            raise CheckpointError(_failed(purpose, error)) from error
 
 
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Say what was being written or read when a file or a peer failed.
+# ---- one checkpoint ----------------------------------------------------------------------------------------
 
-    CheckpointException is no Exception in torch, so an ordinary handler would never see it.
+
+def together(control: Control, purpose: str, work: Callable[[], T], rank: int | None = None) -> T:
+    """What `work` returns here, once all ranks have done it (or one: `rank`, and it alone gets a result).
+
+    If it fails anywhere it raises CheckpointError on every rank, DamagedCheckpointError for a DamagedError.
     """
-    try:
-        yield
-    except CheckpointException as error:
-        first = next(iter(error.failures.values()))[0]
-        raise CheckpointError(f"{what} failed: {type(first).__name__}: {reason(first)}") from error
-    except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{what} failed: {type(error).__name__}: {reason(error)}") from error
+    result: T | None = None
+    failure: tuple[bool, str] | None = None
+    if rank in (None, control.rank):
+        try:
+            result = work()
+        except (OSError, ValueError, RuntimeError) as error:
+            failure = isinstance(error, DamagedError), _failed(purpose, error)
+    for damaged, text in filter(None, control.gather(failure, purpose)):
+        raise (DamagedCheckpointError if damaged else CheckpointError)(text)
+    return result  # type: ignore[return-value]  # only the rank that has worked reads it
 
 
-def _read_metadata(path: Path) -> Mapping[str, object]:
-    """What the checkpoint holds, by name. It is a pickle: damaged ones raise almost anything."""
-    try:
-        return FileSystemReader(path).read_metadata().state_dict_metadata
-    except OSError:
-        raise
-    except Exception as error:
-        raise ValueError(f".metadata is damaged: {type(error).__name__}: {reason(error)}") from error
+def verify(path: Path, control: Control) -> Record:
+    """Compare every file with its checksum, each rank a share of them; returns what is said about the state.
+
+    An old checkpoint has no checksums. Raises DamagedCheckpointError, on all ranks.
+    """
+    purpose = f"reading {path}"
+
+    def check() -> None:
+        if (path / METADATA).exists() and not (path / SUMS).exists():
+            return
+        digests = read_sums(path)
+        compare(path, digests, sorted(digests)[control.rank :: control.world_size])
+
+    together(control, purpose, check)
+    record = read_record(path, control)
+    together(control, purpose, lambda: _check_files(path, record), rank=0)
+    return record
+
+
+def read_record(path: Path, control: Control) -> Record:
+    """What a checkpoint says about its state, as rank 0 reads it."""
+    mine = together(control, f"reading {path}", lambda: Record.read(path), rank=0)
+    return control.gather(mine, "sharing what the checkpoint says")[0]
+
+
+def open_stored(path: Path) -> Stored:
+    """The tensors of a checkpoint in the format in which it was written."""
+    if not (path / SUMS).exists():
+        return OldShards(path)
+    return Shards(path, (name for name in read_sums(path) if name.endswith(SUFFIX)))
+
+
+def _check_files(path: Path, record: Record) -> None:
+    """A list of checksums that was cut short would leave files out."""
+    if (path / SUMS).exists() and read_sums(path).keys() != {RECORD, *record.files}:
+        raise DamagedError(f"{SUMS} does not name the files that belong to it")
+
+
+def _rename_damaged(path: Path) -> None:
+    number, target = 1, path.with_name(f"{DAMAGED}{path.name}")
+    while target.exists():
+        target = path.with_name(f"{DAMAGED}{path.name}.{number}")
+        number += 1
+    path.rename(target)
+
+
+def _failed(purpose: str, error: BaseException) -> str:
+    kind = "" if isinstance(error, DamagedError) else f"{type(error).__name__}: "
+    return f"{purpose} failed: {kind}{reason(error)}"
 
 
 def _generator_name(rank: int) -> str:
@@ -171,7 +317,7 @@ def _generator_name(rank: int) -> str:
 
 
 def _check_fits(
-    path: Path, state: dict[str, Tensor], saved: Mapping[str, object], everyone: set[str]
+    path: Path, state: Mapping[str, Tensor], saved: Mapping[str, Entry], everyone: set[str]
 ) -> None:
     """Name the first tensor that the checkpoint lacks, has in another shape, or has and nobody wants."""
     for name, problem in _misfits(state, saved, everyone):
@@ -181,14 +327,16 @@ def _check_fits(
 
 
 def _misfits(
-    state: dict[str, Tensor], saved: Mapping[str, object], everyone: set[str]
+    state: Mapping[str, Tensor], saved: Mapping[str, Entry], everyone: set[str]
 ) -> Iterator[tuple[str, str]]:
     for name, tensor in state.items():
         entry = saved.get(name)
-        if not isinstance(entry, TensorStorageMetadata):
+        if entry is None:
             yield name, "is missing in it"
-        elif not name.startswith("generator") and entry.size != tensor.shape:
-            yield name, f"has shape {list(entry.size)} there and {list(tensor.shape)} here"
+        elif entry.shape != tensor.shape:
+            yield name, f"has shape {list(entry.shape)} there and {list(tensor.shape)} here"
+        elif entry.dtype != tensor.dtype:
+            yield name, f"has numbers of type {entry.dtype} there and {tensor.dtype} here"
     for name in saved.keys() - everyone:
         if not name.startswith("generator"):  # of a rank that this run does not have
             yield name, "exists there and not here"

@@ -20,6 +20,9 @@ from penstock.train.plan_config import GIVEN, PlanConfig
 
 Section = TypeVar("Section", ModelConfig, MoEConfig, DataConfig)
 Precision = Literal["auto", "float32", "bfloat16"]
+Resume = Literal[True, False, "auto"]
+IF_PRESENT = "auto"
+"""Of `resume`: continue if there is something to continue, else start from the beginning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,20 +30,23 @@ class TrainConfig:
     """Section `[train]`.
 
     steps: optimiser steps in all, counted from the first start. seed: of weights, data order and dropout.
-    resume: continue from the newest checkpoint in output.dir. precision: `auto` is bfloat16 autocast where
-    the device has it, float32 elsewhere. eval_every, checkpoint_every, log_every: in steps; 0 = only at the
-    end. eval_batches: held-out batches per rank and evaluation. keep_checkpoints: older ones are removed.
+    resume: continue from the newest checkpoint in output.dir; `auto` = if there is one.
+    precision: `auto` is bfloat16 autocast where the device has it, float32 elsewhere.
+    eval_every, checkpoint_every, log_every: in steps; 0 = only at the end.
+    eval_batches: held-out batches per rank and evaluation. keep_checkpoints: older ones are removed.
+    max_skipped_steps: steps in a row that may be skipped because their loss or gradients are not finite.
     """
 
     steps: int = 200
     seed: int = 0
-    resume: bool = False
+    resume: Resume = False
     precision: Precision = "auto"
     eval_every: int = 100
     eval_batches: int = 4
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
     log_every: int = 10
+    max_skipped_steps: int = 4
 
     def __post_init__(self) -> None:
         for key, least in (("steps", 1), ("eval_batches", 1), ("keep_checkpoints", 1), ("seed", 0)):
@@ -49,6 +55,9 @@ class TrainConfig:
         for key in ("eval_every", "checkpoint_every", "log_every"):
             if getattr(self, key) < 0:
                 raise ConfigError(key, getattr(self, key), "is a number of steps", "Use 0 for never.")
+        if self.max_skipped_steps < 0:
+            hint = "Use 0 to end the run at the first step that is not finite."
+            raise ConfigError("max_skipped_steps", self.max_skipped_steps, "is a number of steps", hint)
 
 
 @dataclass(frozen=True, kw_only=True)

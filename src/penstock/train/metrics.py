@@ -52,6 +52,7 @@ class StepMetrics:
                               the balance loss, mean over MoE layers, without its coefficient, under the name
                               of the group over which it is judged; the other two are None. 1 is balance
     `plan`                    which plan ran the step: the first digits of its schedule's hash
+    `skipped`                 True: loss or gradients were not finite, and nothing was updated
     `all_reduce_chunk_bytes`  size of a piece of an all-reduce; None if the schedule cuts none
     """
 
@@ -73,6 +74,7 @@ class StepMetrics:
     aux_loss_microbatch: float | None = None
     plan: str | None = None
     all_reduce_chunk_bytes: int | None = None
+    skipped: bool | None = None
 
     @property
     def hidden_communication(self) -> float:
@@ -166,6 +168,8 @@ def _from_json(key: str, value: Any) -> Any:
         return None if key in OPTIONAL else math.nan
     if key in ("step", "all_reduce_chunk_bytes"):
         return operator.index(value)  # refuses what is not an integer
+    if key == "skipped":
+        return bool(value)
     return str(value) if key == "plan" else float(value)
 
 

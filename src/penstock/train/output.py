@@ -75,6 +75,17 @@ class OutputFolder:
         return ConfigError("output.dir", str(self.path), why, hint)
 
 
+def keep_config(folder: Path, text: str, done: int) -> None:
+    """Write `config.toml`, and keep that of the `done` steps before if it said something else."""
+    path = folder / "config.toml"
+    if path.exists() and path.read_text() != text:
+        kept = folder / f"config-until-step-{done:08d}.toml"
+        path.rename(_free_name(kept) if kept.exists() else kept)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
 def _free_name(path: Path) -> Path:
     number = 1
     while (aside := path.with_name(f"{path.name}.{number}")).exists():

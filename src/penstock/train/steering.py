@@ -39,19 +39,28 @@ Records = list[TaskRecord]
 class Steering:
     """What a run does about its plan while it trains. planned: the plan in use.
 
-    config: as resolved, with what the present plan says.
+    config: as resolved, with what the present plan says. settled: the plan is one that an earlier start of
+    this run has tried, ordered and tuned already.
     """
 
-    def __init__(self, config: RunConfig, stack: PipelinedStack, planned: Planned, say: Say) -> None:
+    def __init__(
+        self, config: RunConfig, stack: PipelinedStack, planned: Planned, say: Say, *, settled: bool = False
+    ) -> None:
         self.planned, self._stack, self._say = planned, stack, say
         self._asked = config
         self._steps = 0
-        self._tuned = config.plan.tuner is None
+        self._tuned = settled or config.plan.tuner is None
         self._tuning: Tuning | None = None
         plan = config.plan
         self._watch = Watch(plan.drift_threshold, plan.drift_steps, DROPPED_STEPS)
         self._trials = Trials(planned) if worth_while(planned, config.train.steps) else None
-        self._begin(settle=self._refines and self._trials is None)
+        self._begin(settle=self._refines and self._trials is None and not settled)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the plan is final, until something changes: no trial, order or size is still to come."""
+        underway = self._trials is not None or self._settling or self._tuning is not None
+        return self._tuned and not underway
 
     @property
     def config(self) -> RunConfig:

@@ -28,15 +28,19 @@ def summarise(
     checkpoint: str | None,
     analysis: StepAnalysis,
 ) -> RunSummary:
-    """The summary of one start: medians over its steps, first and last losses."""
+    """The summary of one start: medians over its steps, first and last losses.
+
+    At least one step was not skipped.
+    """
     output, last = config.output, history[-1]
+    applied = [each for each in history if not each.skipped]
     steady = history[WARM_UP_STEPS:] or history
     return RunSummary(
         schedule=config.schedule.name,
         dispatch=config.moe.dispatch,
         steps=last.step,
-        first_loss=history[0].loss,
-        last_loss=last.loss,
+        first_loss=applied[0].loss,
+        last_loss=applied[-1].loss,
         eval_loss=last.eval_loss,
         unigram_entropy=corpus.unigram_entropy_nats,
         tokens_per_s=median(m.tokens_per_s for m in steady),
@@ -57,6 +61,7 @@ def summarise(
         interrupted=last.step < config.train.steps,
         plan=_if_there(output.dir / PLAN_FILE) if config.plan.is_saved else None,
         cluster=_if_there(output.dir / CLUSTER_FILE) if config.plan.is_saved else None,
+        skipped_steps=len(history) - len(applied),
     )
 
 

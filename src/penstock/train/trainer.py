@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.mesh import Group
+
 import math
 import time
 from collections import deque
@@ -13,22 +15,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+<<<<<<< HEAD
 from penstock.config import ConfigError, to_toml
+=======
+from penstock.config import ConfigError, to_dict, to_toml
+>>>>>>> main
 from penstock.moe import update_expert_biases
 from penstock.moe.config import BalanceGroup
 from penstock.report import RunSummary
+from penstock.runtime import Machinery
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.trace import TaskRecord, occupation
 from penstock.train.assemble import build_machinery, build_stack
-from penstock.train.checkpoint import Checkpoints, complete_checkpoints
+from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.clip import clip_grad_norm
 from penstock.train.config import RunConfig
+from penstock.train.continuing import continued_plan
 from penstock.train.evaluate import batch_loss, evaluate
+from penstock.train.health import ADVICE, DivergedError, StepGuard, forget_choices
 from penstock.train.metrics import MetricsWriter, Progress, StepMetrics
 from penstock.train.optimizer import build_adamw, initialise_state, learning_rate, set_learning_rate
-from penstock.train.output import OutputFolder
-from penstock.train.planning import start, with_choice
+from penstock.train.output import OutputFolder, keep_config
+from penstock.train.planning import Planned, start, with_choice
+from penstock.train.resume import checkpoints_folder, find_resumption, restore
 from penstock.train.retune import reads_chunk_bytes
 from penstock.train.source import open_source
 from penstock.train.steering import Steering
@@ -41,10 +51,6 @@ PLAN_DIGITS = 8
 
 OnStep = Callable[[int, StepStatistics], None]
 """Told of every step that has ended, counted from 1, and of what its batch was like."""
-
-
-class DivergedError(RuntimeError):
-    """The loss or the gradient norm is no number any more; going on would only save rubbish."""
 
 
 class Trainer:
@@ -72,19 +78,23 @@ class Trainer:
         )
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
         self.control, self.on_step = machinery.control, on_step
-        self.source = open_source(config, self.layout, self.control)  # measuring first would waste a minute
-        planned = start(config, machinery, self.progress.say)
+        # Both before anything is measured, which takes a while.
+        self.resumption = find_resumption(config, self.control, self.progress.say)
+        self.source = open_source(config, self.layout, self.control)
+        planned, settled = self._plan(config, machinery)
         config = with_choice(config, planned.choice)
         self.stack = build_stack(config, machinery, plan=planned.plan)
-        self.steering = Steering(config, self.stack, planned, self.progress.say)
+        self.steering = Steering(config, self.stack, planned, self.progress.say, settled=settled)
+        self.guard = StepGuard(self.control, config.train.max_skipped_steps)
         self.optimizer = build_adamw(self.stack.model.named_parameters(), config.optimizer)
         initialise_state(self.optimizer)
         self.checkpoints = Checkpoints(
-            config.output.dir / "checkpoints",
+            checkpoints_folder(config),
             self.stack,
             self.optimizer,
             keep=config.train.keep_checkpoints,
             identity=self.source.identity,
+            settings=to_dict(self._saved_config),
         )
         self.history: list[StepMetrics] = []
         self.recent: deque[list[TaskRecord]] = deque(maxlen=max(ANALYSED_STEPS, config.output.trace_steps))
@@ -136,10 +146,12 @@ class Trainer:
         with self.control.naming(f"the gradient norm of step {step + 1}"):
             norm = clip_grad_norm(self.stack, optimizer.clip_grad_norm)
         norm_value, loss_value = float(norm), float(loss.detach())  # on a GPU the host waits here
-        if not (math.isfinite(norm_value) and math.isfinite(loss_value)):
-            raise DivergedError(self._diverged(step + 1, loss_value, norm_value))
-        self.optimizer.step()
-        update_expert_biases(self.stack)
+        accepted = self.guard.accepts(step + 1, loss_value, norm_value)
+        if accepted:
+            self.optimizer.step()
+            update_expert_biases(self.stack)
+        else:
+            self._skip(step + 1, loss_value, norm_value)
         self.optimizer.zero_grad(set_to_none=True)
         iteration_s = time.perf_counter() - start_s
         records = self.stack.records(step + 1)
@@ -147,7 +159,8 @@ class Trainer:
         if self.on_step is not None:
             assert self.stack.statistics is not None, "a step has ended"
             self.on_step(step + 1, self.stack.statistics)
-        return self._metrics(step + 1, loss_value, rate, norm_value, iteration_s, records)
+        metrics = self._metrics(step + 1, loss_value, rate, norm_value, iteration_s, records)
+        return metrics if accepted else replace(metrics, skipped=True)
 
     def _after_step(self, metrics: StepMetrics, writer: MetricsWriter | None, *, last: bool) -> None:
         """Evaluation, metrics, checkpoint, in this order: a checkpoint never knows more than the metrics."""
@@ -159,8 +172,43 @@ class Trainer:
         self.progress.update(metrics)
         if writer is not None:
             writer.write(metrics)
+        if last and all(each.skipped for each in self.history):
+            raise DivergedError(self._diverged(f"no step was finite, up to step {metrics.step}, the last"))
         if last or _due(metrics.step, train.checkpoint_every):
-            self.saved = self.checkpoints.save(metrics.step)
+            self._save(metrics, last=last)
+
+    def _save(self, metrics: StepMetrics, *, last: bool) -> None:
+        """Write a checkpoint if it is worth going back to: finite, and so is what the model makes of text."""
+        step, loss = metrics.step, metrics.eval_loss
+        if loss is None:
+            loss = evaluate(self.stack, self.source.stream.held_out_batches(1))
+        if self.control.any(not math.isfinite(loss), f"judging the model after step {step}"):
+            problem = f"after step {step} the loss on held-out text is {loss}"
+            if last:
+                raise DivergedError(self._diverged(problem))
+            self.progress.say(f"{problem}: not saved")
+            return
+        try:
+            self.saved = self.checkpoints.save(
+                step, plan_settled=self.steering.settled, papers=self._write_plan
+            )
+        except NotFiniteError as error:  # no step repairs that
+            raise DivergedError(self._diverged(str(error))) from error
+
+    def _skip(self, step: int, loss: float, norm: float) -> None:
+        """Leave everything as it was before the step; end the run if that has happened too often in a row."""
+        forget_choices(self.stack)
+        if self.guard.gives_up:
+            raise DivergedError(self._diverged(f"step {step} has loss {loss}, gradient norm {norm}"))
+        self.progress.say(self.guard.describe(step, loss, norm))
+
+    def _plan(self, config: RunConfig, machinery: Machinery) -> tuple[Planned, bool]:
+        """The first plan, and whether it needs no more trials and tuning: one that a checkpoint continues."""
+        if self.resumption is not None:
+            planned = continued_plan(config, machinery, self.resumption, self.progress.say)
+            if planned is not None:
+                return planned, True
+        return start(config, machinery, self.progress.say), False
 
     @property
     def config(self) -> RunConfig:
@@ -175,7 +223,10 @@ class Trainer:
 
     def _save_plan(self) -> None:
         if self.leader and self._saved_config.plan.is_saved:
-            self.steering.planned.save(self.config.output.dir, self.config.model.preset or "the run's own")
+            self._write_plan(self.config.output.dir)
+
+    def _write_plan(self, folder: Path) -> None:
+        self.steering.planned.save(folder, self.config.model.preset or "the run's own")
 
     def _analyse(self) -> StepAnalysis:
         wanted = self.config.output.trace_steps
@@ -186,8 +237,7 @@ class Trainer:
         """Rank 0 prepares the folder; the others look into it only behind the exchange."""
         problem: ConfigError | None = None
         if self.leader:
-            going_on = self.config.train.resume and bool(complete_checkpoints(self.checkpoints.folder))
-            folder = OutputFolder(self.config.output.dir, keep=going_on)
+            folder = OutputFolder(self.config.output.dir, keep=self.resumption is not None)
             try:
                 closing.enter_context(folder)
             except ConfigError as error:
@@ -203,32 +253,20 @@ class Trainer:
             return None
         output = self.config.output
         # As it was asked for: on another cluster what is chosen may be something else.
-        (output.dir / "config.toml").write_text(to_toml(self._saved_config))
+        keep_config(output.dir, to_toml(self._saved_config), first)
         self._save_plan()
         return closing.enter_context(MetricsWriter(output.dir, output.tensorboard, first))
 
     def _resume(self) -> int:
-        """Steps already done: those of the newest checkpoint, if the run is to be continued."""
-        if not self.config.train.resume:
+        """Steps already done: those of the checkpoint that is continued, if one is."""
+        if self.resumption is None:
             return 0
-        newest = self.checkpoints.newest()
-        if newest is None:
-            self.progress.say(f"{self.checkpoints.folder} holds no checkpoint: starting from the beginning")
-            return 0
-        done = self.checkpoints.load(newest)
-        if done >= self.config.train.steps:
-            why = f"{newest} has finished {done} steps already"
-            raise ConfigError("train.steps", self.config.train.steps, why, f"Use more than {done}.")
-        self.progress.say(f"continuing from {newest}")
-        return done
+        return restore(self._saved_config, self.control, self.checkpoints, self.resumption, self.progress.say)
 
-    def _diverged(self, step: int, loss: float, norm: float) -> str:
+    def _diverged(self, problem: str) -> str:
         newest = self.checkpoints.newest()
         good = f"the last good checkpoint is {newest}" if newest else "no checkpoint had been written yet"
-        return (
-            f"rank {self.layout.rank}: training diverged in step {step}: loss {loss}, gradient norm {norm}; "
-            f"{good}. A lower optimizer.lr or more optimizer.warmup_steps may help."
-        )
+        return f"rank {self.layout.rank}: training diverged: {problem}; {good}. {ADVICE}"
 
     @property
     def _chunk_bytes(self) -> int | None:
@@ -263,6 +301,7 @@ class Trainer:
             tokens_per_expert_max_over_mean=_imbalance(statistics.chosen_YE),
             plan=self.stack.plan.schedule.digest[:PLAN_DIGITS],
             all_reduce_chunk_bytes=self._chunk_bytes,
+            skipped=None,
             **router_losses(statistics, self.stack.balance.group),
         )
 

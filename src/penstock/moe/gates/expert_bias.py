@@ -34,6 +34,10 @@ class ExpertBias(nn.Module):
         """Add what a step whose backward has run chose."""
         self.counted_E += chosen_E.to(self.counted_E.dtype)
 
+    def forget(self) -> None:
+        """Drop what has been counted since the last update: the step was not applied."""
+        self.counted_E.zero_()
+
     def when_trained(self, weights: Tensor, chosen_E: Tensor) -> Tensor:
         """`weights` itself; `chosen_E` counts when its gradient comes back."""
         counted: Tensor = _CountInBackward.apply(weights, chosen_E, self)

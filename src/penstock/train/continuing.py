@@ -1,0 +1,59 @@
+"""The plan of a run that goes on: the one it had, so that its sums are taken in the very same order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.config import UNSET, ConfigError, to_dict
+from penstock.cost import ClusterFile
+from penstock.cost.match import mismatch
+from penstock.plan import PlanFile
+from penstock.plan.words import choice_words
+from penstock.runtime import Machinery
+from penstock.train.config import RunConfig
+from penstock.train.dispatch import candidates
+from penstock.train.planning import CLUSTER_FILE, PLAN_FILE, Planned, Say, assumed_problem, decided
+from penstock.train.problem import run_problem
+from penstock.train.profiling.machine import here
+from penstock.train.resume import Resumption
+
+ANEW = "the plan of {path} is not continued ({why}): losses will be as without the break up to rounding"
+
+
+def continued_plan(config: RunConfig, machinery: Machinery, from_: Resumption, say: Say) -> Planned | None:
+    """The plan under which a checkpoint was made; None, with the reason said, where it must be made anew.
+
+    It is continued where nobody asks for another, on as many ranks and the same machines, once it had been
+    tried and ordered to the end. All ranks call this together.
+    """
+    try:
+        planned = _read(config, machinery, from_)
+    except ConfigError as error:
+        say(ANEW.format(path=from_.path, why=error))
+        return None
+    say(f"plan of {from_.path.name} continued: {choice_words(planned.choice)}")
+    return planned
+
+
+def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned:
+    settings, layout, path = from_.record.settings, machinery.layout, from_.path
+    if settings is None or not from_.record.plan_settled:
+        raise ConfigError("plan", UNSET, "it was not final yet")
+    for section in ("plan", "schedule"):
+        if settings.get(section) != to_dict(getattr(config, section)):
+            raise ConfigError(section, UNSET, "other settings are asked for")
+    paper, file = decided(machinery.control, lambda: _files(from_), f"reading the plan of {path.name}")
+    if file is None:
+        problem = replace(assumed_problem(config, layout), dispatches=tuple(candidates(config.moe, layout)))
+    else:
+        problem = run_problem(config, layout, file)
+        other = mismatch(file, here(machinery.device), layout.world_size, layout.nodes)
+        if machinery.control.any(other is not None, "comparing machines with those of the plan"):
+            raise ConfigError("plan", UNSET, "it was measured on other machines")
+    plan = paper.step_plan(problem, str(path / PLAN_FILE))
+    return Planned(problem=problem, choice=paper.choice.choice, plan=plan, file=file, lines=paper.why)
+
+
+def _files(from_: Resumption) -> tuple[PlanFile, ClusterFile | None]:
+    cluster = from_.path / CLUSTER_FILE
+    return PlanFile.read(from_.path / PLAN_FILE), ClusterFile.read(cluster) if cluster.exists() else None

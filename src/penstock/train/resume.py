@@ -1,0 +1,140 @@
+"""From which checkpoint a run goes on: the newest one that is whole, if its settings fit.
+
+All of it is decided before anything is measured or written, and by all ranks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config import ConfigError, load, to_dict
+from penstock.topology import Control
+from penstock.train.checkpoint import (
+    Checkpoints,
+    DamagedCheckpointError,
+    complete_checkpoints,
+    step_of,
+    verify,
+)
+from penstock.train.config import IF_PRESENT, RunConfig
+from penstock.train.resume_settings import changes, check_model
+from penstock.train.storage.record import Record
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """A checkpoint that is whole and of a run like this one. older: those before it, the newest first.
+
+    damaged: later ones, which could not be used.
+    """
+
+    path: Path
+    record: Record
+    older: tuple[Path, ...]
+    damaged: tuple[Path, ...]
+
+
+def checkpoints_folder(config: RunConfig) -> Path:
+    """Where a run keeps its checkpoints."""
+    return config.output.dir / "checkpoints"
+
+
+def require_checkpoint(config: RunConfig) -> None:
+    """Raise ConfigError if the run is to be continued and there is nothing to continue."""
+    if config.train.resume is True and not complete_checkpoints(checkpoints_folder(config)):
+        folder = checkpoints_folder(config)
+        hint = (
+            f"Check output.dir, or start from the beginning where there is none: train.resume={IF_PRESENT}."
+        )
+        raise ConfigError("train.resume", True, f"{folder} holds no checkpoint to continue from", hint)
+
+
+def find_resumption(config: RunConfig, control: Control, say: Say) -> Resumption | None:
+    """The checkpoint to go on from; None for a run that starts from the beginning. All ranks call it.
+
+    Raises ConfigError if there is none and there should be, if none can be used, or if the run was another.
+    """
+    if config.train.resume is False:
+        return None
+    folder = checkpoints_folder(config)
+    # What rank 0 sees counts: another one may see a folder a moment earlier or later.
+    found = control.gather(complete_checkpoints(folder), "looking for checkpoints")[0]
+    if not found:
+        require_checkpoint(config)
+        say(f"{folder} holds no checkpoint: starting from the beginning")
+        return None
+    return _newest_whole(config, control, tuple(reversed(found)), (), say)
+
+
+def restore(
+    config: RunConfig, control: Control, checkpoints: Checkpoints, resumption: Resumption, say: Say
+) -> int:
+    """Load the checkpoint, or an older one if it turns out to be damaged; returns the steps already done."""
+    while True:
+        try:
+            done = checkpoints.load(resumption.path, verified=True)
+        except DamagedCheckpointError as error:
+            say(f"{error}: trying the one before")
+            damaged = (*resumption.damaged, resumption.path)
+            resumption = _newest_whole(config, control, resumption.older, damaged, say)
+            continue
+        for path in resumption.damaged:
+            checkpoints.set_aside(path)
+            say(f"{path} is damaged, and is kept as damaged-{path.name}")
+        say(f"continuing from {resumption.path}")
+        return done
+
+
+def _newest_whole(
+    config: RunConfig, control: Control, candidates: tuple[Path, ...], damaged: tuple[Path, ...], say: Say
+) -> Resumption:
+    for number, path in enumerate(candidates):
+        try:
+            record = verify(path, control)
+        except DamagedCheckpointError as error:
+            say(f"{error}: trying the one before")
+            damaged = (*damaged, path)
+            continue
+        _check(config, control, record, path, say)
+        return Resumption(path=path, record=record, older=candidates[number + 1 :], damaged=damaged)
+    folder = checkpoints_folder(config)
+    why = f"none of the checkpoints in {folder} can be used ({', '.join(path.name for path in damaged)})"
+    hint = "Restore one from a copy, or start anew in another output.dir."
+    raise ConfigError("train.resume", config.train.resume, why, hint)
+
+
+def _check(config: RunConfig, control: Control, record: Record, path: Path, say: Say) -> None:
+    """Refuse another model and a run that is over; list what else has changed."""
+    steps = config.train.steps
+    if (done := step_of(path)) >= steps:
+        why = f"{path} has finished {done} steps already"
+        raise ConfigError("train.steps", steps, why, f"Use more than {done}.")
+    settings = _settings(record, control, path, say)
+    if settings is None:
+        return
+    check_model(config, settings, path)
+    found = changes(config, settings)
+    if record.processes not in (None, control.world_size):
+        found.append(f"processes {record.processes} -> {control.world_size}")
+    if found:
+        say(f"changed since {path.name}: {'; '.join(found)}")
+
+
+def _settings(record: Record, control: Control, path: Path, say: Say) -> Mapping[str, Any] | None:
+    """With what the checkpoint was made. An old one does not say; the run's config.toml may."""
+    if record.settings is not None:
+        return record.settings
+    say(f"{path} was made by an earlier version: it has no checksums, so damage may go unnoticed")
+    beside = path.parent.parent / "config.toml"
+    found: Mapping[str, Any] | None = None
+    if control.rank == 0 and beside.exists():
+        try:
+            found = to_dict(load(RunConfig, beside))
+        except ConfigError as error:
+            say(f"warning: the settings of the earlier run cannot be compared: {error}")
+    return control.gather(found, "sharing the earlier run's settings")[0]

@@ -1,0 +1,98 @@
+"""Which settings a run may be continued with: what makes the model stays, what trains it may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.config import ConfigError, from_dict, to_dict
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.train.config import RunConfig
+
+MAY_CHANGE: Final[Mapping[str, str]] = {
+    "model.preset": "the sizes that it stands for are compared one by one",
+    "model.dropout": "regularises training, and is not there in evaluation",
+    "moe.order": "another way to compute the same",
+    "moe.dispatch": "another way to compute the same",
+    "moe.one_copy_per_rank": "another way to compute the same",
+    "moe.compression": "rounds rows under way, as train.precision rounds products",
+    "moe.aux_loss_coeff": "weighs a term of the loss",
+    "moe.aux_loss_group": "chooses a term of the loss",
+    "moe.z_loss_coeff": "weighs a term of the loss",
+    "moe.expert_bias_rate": "a learning rate; where it becomes 0, or is 0 no more, the missing bias is named",
+}
+"""Fields of sections [model] and [moe] that do not change what the trained parameters compute, and why. All
+others, also those that are added later, must be as they were."""
+
+MEANING: Final[Mapping[str, Callable[[Any], object]]] = {
+    "model.moe_layers": lambda model: [model.is_moe(layer) for layer in range(model.num_layers)],
+    "model.ffn_hidden_size": lambda model: model.dense_hidden_size,
+    "moe.norm_topk_prob": lambda moe: moe.renormalise,
+}
+"""Where `none` means what can also be said: what is compared instead."""
+
+UNSAID: Final = ("train.resume", "output.")
+"""Changes that nobody needs to be told of."""
+
+MOST_SHOWN: Final = 60
+
+
+def check_model(config: RunConfig, settings: Mapping[str, Any], path: Path) -> None:
+    """Raise ConfigError for the first setting that would make another function of the saved parameters."""
+    for section, now in (("model", config.model), ("moe", config.moe)):
+        then = _section(type(now), settings.get(section, {}), section, path)
+        for field in fields(now):
+            key = f"{section}.{field.name}"
+            if key not in MAY_CHANGE and _meaning(key, then) != _meaning(key, now):
+                value = getattr(then, field.name)
+                was = "none" if value is None else str(value)[:MOST_SHOWN]
+                why = f"{path} was trained with {was}; its parameters would compute something else"
+                hint = f"Use {key}={was.replace(' ', '')}, or start anew in another output.dir."
+                raise ConfigError(key, _plain(getattr(now, field.name)), why, hint)
+
+
+def changes(config: RunConfig, settings: Mapping[str, Any]) -> list[str]:
+    """What differs from the settings of a checkpoint, such as `optimizer.lr 0.003 -> 0.001`."""
+    before, now = dict(_leaves(settings, "")), dict(_leaves(to_dict(config), ""))
+    return [
+        f"{key} {_shown(before[key])} -> {_shown(value)}"
+        for key, value in now.items()
+        if not key.startswith(UNSAID) and key in before and before[key] != value
+    ]
+
+
+def _section(
+    cls: type[ModelConfig | MoEConfig], table: object, section: str, path: Path
+) -> ModelConfig | MoEConfig:
+    try:
+        return from_dict(cls, table, section)
+    except ConfigError as error:
+        why = f"{path} was made by another version of Penstock, with settings that this one does not know"
+        raise ConfigError("train.resume", True, f"{why} ({error})", "Continue with that version.") from error
+
+
+def _meaning(key: str, section: object) -> object:
+    meaning = MEANING.get(key)
+    return getattr(section, key.partition(".")[2]) if meaning is None else meaning(section)
+
+
+def _leaves(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, object]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "none"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."

@@ -1,0 +1,65 @@
+"""What a checkpoint says about its state: checkpoint.json, and data.json of earlier versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config import ConfigError
+from penstock.train.storage.files import DamagedError, read_table, to_json, write_durably
+
+RECORD, OLD_RECORD = "checkpoint.json", "data.json"
+FORMAT = 1
+MOST_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """identity: what the position in the data depends on, by configuration key. settings: the configuration,
+    section by section; None in earlier versions. plan_settled: whether the plan that is saved beside it
+    had been tried, ordered and tuned to the end. files: names of all other files but the checksums.
+    """
+
+    step: int
+    processes: int | None
+    identity: Mapping[str, object]
+    settings: Mapping[str, Any] | None
+    plan_settled: bool
+    files: Sequence[str] = ()
+
+    def write(self, folder: Path) -> None:
+        """Leave it in a checkpoint's folder."""
+        write_durably(folder / RECORD, to_json({"format": FORMAT, **asdict(self)}))
+
+    @staticmethod
+    def read(folder: Path) -> Record:
+        """Raises DamagedError for what was never written so, ConfigError for a later version's."""
+        if not (folder / RECORD).exists():
+            identity = read_table(folder / OLD_RECORD, MOST_BYTES)
+            return Record(step=-1, processes=None, identity=identity, settings=None, plan_settled=False)
+        table = read_table(folder / RECORD, MOST_BYTES)
+        version = table.pop("format", None)
+        if version != FORMAT:
+            why = f"{folder} is of format {str(version)[:20]}, and this version of Penstock reads {FORMAT}"
+            raise ConfigError("train.resume", True, why, "Continue with the version that wrote it.")
+        kinds: dict[str, tuple[type, ...]] = {
+            "step": (int,),
+            "processes": (int,),
+            "identity": (dict,),
+            "settings": (dict, type(None)),
+            "plan_settled": (bool,),
+            "files": (list,),
+        }
+        if table.keys() != kinds.keys() or not all(isinstance(table[key], kinds[key]) for key in kinds):
+            raise DamagedError(f"{RECORD} is not what a checkpoint says about itself")
+        return Record(**table)
+
+    def check_identity(self, path: Path, identity: Mapping[str, object]) -> None:
+        """Raise ConfigError for the first key that must be the same and is not."""
+        for key, value in identity.items():
+            if self.identity.get(key) != value:
+                was = str(self.identity.get(key))[:80]
+                why = f"{path} was made with {was}, and samples would be repeated or left out"
+                raise ConfigError(key, value, why, "Use the same value, or start anew in another output.dir.")

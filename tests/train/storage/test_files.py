@@ -1,0 +1,49 @@
+"""Files that are not what they seem are refused at once: no wait, no memory taken, no link followed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.train.storage.files import DamagedError, open_regular, read_regular, read_table
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    assert read_regular(tmp_path / "a", 3) == b"abc"
+    with pytest.raises(DamagedError, match="a has more than 2 bytes"):
+        read_regular(tmp_path / "a", 2)
+
+
+def make_link(path: Path) -> None:
+    path.symlink_to("/etc/hostname")
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, Path.mkdir, make_link, lambda path: path.symlink_to("/dev/zero"), lambda path: None]
+)
+def test_what_is_no_file_is_refused(tmp_path: Path, make: object) -> None:
+    path = tmp_path / "shard"
+    assert callable(make)
+    make(path)
+    with pytest.raises(DamagedError, match="shard"):
+        open_regular(path)
+
+
+def test_a_file_in_place_of_the_folder_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "step").write_text("")
+    with pytest.raises(DamagedError, match="Not a directory"):
+        open_regular(tmp_path / "step" / "shard")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1]", "1", "[" * 200_000, '{"a":' * 200_000, '{"a": ' + "9" * 100_000 + "}", "\ud800"],
+    ids=["empty", "cut", "list", "number", "nested lists", "nested objects", "digits", "surrogate"],
+)
+def test_what_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a").write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(DamagedError, match=r"^a "):
+        read_table(tmp_path / "a", 1 << 24)

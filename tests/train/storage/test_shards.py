@@ -1,0 +1,125 @@
+"""Shards: what is written is what the library reads, in little memory, and hostile files are refused."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from penstock.train.storage.files import DamagedError
+from penstock.train.storage.shards import DTYPES, Outgoing, Shards, write_shard
+from penstock.train.storage.stored import Entry
+from penstock.train.storage.sums import digest_of
+
+
+def outgoing(tensors: Mapping[str, Tensor]) -> list[Outgoing]:
+    return [
+        Outgoing(name=name, entry=Entry(shape=tuple(t.shape), dtype=t.dtype), load=lambda t=t: t)  # type: ignore[misc]  # a default that binds
+        for name, t in tensors.items()
+    ]
+
+
+def some_tensors() -> dict[str, Tensor]:
+    tensors = {str(dtype): torch.ones(3, dtype=dtype) for dtype in DTYPES.values()}
+    base = torch.arange(24.0).view(4, 6)
+    return tensors | {
+        "scalar": torch.tensor(7.0),
+        "empty": torch.zeros(0, 3),
+        "transposed": base.t(),
+        "part": base[1:3],
+        "step": torch.tensor(5),
+        "a name / with ünicode": torch.rand(2, 2),
+    }
+
+
+def test_what_is_written_is_read_by_the_library_and_here(tmp_path: Path) -> None:
+    tensors, path = some_tensors(), tmp_path / "shard.safetensors"
+    assert write_shard(path, outgoing(tensors)) == digest_of(path)
+    ours = dict(Shards(tmp_path, [path.name]).read(list(tensors)))
+    for found in (load_file(path), ours):
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor), name
+
+
+def test_writing_needs_memory_for_one_tensor(tmp_path: Path) -> None:
+    """Python's own allocations; torch's are views, but for what is not contiguous."""
+    tensors = {f"t{i}": torch.rand(256, 256) for i in range(20)}
+    tracemalloc.start()
+    write_shard(tmp_path / "a", outgoing(tensors))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 256 * 256 * 4
+
+
+def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        write_shard(tmp_path / name, outgoing({"same": torch.ones(2)}))
+    with pytest.raises(DamagedError, match=r"same is in b\.safetensors and in a\.safetensors"):
+        Shards(tmp_path, ["a.safetensors", "b.safetensors"])
+
+
+def hostile(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def one(**changes: Any) -> dict[str, Any]:
+    return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
+
+
+HOSTILE = {
+    "nothing": b"",
+    "seven bytes": b"1234567",
+    "a header of 2^63 bytes": hostile({}, length=1 << 63),
+    "a header longer than the file": hostile(one(), bytes(8), length=1 << 20),
+    "no JSON": hostile(b"{{{{"),
+    "nested": hostile(b'{"a":' * 100_000),
+    "terabytes declared": hostile(one(shape=[1 << 40], data_offsets=[0, 1 << 42]), bytes(8)),
+    "a shape that overflows": hostile(one(shape=[1 << 40, 1 << 40]), bytes(8)),
+    "a negative shape": hostile(one(shape=[-2]), bytes(8)),
+    "another width than announced": hostile(one(dtype="F64"), bytes(8)),
+    "an unknown type": hostile(one(dtype="X32"), bytes(8)),
+    "offsets outside": hostile(one(data_offsets=[8, 16]), bytes(8)),
+    "offsets backwards": hostile(one(data_offsets=[8, 0]), bytes(8)),
+    "bytes left over": hostile(one(), bytes(99)),
+    "bytes missing": hostile(one(), bytes(4)),
+    "overlapping": hostile(one() | {"b": one()["a"]}, bytes(8)),
+    "a pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.safetensors").write_bytes(HOSTILE[name])
+    with pytest.raises(DamagedError, match=r"a\.safetensors"):
+        Shards(tmp_path, ["a.safetensors"])
+
+
+def test_a_type_that_no_state_has_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(hostile(one(dtype="U32"), bytes(8)))
+    with pytest.raises(DamagedError, match="unknown type"):
+        Shards(tmp_path, ["a.safetensors"])
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    (folder / "a.safetensors").write_bytes(data)
+    try:
+        shards = Shards(folder, ["a.safetensors"])
+    except DamagedError:
+        return
+    assert {name: tuple(t.shape) for name, t in shards.read(list(shards.entries))} == {
+        name: entry.shape for name, entry in shards.entries.items()
+    }

@@ -1,0 +1,276 @@
+"""Going on: from the newest whole checkpoint, with the same model, by the same plan, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
+
+from penstock.config import ConfigError, load
+from penstock.train.checkpoint import CheckpointError, complete_checkpoints
+from penstock.train.config import RunConfig
+from penstock.train.trainer import Trainer
+from tests.support.ranks import Pools
+from tests.support.runs import refused, write_config
+from tests.support.training import folder_of, train_on
+from tests.train.test_trainer import joined, metrics, run, saved_steps, trainer
+
+__all__ = ["joined"]  # the fixture of that module serves this one, too
+
+pytestmark = pytest.mark.slow
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    return folder / "run" / "checkpoints" / f"step-{step:08d}"
+
+
+def damage(folder: Path, step: int, pattern: str = "shard-*") -> None:
+    for path in checkpoint(folder, step).glob(pattern):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory: pytest.TempPathFactory, joined: None) -> Path:
+    """A run with checkpoints of steps 2, 4 and 6."""
+    assert joined is None, "this process is a rank by then"
+    folder = tmp_path_factory.mktemp("six")
+    run(folder, "train.checkpoint_every=2", "train.keep_checkpoints=3")
+    return folder
+
+
+@pytest.fixture
+def copied(six_steps: Path, tmp_path: Path) -> Path:
+    """A copy of that run, to be damaged and continued."""
+    shutil.copytree(six_steps / "run", tmp_path / "run")
+    return tmp_path
+
+
+def said_by(folder: Path, *overrides: str) -> tuple[list[str], Trainer]:
+    """What a run that is continued says, and the run itself, at its end."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.train.metrics._Silence.say", lambda self, message: said.append(message))
+        going_on = trainer(folder, "train.resume=true", *overrides)
+        going_on.run()
+    return said, going_on
+
+
+# ---- damaged checkpoints -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["shard-*", "SHA256SUMS", "checkpoint.json", "plan.json"])
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(copied: Path, pattern: str) -> None:
+    expected = [(m.step, m.loss) for m in metrics(copied)]
+    damage(copied, 6, pattern)
+    said, _ = said_by(copied, "train.steps=7")
+    text = "\n".join(said)
+    assert f"reading {checkpoint(copied, 6)} failed" in text and "trying the one before" in text
+    assert f"continuing from {checkpoint(copied, 4)}" in text
+    assert [(m.step, m.loss) for m in metrics(copied)][:4] == expected[:4]
+    assert saved_steps(copied) == [4, 7]
+    assert (checkpoint(copied, 6).parent / "damaged-step-00000006").is_dir(), "it is kept, and counts no more"
+
+
+def test_where_all_are_damaged_nothing_is_started_and_nothing_changed(copied: Path) -> None:
+    for step in (2, 4, 6):
+        damage(copied, step)
+    before = sorted(path for path in (copied / "run").rglob("*") if path.name != ".lock")
+    for resume in ("true", "auto"):
+        with pytest.raises(ConfigError, match="none of the checkpoints") as caught:
+            run(copied, f"train.resume={resume}", "train.steps=9")
+        assert caught.value.key == "train.resume" and "Restore one" in str(caught.value)
+    assert sorted(path for path in (copied / "run").rglob("*") if path.name != ".lock") == before
+
+
+def test_numbers_that_are_not_finite_count_as_damage(copied: Path) -> None:
+    """Earlier versions saved such checkpoints."""
+    shutil.rmtree(checkpoint(copied, 6))
+    as_before(trainer(copied), copied, 6, poison=True)
+    said, _ = said_by(copied, "train.steps=7")
+    assert any("is not finite: trying the one before" in line for line in said), said
+    assert f"continuing from {checkpoint(copied, 4)}" in said
+
+
+def test_a_file_that_may_not_be_read_is_no_damage(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Going back by hundreds of steps would be a high price for a wrong permission."""
+
+    def refuse(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("penstock.train.storage.sums.digest_of", refuse)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        run(copied, "train.resume=true", "train.steps=9")
+
+
+# ---- hostile checkpoints -----------------------------------------------------------------------------------
+
+
+class Bomb:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+def test_a_crafted_checkpoint_runs_nothing(copied: Path) -> None:
+    """The trial's case: a pickle in place of the metadata executed a command on every rank."""
+    witness = copied / "witness"
+    crafted = checkpoint(copied, 6)
+    (crafted / "SHA256SUMS").unlink()
+    (crafted / ".metadata").write_bytes(pickle.dumps(Bomb(f"touch {witness}")))
+    (crafted / "data.json").write_text("{}")
+    said, _ = said_by(copied, "train.steps=7")
+    assert not witness.exists()
+    assert f"continuing from {checkpoint(copied, 4)}" in said
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hang(copied: Path) -> None:
+    shard = next(checkpoint(copied, 6).glob("shard-*"))
+    shard.unlink()
+    os.mkfifo(shard)
+    said, _ = said_by(copied, "train.steps=7")
+    assert any("is not a regular file" in line for line in said)
+
+
+# ---- another run -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("override", ["model.num_heads=4", "moe.top_k=1", "moe.capacity_factor=2"])
+def test_another_model_is_refused_before_anything_is_written(copied: Path, override: str) -> None:
+    before = {path: path.read_bytes() for path in (copied / "run").iterdir() if path.is_file()}
+    with pytest.raises(ConfigError, match="was trained with") as caught:
+        run(copied, "train.resume=true", "train.steps=9", override)
+    assert caught.value.key == override.partition("=")[0]
+    after = {path: path.read_bytes() for path in (copied / "run").iterdir() if path.is_file()}
+    assert after == before
+
+
+def test_what_may_change_is_listed(copied: Path) -> None:
+    before = (copied / "run" / "config.toml").read_text()
+    said, _ = said_by(copied, "train.steps=8", "optimizer.lr=0.001")
+    (line,) = (line for line in said if line.startswith("changed since step-00000006: "))
+    assert line.endswith("; optimizer.lr 0.003 -> 0.001; train.steps 6 -> 8")
+    assert (copied / "run" / "config-until-step-00000006.toml").read_text() == before
+    assert load(RunConfig, copied / "run" / "config.toml").optimizer.lr == 0.001
+
+
+def test_every_earlier_configuration_is_kept(copied: Path) -> None:
+    first = (copied / "run" / "config.toml").read_text()
+    run(copied, "train.resume=true", "train.steps=7")
+    second = (copied / "run" / "config.toml").read_text()
+    run(copied, "train.resume=true", "train.steps=8")
+    kept = sorted(path.name for path in (copied / "run").glob("config*.toml"))
+    assert kept == ["config-until-step-00000006.toml", "config-until-step-00000007.toml", "config.toml"]
+    assert (copied / "run" / kept[0]).read_text() == first and (
+        copied / "run" / kept[1]
+    ).read_text() == second
+
+
+def as_before(run_: Trainer, folder: Path, step: int, *, poison: bool = False) -> None:
+    """A checkpoint in the format of earlier versions."""
+    state = {**run_.checkpoints._state(), "train.step": torch.tensor(step)}
+    if poison:
+        name = next(name for name in state if name.startswith("model."))
+        state[name] = torch.full_like(state[name], float("nan"))
+    torch_save(state, checkpoint_id=checkpoint(folder, step), no_dist=True)
+    (checkpoint(folder, step) / "data.json").write_text(json.dumps(run_.checkpoints.identity))
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_a_word(copied: Path) -> None:
+    shutil.rmtree(checkpoint(copied, 6))
+    as_before(trainer(copied), copied, 6)
+    with pytest.raises(ConfigError, match=r"model\.num_heads = 4: \S+ was trained with 2"):
+        run(copied, "train.resume=true", "train.steps=9", "model.num_heads=4")  # config.toml says so
+    said, _ = said_by(copied, "train.steps=8")
+    assert any("earlier version: it has no checksums" in line for line in said)
+    assert saved_steps(copied) == [4, 6, 8][-2:]
+
+
+def test_nothing_to_resume_is_refused_before_any_rank_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused(capsys, "train", write_config(tmp_path), "train.resume=true")
+    assert "train.resume = true" in error and "holds no checkpoint" in error and "train.resume=auto" in error
+    assert not (tmp_path / "run").exists()
+
+
+# ---- the plan ----------------------------------------------------------------------------------------------
+
+MANY = ("schedule.name=penstock", "schedule.microbatches=4", "data.batch_per_device=8", "train.steps=12")
+"""Sums of four microbatches, so that their order shows in the last bits; it is frozen from measured times."""
+
+
+@pytest.mark.parametrize("source", ["given", "auto"])
+def test_the_very_same_losses_where_the_plan_is_continued(tmp_path: Path, source: str) -> None:
+    folder = folder_of(tmp_path, "one", 1)
+    settings = [*MANY, "train.checkpoint_every=7", "plan.watch=false"]
+    settings += (
+        [f"plan.source={source}", f"plan.cluster={folder / 'cluster.json'}"] if source == "auto" else []
+    )
+    run(folder, *settings)
+    expected = [(m.step, m.loss, m.grad_norm, m.plan) for m in metrics(folder)]
+    shutil.rmtree(checkpoint(folder, 12))
+    said, _ = said_by(folder, *settings)
+    assert any("plan of step-00000007 continued" in line for line in said), said
+    assert [(m.step, m.loss, m.grad_norm, m.plan) for m in metrics(folder)] == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "words"),
+    [
+        ((), ("schedule.name=sequential",), "schedule: other settings are asked for"),
+        (("schedule.refine_after=9",), ("schedule.refine_after=9",), "not final yet"),
+        ((), ("data.batch_per_device=2", "parallel.processes=1"), ""),
+    ],
+)
+def test_another_plan_is_said_to_be_one(
+    tmp_path: Path, first: tuple[str, ...], then: tuple[str, ...], words: str
+) -> None:
+    run(tmp_path, "train.steps=5", *first)
+    if not words:
+        with pytest.raises(ConfigError, match="batch_per_device x processes"):
+            run(tmp_path, "train.resume=true", "train.steps=6", *then)
+        return
+    said, _ = said_by(tmp_path, "train.steps=6", *then)
+    (line,) = (line for line in said if "is not continued" in line)
+    assert words in line and "up to rounding" in line
+
+
+def test_two_ranks_fall_back_and_continue_together(ranks: Pools, tmp_path: Path) -> None:
+    write_config(tmp_path)
+    settings = ["train.steps=6", "train.checkpoint_every=5", *MANY[:3]]
+    first, _ = ranks(2).run(train_on, 2, tmp_path, settings, None)
+    assert first.summary is not None, first.said
+    expected = [(m.step, m.loss) for m in metrics(tmp_path)]
+    damage(tmp_path, 6, "shard-00002*")
+    again = ranks(2).run(train_on, 2, tmp_path, [*settings, "train.resume=true"], None)
+    assert all(told.summary is not None for told in again), again[0].said
+    assert "shard-00002.safetensors has changed" in again[0].said
+    assert "plan of step-00000005 continued" in again[0].said
+    assert [(m.step, m.loss) for m in metrics(tmp_path)] == expected
+    assert len(complete_checkpoints(tmp_path / "run" / "checkpoints")) == 2
+
+
+def test_the_saved_plan_is_checked_like_any_other(copied: Path) -> None:
+    """Checksums keep it from damage, and whoever writes both cannot make ranks meet in different orders."""
+    settled = trainer(copied, "train.resume=true", "train.steps=9")
+    assert settled.resumption is not None
+    record = replace(settled.resumption.record, plan_settled=True)
+    plan = settled.resumption.path / "plan.json"
+    table = json.loads(plan.read_text())
+    table["schedule"] = table["schedule"][:1]
+    plan.write_text(json.dumps(table))
+    settled.resumption = replace(settled.resumption, record=record)
+    planned, continued = settled._plan(settled._saved_config, settled.stack.machinery)
+    assert not continued and planned.plan.schedule.text()
