@@ -77,10 +77,11 @@ class Step:
             raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
         self.finished = True
         self.context.loss_gradient = loss_gradient
-        for bucket in self.buckets.all:
+        buckets = (*self.buckets.all, self.stack.gradients.watched())
+        for bucket in buckets:
             bucket.begin()
         self.execution.run()
-        replaced = [parameter for bucket in self.buckets.all for parameter in bucket.finish()]
+        replaced = [parameter for bucket in buckets for parameter in bucket.finish()]
         if replaced:
             raise_replaced(self.stack.gradients.name_of(replaced[0]))
         _fill_missing(self.stack.gradients.experts())

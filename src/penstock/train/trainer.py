@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.mesh import Group
-
 import math
 import time
 from collections import deque
@@ -15,11 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
-from penstock.config import ConfigError, to_toml
-=======
 from penstock.config import ConfigError, to_dict, to_toml
->>>>>>> main
 from penstock.moe import update_expert_biases
 from penstock.moe.config import BalanceGroup
 from penstock.report import RunSummary
