@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.config import ConfigError
 from penstock.runtime import PipelinedStack
-from penstock.topology.control import reason
+from penstock.topology.blame import explain, reason
+from penstock.topology.rollcall import ACTIVITY
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PREFIX, UNFINISHED = "step-", ".unfinished-"
@@ -146,12 +147,13 @@ def _explained(what: str) -> Iterator[None]:
     CheckpointException is no Exception in torch, so an ordinary handler would never see it.
     """
     try:
-        yield
+        with ACTIVITY.exchanging(what):
+            yield
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
-        raise CheckpointError(f"{what} failed: {type(first).__name__}: {reason(first)}") from error
+        raise CheckpointError(f"{what} failed: {type(first).__name__}: {explain(first)}") from error
     except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{what} failed: {type(error).__name__}: {reason(error)}") from error
+        raise CheckpointError(f"{what} failed: {type(error).__name__}: {explain(error)}") from error
 
 
 def _read_metadata(path: Path) -> Mapping[str, object]:
