@@ -24,5 +24,5 @@ def start_ranks(
     outcome = launch(command, processes, grace_s=timeout_s + SPARE_S, place=place)
     if outcome.first_failure is not None and outcome.exit_code not in (BAD_USAGE, INTERRUPTED):
         more = f"; {way_out()}" if way_out else ""
-        print(f"penstock: {outcome.first_failure.describe()}{more}", file=sys.stderr)
+        print(f"penstock: {outcome.describe()}{more}", file=sys.stderr)
     return outcome.exit_code

@@ -19,6 +19,7 @@ from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import CommunicationError, Layout, ProcessInfo, detect, join, leave
+from penstock.topology.blame import give_up
 from penstock.topology.join import ALONE
 from penstock.train.assemble import pick_device
 from penstock.train.checkpoint import CheckpointError, complete_checkpoints
@@ -148,6 +149,7 @@ def end_of_rank(info: ProcessInfo, code: int) -> int:
 def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:
     """One line on the terminal; what follows it (a grid with the task marked, a traceback) in a file."""
     headline, _, details = text.partition("\n")
+    give_up(headline)
     where = ""
     if details:
         report = config.output.dir / f"failure-rank{info.rank}.txt"

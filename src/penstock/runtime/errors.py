@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.graph import Task
-from penstock.topology.control import reason
+from penstock.topology.blame import explain
 
 
 class TaskError(RuntimeError):
@@ -17,7 +17,7 @@ class TaskError(RuntimeError):
         partners = "" if spec.group == "alone" else f" with the {spec.group} group"
         super().__init__(
             f"rank {rank}: task {task} ({spec.title}) failed on lane {task.lane}{partners} "
-            f"after {waited_s:.2f} s: {type(cause).__name__}: {reason(cause)}\n\n{grid}"
+            f"after {waited_s:.2f} s: {type(cause).__name__}: {explain(cause)}\n\n{grid}"
         )
         self.task, self.rank, self.waited_s = task, rank, waited_s
 

@@ -12,6 +12,7 @@ from penstock.runtime.errors import TaskError
 from penstock.runtime.lanes import LaneError, Lanes, Ran
 from penstock.runtime.results import Outcome, ResultTable
 from penstock.schedule import StepPlan
+from penstock.topology.rollcall import ACTIVITY
 from penstock.trace import TaskRecord
 
 
@@ -60,7 +61,14 @@ class Execution:
     def _execute(self, task: Task) -> Any:
         inputs = Inputs(task, self.results)
         read = [inputs[need] for need in self._needs[task]]
-        self.results.put(task, self._handlers[task.op, task.phase](task, inputs))
+        ACTIVITY.begin(task.lane, task)
+        try:
+            self.results.put(task, self._handlers[task.op, task.phase](task, inputs))
+        except Exception as error:  # noted before the transports are cut: peers ask at once
+            ACTIVITY.fail(f"task {task}", error)
+            raise
+        finally:
+            ACTIVITY.end(task.lane)
         self.results.done(task)
         return read
 

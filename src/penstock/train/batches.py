@@ -38,11 +38,13 @@ class Batch:
     `labels_BL`     int64, for every token the byte that follows it
     `sample_ids_B`  int64, different for every sample of a run: the key of counter-based dropout. Training
                       samples count up from 0 through the whole run, held-out samples down from -1
+    `largest_batch`   samples of the rank that has the most of this batch; None if nobody said
     """
 
     tokens_BL: torch.Tensor
     labels_BL: torch.Tensor
     sample_ids_B: torch.Tensor
+    largest_batch: int | None = None
 
 
 class BatchStream:
@@ -50,7 +52,7 @@ class BatchStream:
 
     `steps_per_epoch`  global batches in one pass over the training windows, rounded down
 
-    Raises `ConfigError` when the corpus is too short for one global batch of training or of held-out text.
+    Raises `ConfigError` when the corpus is too short for one global batch of training, or holds out nothing.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class BatchStream:
         self._seq_len = seq_len
         self._batch_per_device = batch_per_device
         self._global_batch = batch_per_device * world_size
-        self._rank_start = rank * batch_per_device
+        self._rank, self._world_size = rank, world_size
         self._seed = seed
         window_count = max(0, (corpus.text.size - 1) // seq_len)
         self._training_W, self._held_out_W = split_windows(window_count, held_out_fraction)
@@ -91,21 +93,25 @@ class BatchStream:
         epochs_B, places_B = np.divmod(sample_ids_B, self._training_W.size)
         # A batch may end one epoch and begin the next; epochs are ascending, so each is ordered once.
         parts = [self._epoch_order(int(epoch))[places_B[epochs_B == epoch]] for epoch in np.unique(epochs_B)]
-        return self._cut(np.concatenate(parts), sample_ids_B)
+        return self._cut(np.concatenate(parts), sample_ids_B, self._batch_per_device)
 
     def held_out_batches(self, max_batches: int) -> Iterator[Batch]:
         """At most `max_batches` batches of held-out text, as many on every rank so that collectives match.
 
-        They are the same at every call and for every seed, and come from all over the corpus.
+        They are the same at every call and for every seed, and come from all over the corpus. The last one
+        holds what is left: ranks may have one sample more or less, or none.
         """
         windows_W = _shuffled(self._held_out_W, 0)
-        for index in range(min(max_batches, windows_W.size // self._global_batch)):
-            places_B = self._places(index)
-            yield self._cut(windows_W[places_B], -1 - places_B)
+        for index in range(min(max_batches, -(-windows_W.size // self._global_batch))):
+            start = index * self._global_batch
+            places_G = np.arange(start, min(start + self._global_batch, windows_W.size), dtype=np.int64)
+            places_B = np.array_split(places_G, self._world_size)[self._rank]
+            largest = -(-places_G.size // self._world_size)
+            yield self._cut(windows_W[places_B], -1 - places_B, largest)
 
     def _places(self, index: int) -> Indices:
         """Places of this rank's samples when global batches are laid one after another, [B]."""
-        start = index * self._global_batch + self._rank_start
+        start = index * self._global_batch + self._rank * self._batch_per_device
         return np.arange(start, start + self._batch_per_device, dtype=np.int64)
 
     def _epoch_order(self, epoch: int) -> Indices:
@@ -115,24 +121,25 @@ class BatchStream:
             self._epoch = epoch
         return self._order_W
 
-    def _cut(self, windows_B: Indices, sample_ids_B: Indices) -> Batch:
+    def _cut(self, windows_B: Indices, sample_ids_B: Indices, largest_batch: int) -> Batch:
         offsets = windows_B[:, None] * self._seq_len + np.arange(self._seq_len + 1)
         text = torch.from_numpy(self._text[offsets].astype(np.int64))
         return Batch(
             tokens_BL=text[:, :-1].contiguous(),
             labels_BL=text[:, 1:].contiguous(),
             sample_ids_B=torch.from_numpy(sample_ids_B),
+            largest_batch=largest_batch,
         )
 
     def _check_sizes(self, held_out_fraction: float) -> None:
-        """Refuse a corpus that cannot fill one global batch of either kind."""
+        """Refuse a corpus that cannot fill one global batch, or of which nothing is held out."""
         need = f"windows of {self._seq_len} bytes, and a global batch takes {self._global_batch}"
         hint = "Give more text, or lower batch_per_device, seq_len or the number of devices."
         if self._training_W.size < self._global_batch:
             why = f"the text has only {self._training_W.size} training {need}"
             raise ConfigError("batch_per_device", self._batch_per_device, why, hint)
-        if self._held_out_W.size < self._global_batch:
-            why = f"holds out only {self._held_out_W.size} {need}"
+        if self._held_out_W.size == 0:
+            why = f"holds out none of {self._training_W.size} windows of {self._seq_len} bytes"
             raise ConfigError("held_out_fraction", held_out_fraction, why, f"Raise it. {hint}")
 
 
