@@ -86,7 +86,8 @@ def _all_reduce_bytes(problem: Problem, choice: Choice) -> Sequence[int]:
         return (Choice.all_reduce_chunk_bytes,)
     work = problem.workload
     whole = max(*work.all_reduce_bytes, *work.expert_all_reduce_bytes, LEAST_ALL_REDUCE_BYTES)
-    return [size for n in ALL_REDUCE_PIECES if (size := -(-whole // n)) >= LEAST_ALL_REDUCE_BYTES or n == 1]
+    least = max(LEAST_ALL_REDUCE_BYTES, problem.least_chunk_bytes)
+    return [size for n in ALL_REDUCE_PIECES if (size := -(-whole // n)) >= least or n == 1]
 
 
 def _dispatches(problem: Problem, choice: Choice) -> Sequence[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ class GradientBucket:
             else []
         )
         self._before: list[Tensor | None] = []
+        self._parts: tuple[int, ...] = ()
+        self._pieces: list[tuple[int, int]] = []
 
     @property
     def size_bytes(self) -> int:
@@ -46,10 +49,16 @@ class GradientBucket:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
 
-    def chunk(self, index: int, parts: Sequence[int]) -> Tensor:
-        """Piece `index` of as many as `parts` has, of these relative sizes."""
-        sizes = part_sizes(self.flat.numel(), parts)
-        return self.flat.narrow(0, sum(sizes[:index]), sizes[index])
+    def chunk(self, index: int, parts: tuple[int, ...]) -> Tensor:
+        """Piece `index` of as many as `parts` has, of these relative sizes.
+
+        A step asks for every piece with the same tuple, so where they begin is worked out once.
+        """
+        if parts is not self._parts:
+            sizes = part_sizes(self.flat.numel(), parts)
+            starts = accumulate(sizes, initial=0)
+            self._parts, self._pieces = parts, list(zip(starts, sizes, strict=False))
+        return self.flat.narrow(0, *self._pieces[index])
 
     def finish(self) -> None:
         """Add what was there before."""

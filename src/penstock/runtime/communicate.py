@@ -151,7 +151,7 @@ class CommunicationHandlers:
 
     def expert_all_reduce(self, task: Task, inputs: Inputs) -> Outcome:
         del inputs
-        parts = (1,) * self.shape.expert_all_reduce_chunks[task.layer]
+        parts = self.shape.parts_of(task.layer, Op.EXPERT_ALL_REDUCE)
         bucket = self.buckets.experts[task.layer]
         self.transports.inter.all_reduce(bucket.chunk(_chunk(task), parts), Group.EXPERT_REPLICAS)
         return Outcome(None)
