@@ -19,8 +19,9 @@ from penstock.plan.words import mib, milliseconds
 from penstock.schedule import Cost, Pieces, StepPlan, plan_step
 from penstock.simulate import iteration_s
 from penstock.topology import Control
+from penstock.train.deciding import decided
 from penstock.train.plan_config import DROPPED_STEPS, PlanConfig
-from penstock.train.planning import Order, Planned, decided
+from penstock.train.planning import Order, Planned
 
 PURPOSE = "choosing a size of all-reduce chunks"
 STARTS = 9
