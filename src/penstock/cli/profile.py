@@ -35,7 +35,7 @@ from penstock.topology import (
 from penstock.topology.join import ALONE
 from penstock.train.assemble import build_machinery, pick_device
 from penstock.train.config import RunConfig
-from penstock.train.planning import decided
+from penstock.train.deciding import decided
 from penstock.train.profile import profile_run
 
 DEFAULTS = (

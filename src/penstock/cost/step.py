@@ -28,6 +28,9 @@ class StepCost:
     workload: Workload
     cluster: ClusterConfig
     _known: dict[object, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _reduced: dict[tuple[int, Op], tuple[int, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __call__(self, task: Task) -> float:
         piece = None if task.microbatch is None else self._samples[task.microbatch]
@@ -137,15 +140,20 @@ class StepCost:
         return sum(self.workload.rows(microbatch, shape.microbatches, s, shape.slices) for s in slices)
 
     def _all_reduce_s(self, task: Task) -> float:
-        work, shape = self.workload, self.shape
-        replicated = task.op is Op.ALL_REDUCE
-        sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
-        group = Group.WORLD if replicated else Group.EXPERT_REPLICAS
+        work = self.workload
+        group = Group.WORLD if task.op is Op.ALL_REDUCE else Group.EXPERT_REPLICAS
+        return self.cluster.all_reduce(work.span(group)).seconds(self.reduced_bytes(task))
+
+    def reduced_bytes(self, task: Task) -> int:
+        """Bytes of gradients in one piece of an all-reduce. A layer is cut once, however many its pieces."""
         assert task.chunk is not None, task
-        total = sizes[task.layer] // FLOAT32_BYTES
-        equal = (1,) * shape.expert_all_reduce_chunks[task.layer]
-        elements = part_sizes(total, shape.parts_of(task.layer) if replicated else equal)[task.chunk]
-        return self.cluster.all_reduce(work.span(group)).seconds(elements * FLOAT32_BYTES)
+        whole = self._kinds[task.layer], task.op
+        if whole not in self._reduced:
+            replicated = task.op is Op.ALL_REDUCE
+            sizes = self.workload.all_reduce_bytes if replicated else self.workload.expert_all_reduce_bytes
+            parts = self.shape.parts_of(task.layer, task.op)
+            self._reduced[whole] = part_sizes(sizes[task.layer] // FLOAT32_BYTES, parts)
+        return self._reduced[whole][task.chunk] * FLOAT32_BYTES
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,26 +20,51 @@ class Graph:
     tasks: tuple[Task, ...]
 
     @cached_property
+    def links(self) -> tuple[tuple[int, ...], ...]:
+        """By position of a task the positions of those it reads. Raises ScheduleError for what is not there.
+
+        A plan builds and simulates graphs by the hundred, and comparing numbers is far quicker than tasks.
+        """
+        position = self.position
+        try:
+            return tuple(
+                tuple([position[need] for need in dependencies(task, self.shape)]) for task in self.tasks
+            )
+        except KeyError:
+            task, need = next(self._dangling())
+            raise ScheduleError(f"{task} needs {need}, which is not in the graph") from None
+
+    @cached_property
     def needs(self) -> Mapping[Task, tuple[Task, ...]]:
         """For every task the tasks whose results it reads: the very objects in `tasks`, quick to compare."""
-        own = {task: task for task in self.tasks}
-        return {
-            task: tuple(own.get(need, need) for need in dependencies(task, self.shape)) for task in self.tasks
-        }
+        return self._named(self.links)
+
+    @cached_property
+    def readers_at(self) -> list[list[int]]:
+        """By position of a task the positions of those that read its result."""
+        readers: list[list[int]] = [[] for _ in self.tasks]
+        for place, needs in enumerate(self.links):
+            for need in needs:
+                readers[need].append(place)
+        return readers
 
     @cached_property
     def readers(self) -> Mapping[Task, tuple[Task, ...]]:
         """For every task the tasks that read its result."""
-        readers: dict[Task, list[Task]] = {task: [] for task in self.tasks}
-        for task, needs in self.needs.items():
-            for need in needs:
-                readers[need].append(task)
-        return {task: tuple(found) for task, found in readers.items()}
+        return self._named(self.readers_at)
 
     @cached_property
     def position(self) -> Mapping[Task, int]:
         """Where a task stands in program order."""
         return {task: i for i, task in enumerate(self.tasks)}
+
+    def _named(self, places: Sequence[Sequence[int]]) -> dict[Task, tuple[Task, ...]]:
+        tasks = self.tasks
+        return {task: tuple([tasks[i] for i in found]) for task, found in zip(tasks, places, strict=True)}
+
+    def _dangling(self) -> Iterator[tuple[Task, Task]]:
+        for task in self.tasks:
+            yield from ((task, need) for need in dependencies(task, self.shape) if need not in self.position)
 
 
 def build_graph(shape: StepShape) -> Graph:
@@ -52,12 +77,11 @@ def build_graph(shape: StepShape) -> Graph:
 def _check(graph: Graph) -> None:
     if len(graph.position) != len(graph.tasks):
         raise ScheduleError("a task stands twice in the graph")
-    for task, needs in graph.needs.items():
+    for place, needs in enumerate(graph.links):
         for need in needs:
-            if need not in graph.position:
-                raise ScheduleError(f"{task} needs {need}, which is not in the graph")
-            if graph.position[need] >= graph.position[task]:
-                raise ScheduleError(f"{task} needs {need}, which comes after it: the graph has a cycle")
+            if need >= place:
+                task, later = graph.tasks[place], graph.tasks[need]
+                raise ScheduleError(f"{task} needs {later}, which comes after it: the graph has a cycle")
 
 
 def _program(shape: StepShape) -> Iterator[Task]:

@@ -14,6 +14,7 @@ from penstock.cost.json_file import write_json
 from penstock.graph import ScheduleError, build_graph
 from penstock.plan.choice import Choice
 from penstock.plan.dimensions import DIMENSIONS
+from penstock.plan.effort import Searched
 from penstock.plan.problem import Problem
 from penstock.plan.search import Candidate
 from penstock.plan.words import choice_words
@@ -132,7 +133,7 @@ class PlanSizes:
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
     """A plan on paper. why: its explanation; schedule: the text of the order, a line per lane; null = the
-    order is made anew from the choice. path: where it was read, for messages."""
+    order is made anew from the choice. search: how much was looked at to find it; null = unknown."""
 
     version: int = VERSION
     model: str
@@ -144,6 +145,7 @@ class PlanFile:
     sizes: PlanSizes
     choice: PlanChoice
     schedule: tuple[str, ...] | None = None
+    search: Searched | None = None
 
     def __post_init__(self) -> None:
         if self.version != VERSION:
@@ -157,7 +159,13 @@ class PlanFile:
 
     @staticmethod
     def of(
-        problem: Problem, candidate: Candidate, *, model: str, cluster: str, why: tuple[str, ...] = ()
+        problem: Problem,
+        candidate: Candidate,
+        *,
+        model: str,
+        cluster: str,
+        why: tuple[str, ...] = (),
+        search: Searched | None = None,
     ) -> PlanFile:
         """What is to be saved of a plan."""
         return PlanFile(
@@ -170,6 +178,7 @@ class PlanFile:
             sizes=PlanSizes.of(problem),
             choice=PlanChoice.of(candidate.choice),
             schedule=tuple(candidate.plan.schedule.text().splitlines()),
+            search=search,
         )
 
     def to_dict(self) -> dict[str, Any]:

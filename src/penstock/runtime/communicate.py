@@ -140,7 +140,7 @@ class CommunicationHandlers:
 
     def expert_all_reduce(self, task: Task, inputs: Inputs) -> Outcome:
         del inputs
-        parts = (1,) * self.shape.expert_all_reduce_chunks[task.layer]
+        parts = self.shape.parts_of(task.layer, Op.EXPERT_ALL_REDUCE)
         for piece in self.buckets.experts[task.layer].chunk(_chunk(task), parts):
             self.transports.inter.all_reduce(piece, Group.EXPERT_REPLICAS)
         return Outcome(None)

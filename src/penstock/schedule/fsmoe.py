@@ -54,11 +54,11 @@ class FSMoE:
 
 def next_gap(shape: StepShape, all_reduce_bytes: tuple[int, ...]) -> Partition:
     """Every layer's gradients in one portion, in the gap of the next MoE layer below, else at the tail."""
-    portions = []
+    portions, slot = [], TAIL
     for layer, size in enumerate(all_reduce_bytes):
-        below = [lower for lower in range(layer) if shape.moe_layers[lower]]
-        slot = Slot(layer=below[-1], part="moe") if below else TAIL
         portions.append((Portion(size_bytes=size, slot=slot),) if size else ())
+        if shape.moe_layers[layer]:
+            slot = Slot(layer=layer, part="moe")
     return Partition(tuple(portions))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config import ConfigError
+from penstock.plan.effort import check_budget
 from penstock.plan.tuner import TunerName
 
 GIVEN, AUTO = "given", "auto"
@@ -32,7 +33,8 @@ class PlanConfig:
 
     source: "given" = section [schedule] says; "auto" = measured, searched and explained at the start; else
     the path of a plan file to be run as it is. cluster: a cluster file, by name or path; none = measure.
-    profile_s: how long to measure at the start, and again when links have changed. trials: so many of the
+    profile_s: how long to measure at the start, and again when links have changed. budget: how many times as
+    much as usual a search looks at, counted in simulated tasks and not in seconds. trials: so many of the
     most promising plans are run for some steps each, and the fastest is kept; 1 = the prediction decides.
     tuner: what tunes the size of all-reduce chunks while training; none = nothing does. samples: how many
     sizes it tries, sample_steps: how many steps with each.
@@ -43,6 +45,7 @@ class PlanConfig:
     source: str = GIVEN
     cluster: str | None = None
     profile_s: float = 15.0
+    budget: float = 1.0
     trials: int = 3
     tuner: TunerName | None = None
     samples: int = 8
@@ -65,6 +68,7 @@ class PlanConfig:
         if not 0 < self.profile_s < math.inf:
             why = "measuring takes time, and has to end"
             raise ConfigError("profile_s", self.profile_s, why, "Use 15.")
+        check_budget("budget", self.budget)
         if not self.drift_threshold > 0:
             why = "every step differs a little from the one before"
             raise ConfigError("drift_threshold", self.drift_threshold, why, "Use 0.15.")

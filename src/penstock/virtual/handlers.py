@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from penstock.cost import Workload
-from penstock.cost.workload import part_sizes
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Graph, Group, Lane, Op, Phase, Task
 from penstock.graph.dependencies import TRANSFERS
@@ -134,14 +133,8 @@ class VirtualHandlers:
 
     def reduce_gradients(self, task: Task, inputs: Inputs) -> Outcome:
         del inputs
-        work, shape = self.cost.workload, self.cost.shape
-        replicated = task.op is Op.ALL_REDUCE
-        sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
-        equal = (1,) * shape.expert_all_reduce_chunks[task.layer]
-        assert task.chunk is not None, task
-        elements = sizes[task.layer] // self.buffers.gradients.element_size()
-        parts = shape.parts_of(task.layer) if replicated else equal
-        chunk = self.buffers.gradients[: part_sizes(elements, parts)[task.chunk]]
+        elements = self.cost.reduced_bytes(task) // self.buffers.gradients.element_size()
+        chunk = self.buffers.gradients[:elements]
         self.transports.inter.all_reduce(chunk, task.spec.group)
         return Outcome(None)
 

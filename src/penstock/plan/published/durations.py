@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from penstock.graph import Group, Lane, Op, Phase, StepShape, Task
 from penstock.plan.choice import Choice
 from penstock.plan.problem import Problem
 from penstock.plan.published.degree import DEGREES, Linear, MoEPart
 from penstock.plan.published.partition import Backward, GapLayer, Made
-from penstock.schedule.freeze import slowest
+from penstock.schedule.freeze import Cost, slowest
 
 Seconds = Callable[[Op, Phase, int], float]
 """Seconds of one op of one layer's MoE part in all chunks together, by their number."""
@@ -92,17 +93,20 @@ class Durations:
 
     def _dense_s(self, layer: int, end: int) -> float:
         """Computation between the MoE parts of `layer` and of `end`, the next below (-1: the start)."""
-        shape = self._shape(1)
-        cost = self.problem.cost(self.choice, shape)
+        cost = self._costs[1]
         tasks = [Task(between, Op.ATTENTION, Phase.BACKWARD, 0) for between in range(layer, end, -1)]
         tasks.append(
             Task(end, Op.UNORDER, Phase.BACKWARD, 0) if end >= 0 else Task(0, Op.EMBED, Phase.BACKWARD, 0)
         )
         return sum(slowest(cost(task)) for task in tasks)
 
+    @cached_property
+    def _costs(self) -> dict[int, Cost]:
+        """By the number of chunks. Layers that are alike are worked out once."""
+        return {chunks: self.problem.cost(self.choice, self._shape(chunks)) for chunks in (1, 2)}
+
     def _seconds(self, layer: int, op: Op, phase: Phase, shape: StepShape) -> float:
-        cost = self.problem.cost(self.choice, shape)
-        chunks = range(shape.chunks)
+        cost, chunks = self._costs[shape.chunks], range(shape.chunks)
         return sum(slowest(cost(Task(layer, op, phase, 0, chunk))) for chunk in chunks)
 
     def _shape(self, chunks: int) -> StepShape:
