@@ -46,7 +46,8 @@ def test_a_layer_is_cut_once_however_many_its_pieces() -> None:
 def test_a_bucket_is_cut_once_per_step() -> None:
     bucket, parts = GradientBucket([nn.Parameter(torch.zeros(5000))]), (1,) * 1000
     with mock.patch.object(buckets, "part_sizes", wraps=workload.part_sizes) as cut:
-        pieces = [bucket.chunk(index, parts) for index in range(1000)]
+        bucket.begin()
+        pieces = [bucket.chunk(index, parts)[0] for index in range(1000)]
         assert cut.call_count == 1
         bucket.chunk(0, (1, 2))
         assert cut.call_count == 2
