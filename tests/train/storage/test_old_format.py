@@ -143,7 +143,7 @@ def drop_one(metadata: Any) -> None:
         (set_shapes, "holds another tensor"),
         (set_types, "holds another tensor"),
         (drop_one, "names a tensor twice|describes other tensors"),
-        (lambda metadata: vars(metadata).update(state_dict_metadata=3), "where a dictionary should be"),
+        (lambda metadata: setattr(metadata, "state_dict_metadata", 3), "where a dictionary should be"),
     ],
 )
 def test_metadata_that_lies_is_refused(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:
