@@ -153,7 +153,7 @@ def test_a_training_configuration_is_planned(capsys: pytest.CaptureFixture[str])
         ([*SMALL, "--budget", "nan"], "--budget = nan"),
         ([*SMALL, "--budget", "1e9"], "1000 at most"),
         (["plan", "--show", "p.json", "--budget", "2"], "--budget = 2.0: --show prints"),
-        (["plan", "--show", "nowhere.json"], "nowhere.json: cannot be read"),
+        (["plan", "--show", "nowhere.json"], "nowhere.json: there is no such file"),
         (["plan", "configs/tiny.toml", "--batch", "2", "--cluster", "fsmoe-testbed-b"], "section.key=value"),
         (["plan", "--show", "p.json", "--model", "Mixtral-7B"], '--model = "Mixtral-7B": --show prints'),
         (["plan", "--show", "p.json", "--cluster", "fsmoe-testbed-b"], '--cluster = "fsmoe-testbed-b"'),

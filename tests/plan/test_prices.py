@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 
@@ -26,6 +27,14 @@ RATES = (
 )
 
 
+def rated(rates: Mapping[str, float]) -> ClusterConfig:
+    """A cluster with rates that no file may have: what is fitted or scaled is not read."""
+    made = ClusterConfig()
+    for key, value in rates.items():
+        object.__setattr__(made, key, value)
+    return made
+
+
 def on(rates: ClusterConfig) -> ProfiledCluster:
     return ProfiledCluster.build(replace(FILE, rates=rates))
 
@@ -41,7 +50,7 @@ def on(rates: ClusterConfig) -> ProfiledCluster:
     ],
 )
 def test_the_longest_task_is_named(key: str, value: float, task: str) -> None:
-    each = problem(cluster=on(ClusterConfig(**{key: value})))
+    each = problem(cluster=on(rated({key: value})))
     with pytest.raises(ConfigError, match="no step does") as caught:
         find_plan(each)
     assert task in str(caught.value) and "cluster file" in str(caught.value)
@@ -49,9 +58,7 @@ def test_the_longest_task_is_named(key: str, value: float, task: str) -> None:
 
 def test_a_step_that_takes_no_time_is_refused() -> None:
     """Every rate as large as floats are: ratios of such times mean nothing."""
-    fast = ClusterConfig(
-        **{key: 1e-300 if key.endswith("_s") and "per" not in key else 1e300 for key in RATES}
-    )
+    fast = rated({key: 1e-300 if key.endswith("_s") and "per" not in key else 1e300 for key in RATES})
     with pytest.raises(ConfigError, match="no step does"):
         find_plan(problem(cluster=on(fast)))
 
@@ -62,7 +69,7 @@ EXTREME = st.sampled_from((5e-324, 1e-300, 1e-30, 1e-6, 1.0, 1e9, 1e30, 1e300, 1
 @settings(deadline=None, max_examples=60)
 @given(st.tuples(*[EXTREME] * len(RATES)), st.booleans())
 def test_any_positive_numbers_end_in_a_plan_or_in_a_line(values: tuple[float, ...], plain: bool) -> None:
-    rates = ClusterConfig(**dict(zip(RATES, values, strict=True)))
+    rates = rated(dict(zip(RATES, values, strict=True)))
     each = problem((True,), cluster=rates if plain else on(rates), dispatches=("flat", "hierarchical_2d"))
     try:
         found = find_plan(each, budget=0.01)

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch
+
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.cli.ranks import start_ranks
 from penstock.config import ConfigError, load
@@ -24,14 +26,16 @@ from penstock.topology.join import ALONE
 from penstock.train.assemble import pick_device
 from penstock.train.checkpoint import CheckpointError, complete_checkpoints
 from penstock.train.config import RunConfig
+from penstock.train.fits import check_memory, host_bytes
 from penstock.train.health import DivergedError
 from penstock.train.launcher import Place
 from penstock.train.plan_config import given_schedule
 from penstock.train.resume import require_checkpoint
+from penstock.train.text import TextError
 from penstock.train.trainer import OnStep, Trainer
 from penstock.virtual import RecordedModel, RoutingRecorder
 
-EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointError, DivergedError)
+EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointError, DivergedError, TextError)
 
 
 def train(
@@ -74,7 +78,10 @@ def _start_emulated(
 
 def _start_ranks(config: RunConfig, given: Sequence[str], processes: int, place: Place | None = None) -> int:
     resolved = config.resolved(processes)  # what can be refused is refused before any process starts
-    Layout.build(resolved.parallel, processes, 0, resolved.moe.num_experts)
+    layout = Layout.build(resolved.parallel, processes, 0, resolved.moe.num_experts)
+    if not torch.cuda.is_available():
+        batch, there = resolved.data.batch_per_device, host_bytes()
+        check_memory(resolved.model, resolved.moe, batch, layout, there_bytes=there, sharing=processes)
     require_checkpoint(config)
     return start_ranks(given, processes, config.parallel.timeout_s, place, lambda: _way_out(config))
 

@@ -27,6 +27,7 @@ from penstock.topology.blame import answer_calls
 from penstock.topology.control import CommunicationError, Control
 from penstock.topology.rollcall import RollCall, new_token, open_listener
 
+MOST_DIGITS = 9
 Launcher = Literal["alone", "torchrun", "slurm", "penstock"]
 
 
@@ -132,8 +133,10 @@ def _whole(environ: Mapping[str, str], name: str) -> int:
     if not text:
         hint = "Start with torchrun or srun, which set it, or unset the other variables to run alone."
         raise ConfigError(name, UNSET, "is not set in the environment, though its companions are", hint)
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(name, text, "must be a whole number, 0 or more", "Correct or unset it.")
+    if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
+        raise ConfigError(
+            name, text, "must be a whole number of at most nine digits, 0 or more", "Correct or unset it."
+        )
     return int(text)
 
 

@@ -11,8 +11,8 @@ from penstock.plan import PlanFile
 from penstock.plan.words import choice_words
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
-from penstock.train.dispatch import candidates
 from penstock.train.deciding import decided
+from penstock.train.dispatch import candidates
 from penstock.train.planning import CLUSTER_FILE, PLAN_FILE, Planned, Say, assumed_problem
 from penstock.train.problem import run_problem
 from penstock.train.profiling.machine import here
