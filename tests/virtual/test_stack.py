@@ -101,7 +101,7 @@ def expected_traffic(rank: int, stack: VirtualStack, number: int) -> Counter[int
 def reduced_bytes(task: Task, stack: VirtualStack) -> int:
     work, shape = stack.workload, stack.plan.graph.shape
     if task.op is Op.STATISTICS:
-        return 8 * (5 + 2 * sum(shape.moe_layers) * work.num_experts)
+        return 8 * (5 + 5 + 2 * sum(shape.moe_layers) * work.num_experts)  # losses, marks, sums
     replicated = task.op is Op.ALL_REDUCE
     sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
     pieces = shape.all_reduce_chunks if replicated else shape.expert_all_reduce_chunks
