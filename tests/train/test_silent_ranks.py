@@ -42,8 +42,8 @@ def reports(said: str) -> dict[int, str]:
 @pytest.mark.parametrize(
     ("place", "rank", "processes", "waited_for"),
     [
-        ("stopped in a step", 1, 2, "loss and balance"),
-        ("stopped in a step", 0, 4, "loss and balance"),
+        ("stopped in a step", 1, 2, "task L"),
+        ("stopped in a step", 0, 4, "task L"),
         ("stopped at the vote", 1, 2, "agreeing whether to stop after step 3"),
         ("stopped in a save", 3, 4, "saving the checkpoint of step 2"),
         ("stopped in a save", 0, 2, "saving the checkpoint of step 2"),
@@ -53,12 +53,11 @@ def test_a_stopped_rank_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], place: str, rank: int, processes: int, waited_for: str
 ) -> None:
     outcome = run(tmp_path, place, rank, processes)
-    found = reports(capfd.readouterr().err)
-    assert found.keys() == set(range(processes)) - {rank}
-    for line in found.values():
+    found = [line for line in capfd.readouterr().err.splitlines() if " failed" in line]
+    assert len(found) == processes - 1
+    for line in found:
         assert f"rank {rank} does not answer, it is stopped, cut off or dead" in line, line
-        assert waited_for in line or "task L" in line, line
-    assert any(waited_for in line for line in found.values()), found
+        assert waited_for in line, line
     assert outcome.describe() == f"rank {rank} did not answer: a signal had stopped it"
     assert (outcome.exit_code, outcome.exit_codes[rank]) == (1, -signal.SIGKILL)
 
