@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from penstock.graph import Graph, Interval, Lane, Task, longest_path
-from penstock.graph.paths import Clock
+from penstock.graph.paths import Clock, path_ends
 from penstock.mesh import Mesh, Seconds
 from penstock.schedule import Schedule
 from penstock.trace.records import TaskRecord
@@ -85,6 +85,15 @@ def simulate(schedule: Schedule, graph: Graph, cost: RankCost, mesh: Mesh | None
     return Timeline({task: Interval(*both) for task, both in zip(alike, shown, strict=True)}, mesh)
 
 
+def iteration_s(schedule: Schedule, graph: Graph, cost: RankCost, mesh: Mesh | None = None) -> float:
+    """Seconds of a simulated iteration: those of `simulate`, quicker where nobody asks for its timeline."""
+    seconds = [cost(task) for task in graph.tasks]
+    if any(isinstance(each, np.ndarray) for each in seconds):
+        known = dict(zip(graph.tasks, seconds, strict=True))
+        return simulate(schedule, graph, known.__getitem__, mesh).iteration_s
+    return max(path_ends(schedule.places(graph), graph.links, seconds))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
     """No order of the same tasks is faster than the busiest lane or the critical path. Seconds."""
@@ -100,29 +109,36 @@ class LowerBound:
 
 def lower_bound(graph: Graph, cost: RankCost, mesh: Mesh | None = None) -> LowerBound:
     """The bound for every schedule of this graph; each lane's work is that of its slowest rank."""
-    mesh = mesh or Mesh()
     seconds = {task: cost(task) for task in graph.tasks}
     uneven = any(isinstance(each, np.ndarray) for each in seconds.values())
     busy = lane_work(seconds)
     busiest = max(busy, key=lambda lane: busy[lane])
-    path_s = (
-        _critical_path(graph, _RankClock(seconds.__getitem__, mesh))
-        if uneven
-        else _critical_path(graph, _AlikeClock(seconds))
-    )
+    if uneven:
+        path_s = _critical_path(graph, _RankClock(seconds.__getitem__, mesh or Mesh()))
+    else:
+        path_s = max(chain_ends(graph, list(seconds.values())))
     return LowerBound(busiest_lane=busiest, busiest_lane_s=busy[busiest], critical_path_s=path_s)
+
+
+def chain_ends(graph: Graph, seconds: Sequence[float]) -> list[float]:
+    """When every task ends, by its position, if every lane could run everything at once."""
+    ends: list[float] = []
+    for needs, each in zip(graph.links, seconds, strict=True):
+        ends.append(max([ends[need] for need in needs], default=0.0) + each)
+    return ends
 
 
 def lane_work(seconds: Mapping[Task, Any]) -> dict[Lane, float]:
     """Seconds of work on every lane, on the rank that has most of it."""
     work: dict[Lane, Any] = {}
     for task, each in seconds.items():
-        work[task.lane] = work.get(task.lane, 0.0) + each
+        lane = task.lane
+        work[lane] = work.get(lane, 0.0) + each
     return {lane: float(np.max(total)) for lane, total in work.items()}
 
 
 def _critical_path(graph: Graph, clock: Clock[T]) -> float:
-    """The longest chain of dependencies, as if every lane could run everything at once."""
+    """The longest chain of dependencies, where ranks take different times."""
     ends: dict[Task, T] = {}
     for task in graph.tasks:
         start = clock.zero()

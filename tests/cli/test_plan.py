@@ -57,7 +57,8 @@ def test_json_is_one_object_with_every_number(capsys: pytest.CaptureFixture[str]
     assert found["predicted_s"] <= min(other["predicted_s"] for other in found["others"])
     assert found["lower_bound_s"] <= found["predicted_s"]
     assert len(found["why"]["lines"]) == 5
-    assert found["tried"] > 5
+    search = found["search"]
+    assert search["simulated"] > 5 and search["stopped"] is None and found["complete"]
     assert found["sizes"]["layers"] == 1
 
 
@@ -75,6 +76,21 @@ def test_a_plan_is_saved_shown_and_can_be_replayed(
     cluster = find_cluster("flowmoe-cluster-2")
     problem = published_problem("GPT2-Tiny-MoE", cluster, Overrides(layers=1, batch=2)).problem
     PlanFile.read(path).step_plan(problem)
+
+
+def test_what_a_budget_cut_short_is_said_everywhere(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    words = [*SMALL, "--budget", "0.0001", "--out", str(path)]
+    said = "budget 0.0001 (80 placed tasks) was used up in stage 'better cuts'"
+    assert said in " ".join(run(words, capsys).split())
+    found = json.loads(run([*words, "--json"], capsys))
+    assert found["search"]["stopped"] == "better cuts" and not found["complete"]
+    assert found["search"]["left_out"] > 0 and "flowmoe" in found["search"]["skipped"]
+    saved = PlanFile.read(path)
+    assert saved.search is not None and saved.search.stopped == "better cuts"
+    assert said in " ".join(run(["plan", "--show", str(path)], capsys).split())
 
 
 def test_a_plan_that_was_edited_is_not_explained_by_its_old_lines(
@@ -133,7 +149,11 @@ def test_a_training_configuration_is_planned(capsys: pytest.CaptureFixture[str])
         ([*SMALL, "--memory-gib", "inf"], "--memory-gib = inf: must be positive and finite"),
         ([*SMALL, "--memory-gib", "nan"], "--memory-gib = nan: must be positive and finite"),
         ([*SMALL, "--memory-gib", "1e300"], "must be positive and finite"),
-        (["plan", "--show", "nowhere.json"], "nowhere.json: cannot be read"),
+        ([*SMALL, "--budget", "0"], "--budget = 0.0: is how many times as much as usual"),
+        ([*SMALL, "--budget", "nan"], "--budget = nan"),
+        ([*SMALL, "--budget", "1e9"], "1000 at most"),
+        (["plan", "--show", "p.json", "--budget", "2"], "--budget = 2.0: --show prints"),
+        (["plan", "--show", "nowhere.json"], "nowhere.json: there is no such file"),
         (["plan", "configs/tiny.toml", "--batch", "2", "--cluster", "fsmoe-testbed-b"], "section.key=value"),
         (["plan", "--show", "p.json", "--model", "Mixtral-7B"], '--model = "Mixtral-7B": --show prints'),
         (["plan", "--show", "p.json", "--cluster", "fsmoe-testbed-b"], '--cluster = "fsmoe-testbed-b"'),

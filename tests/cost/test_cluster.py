@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.graph import Lane
+
 import math
 from dataclasses import fields, replace
 from fractions import Fraction
@@ -12,7 +14,6 @@ from hypothesis import strategies as st
 
 from penstock.config import ConfigError, from_dict
 from penstock.cost import AlphaBeta, ClusterConfig, Span
-from penstock.graph import Lane
 from penstock.ops import OPS, Op
 
 UNIT = ClusterConfig(link_latency_s=1.0, link_bytes_per_s=1.0)
@@ -78,10 +79,12 @@ def test_nothing_to_move_costs_nothing() -> None:
     assert (model.seconds(0), model.seconds(1)) == (0.0, 2.0)
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(ClusterConfig) if field.type == "float"])
+@pytest.mark.parametrize(
+    "name", [field.name for field in fields(ClusterConfig) if field.name != "link_rate_of"]
+)
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
 def test_every_setting_must_be_positive(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"{name} = .*: must be positive. The default is "):
+    with pytest.raises(ConfigError, match=rf"{name} = .*: must be .* \(.*\)\. (Use|Nearest)"):
         from_dict(ClusterConfig, {name: value}, "")
 
 
@@ -188,7 +191,7 @@ def test_more_of_anything_takes_no_less(
         slower = replace(cluster, **{field: getattr(cluster, field) / 2})
         assert 2 * once >= seconds(slower, name, span, size) >= once
     if nodes > 1:
-        wide = replace(cluster, intra_bytes_per_s=1e30) if name == "all_to_all" else cluster
+        wide = replace(cluster, intra_bytes_per_s=1e20) if name == "all_to_all" else cluster
         more = seconds(wide, name, Span.regular(nodes + 1, per_node, at_once), size)
         assert more >= seconds(wide, name, span, size) * (1 - 1e-9)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.graph import Lane, Phase, Task
+
 from collections import defaultdict
 from dataclasses import replace
 
@@ -12,7 +14,6 @@ from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, Span, StepCost, UnevenRanks, Workload
 from penstock.dispatch import DISPATCHES
-from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.ops.transfers import HOME, TRANSFERS

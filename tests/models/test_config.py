@@ -15,20 +15,20 @@ from penstock.models import ModelConfig
 @pytest.mark.parametrize(
     ("settings", "key", "hint"),
     [
-        ({"num_layers": 0}, "num_layers", "1 or more"),
-        ({"hidden_size": 0}, "hidden_size", "1 or more"),
-        ({"num_heads": 0}, "num_heads", "1 or more"),
-        ({"seq_len": 0}, "seq_len", "1 or more"),
-        ({"vocab_size": 0}, "vocab_size", "1 or more"),
+        ({"num_layers": 0}, "num_layers", "Nearest valid: 1."),
+        ({"hidden_size": 0}, "hidden_size", "Nearest valid: 1."),
+        ({"num_heads": 0}, "num_heads", "Nearest valid: 1."),
+        ({"seq_len": 0}, "seq_len", "Nearest valid: 1."),
+        ({"vocab_size": 0}, "vocab_size", "Nearest valid: 1."),
         ({"hidden_size": 128, "num_heads": 5}, "num_heads", "Nearest valid: 4."),
         ({"hidden_size": 12, "num_heads": 20}, "num_heads", "Nearest valid: 12."),
         ({"dropout": 1.0}, "dropout", "0"),
         ({"dropout": -0.1}, "dropout", "0"),
         ({"dropout": float("nan")}, "dropout", "0"),
-        ({"ffn_hidden_size": 0}, "ffn_hidden_size", "none"),
-        ({"moe_layers": ()}, "moe_layers", "none"),
+        ({"ffn_hidden_size": 0}, "ffn_hidden_size", "Nearest valid: 1."),
+        ({"moe_layers": ()}, "moe_layers", "Give some."),
         ({"num_layers": 3, "moe_layers": (0, 3)}, "moe_layers", "Nearest: 2."),
-        ({"num_layers": 3, "moe_layers": (-1,)}, "moe_layers", "Nearest: 0."),
+        ({"num_layers": 3, "moe_layers": (-1,)}, "moe_layers[0]", "Nearest valid: 0."),
     ],
 )
 def test_refuses_with_a_way_out(settings: dict[str, Any], key: str, hint: str) -> None:

@@ -13,15 +13,15 @@ from penstock.moe import MoEConfig
 @pytest.mark.parametrize(
     ("settings", "key", "hint"),
     [
-        ({"num_experts": 0}, "num_experts", "1 or more"),
+        ({"num_experts": 0}, "num_experts", "Nearest valid: 1."),
         ({"top_k": 0}, "top_k", "Nearest valid: 1."),
         ({"num_experts": 4, "top_k": 5}, "top_k", "Nearest valid: 4."),
-        ({"moe_ffn_hidden_size": 0}, "moe_ffn_hidden_size", "256"),
+        ({"moe_ffn_hidden_size": 0}, "moe_ffn_hidden_size", "Nearest valid: 1."),
         ({"capacity_factor": 0.0}, "capacity_factor", "none"),
         ({"capacity_factor": -1.0}, "capacity_factor", "none"),
         ({"capacity_factor": float("nan")}, "capacity_factor", "none"),
         ({"top_k": 1, "norm_topk_prob": True}, "norm_topk_prob", "Use false"),
-        ({"min_capacity": 0}, "min_capacity", "1 or more"),
+        ({"min_capacity": 0}, "min_capacity", "Nearest valid: 1."),
         ({"aux_loss_coeff": -0.1}, "aux_loss_coeff", "0"),
         ({"z_loss_coeff": -0.1}, "z_loss_coeff", "0"),
     ],

@@ -223,9 +223,9 @@ def test_a_decision_that_is_registered_no_more_is_refused_when_it_is_replayed(tm
 @pytest.mark.parametrize("key", ["predicted_s", "lower_bound_s"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
 def test_times_are_finite(path: Path, key: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"{key} = {value}: must be finite"):
+    with pytest.raises(ConfigError, match=rf"{key} = {value}: must be (above|from) 0"):
         edited(path, put(None, key, value))
-    with pytest.raises(ConfigError, match=r"predicted_s = 0\.0: must be finite and above 0"):
+    with pytest.raises(ConfigError, match=r"predicted_s = 0\.0: must be above 0 and at most"):
         edited(path, put(None, "predicted_s", 0))
 
 
@@ -240,7 +240,7 @@ def test_an_explanation_is_of_one_choice(path: Path) -> None:
 
 
 def test_what_is_no_plan_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="there is no such file"):
         PlanFile.read(tmp_path / "nowhere.json")
     (tmp_path / "text.json").write_text("plan: fast")
     with pytest.raises(ConfigError, match="is not valid JSON"):

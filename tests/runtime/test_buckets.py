@@ -67,7 +67,7 @@ def test_parts_of_any_size_cover_everything_once(
     dtype = torch.float32 if element_bytes == 4 else torch.float64
     held = begun([nn.Parameter(torch.ones(size, dtype=dtype)) for size in sizes])
     for index, part in enumerate(parts):
-        piece = held.piece(index, parts).add_(1)
+        piece = held.piece(index, tuple(parts)).add_(1)
         assert abs(piece.numel() - held.flat.numel() * part / sum(parts)) < 1 + 1e-6
     assert held.flat.eq(1).all()
 

@@ -134,15 +134,15 @@ def test_what_is_not_finite(value: float) -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"max_norm": -1.0}, "max_norm = -1.0: must be 0 or more"),
-        ({"max_norm": math.nan}, "max_norm = nan"),
-        ({"max_norm": 1.0, "norm_type": 0.0}, "norm_type = 0.0: must be above 0"),
-        ({"max_norm": 1.0, "norm_type": -math.inf}, "norm_type = -inf"),
+        ((-1.0, 2.0), "max_norm = -1.0: must be 0 or more"),
+        ((math.nan, 2.0), "max_norm = nan"),
+        ((1.0, 0.0), "norm_type = 0.0: must be above 0"),
+        ((1.0, -math.inf), "norm_type = -inf"),
     ],
 )
-def test_settings_that_make_no_sense(settings: dict[str, float], why: str) -> None:
+def test_settings_that_make_no_sense(settings: tuple[float, float], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        clip_grad_norm_(parameters_of((2,)), **settings)
+        clip_grad_norm_(parameters_of((2,)), *settings)
 
 
 def test_names_instead_of_parameters() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable import replicate as replicate_by_ddp
+from torch.distributed._composable.replicate import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -35,6 +35,11 @@ from tests.support.ranks import Pools
 CPU = torch.device("cpu")
 
 
+def shard(model: Model) -> nn.Module:
+    fully_shard(model)
+    return model
+
+
 def shard_experts(model: Model) -> nn.Module:
     fully_shard(model.layer.experts)
     return model
@@ -45,6 +50,11 @@ def shard_layer(model: Model) -> nn.Module:
     return model
 
 
+def replicated(model: Model) -> nn.Module:
+    replicate(model)
+    return model
+
+
 def distribute_experts(model: Model) -> nn.Module:
     distribute_module(model.layer.experts, init_device_mesh("cpu", (2,)))
     return model
@@ -52,16 +62,17 @@ def distribute_experts(model: Model) -> nn.Module:
 
 def copied_first(model: Model) -> nn.Module:
     """A copy's parameters carry no mark."""
-    return fully_shard(copy.deepcopy(model))
+    return shard(copy.deepcopy(model))
 
 
 def half_ignored(model: Model) -> nn.Module:
-    return fully_shard(model, ignored_params={next(model.layer.experts.parameters())})
+    fully_shard(model, ignored_params={next(model.layer.experts.parameters())})
+    return model
 
 
 def as_replica(model: Model) -> nn.Module:
     """What DataParallel makes of a module for each of its threads."""
-    copies = {name: module._replicate_for_data_parallel() for name, module in model.named_modules()}  # type: ignore[operator]  # torch leaves it untyped
+    copies = {name: module._replicate_for_data_parallel() for name, module in model.named_modules()}
     copies["1"].experts = copies["1.experts"]
     copies[""]._modules = {**model._modules, "1": copies["1"]}
     replica: nn.Module = copies[""]
@@ -69,7 +80,7 @@ def as_replica(model: Model) -> nn.Module:
 
 
 WRAPPERS: dict[str, tuple[Callable[[Any], nn.Module], str]] = {
-    "fully_shard": (fully_shard, "ignored_params=penstock.expert_parameters(model)"),
+    "fully_shard": (shard, "ignored_params=penstock.expert_parameters(model)"),
     "fully_shard, layer": (shard_layer, "ignored_params=penstock.expert_parameters(model)"),
     "fully_shard, experts": (shard_experts, "ignored_params=penstock.expert_parameters(model)"),
     "fully_shard, a copy": (copied_first, "ignored_params=penstock.expert_parameters(model)"),
@@ -82,7 +93,7 @@ WRAPPERS: dict[str, tuple[Callable[[Any], nn.Module], str]] = {
         lambda model: FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True),
         "ignored_states=penstock.expert_parameters(model)",
     ),
-    "replicate": (replicate, "ignored_params=penstock.expert_parameters(model)"),
+    "replicate": (replicated, "ignored_params=penstock.expert_parameters(model)"),
     "replicate by DDP": (replicate_by_ddp, "DistributedDataParallel(penstock.ignore_experts(model))"),
     "DDP": (DistributedDataParallel, "DistributedDataParallel(penstock.ignore_experts(model))"),
     "distribute_module": (distribute_experts, "leave experts out"),
@@ -190,7 +201,7 @@ def odd_one(rank: int, what: str) -> str:
     [
         ("dtype", ("w_up torch.float64", "w_up torch.float32")),
         ("order", ("SortOrder", "MergedOrder")),
-        ("trained", ("w_up torch.float64 [8, 6, 5] trained", "w_up torch.float64 [8, 6, 5]")),
+        ("trained", ("w_up torch.float64 8 x 6 x 5 trained", "w_up torch.float64 8 x 6 x 5")),
         ("autocast", ("autocast None", "autocast torch.bfloat16")),
     ],
 )

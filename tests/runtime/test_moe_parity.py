@@ -10,14 +10,13 @@ from itertools import cycle, islice, product
 from typing import Any
 
 import pytest
-import torch
 
 from penstock.config import ConfigError
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.moe.config import Compression
 from penstock.schedule import SCHEDULES, ScheduleConfig
-from tests.support.parity import Case, check_close, check_parity, merge, run_step, stack_of
+from tests.support.parity import Case, check_close, check_parity, merge, run_step
 from tests.support.ranks import Pools
 
 GATES: dict[str, dict[str, Any]] = {
@@ -134,26 +133,6 @@ def test_a_rank_that_gets_nothing_and_one_that_gets_all(ranks: Pools, order: str
     for schedule in ("flowmoe", "penstock"):
         busy = replace(case(4, "softmax", order, dispatch, "gelu", schedule), busy_experts=(6, 7))
         check_parity(ranks, replace(busy, moe=replace(busy.moe, top_k=2)))
-
-
-def unequal_batches(rank: int, moe_case: Case) -> str:
-    stack = stack_of(rank, moe_case)
-    tokens, labels = (torch.zeros(2 + rank, moe_case.model.seq_len, dtype=torch.int64) for _ in range(2))
-    try:
-        stack(tokens, labels)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_fixed_slots_need_equal_batches(ranks: Pools) -> None:
-    """Rows would end where they do not belong, or a transport would break."""
-    for message in ranks(2).run(unequal_batches, case(2, "softmax", "index", "flat", "gelu", "flowmoe")):
-        assert "batches of different sizes, [(2, 5), (3, 5)]" in message
-    assert (
-        ranks(2).run(unequal_batches, case(2, "softmax", "sort", "flat", "gelu", "flowmoe"))
-        == ["no error"] * 2
-    )
 
 
 @pytest.mark.slow

@@ -57,11 +57,11 @@ def test_the_usual_chunks_count_and_a_schedule_without_chunks_does_not_care() ->
     ("setting", "message"),
     [
         ({"name": "tutel"}, r"Nearest: \w+. All: sequential, moe_pipeline, dense_overlap, lina, flowmoe"),
-        ({"microbatches": 0}, "microbatches = 0: a batch is cut into 1 to 256 pieces"),
-        ({"chunks": -1}, "chunks = -1: a batch is cut into 1 to 256 pieces"),
-        ({"backward_chunks": 257}, "backward_chunks = 257: a batch is cut into 1 to 256 pieces"),
-        ({"all_reduce_chunk_bytes": 511}, "all_reduce_chunk_bytes = 511: every chunk costs"),
-        ({"refine_after": -1}, "refine_after = -1: is a number of steps"),
+        ({"microbatches": 0}, "microbatches = 0: must be from 1 to 256"),
+        ({"chunks": -1}, "chunks = -1: must be from 1 to 256"),
+        ({"backward_chunks": 257}, "backward_chunks = 257: must be from 1 to 256"),
+        ({"all_reduce_chunk_bytes": 511}, "all_reduce_chunk_bytes = 511: must be from 512 to"),
+        ({"refine_after": -1}, "refine_after = -1: must be from 0 to"),
     ],
 )
 def test_settings_that_are_refused(setting: dict[str, Any], message: str) -> None:

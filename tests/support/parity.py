@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -40,8 +41,9 @@ EPS = 1e-3
 class Case:
     """One step to compare.
 
-    padding: some tokens are padding. module_experts: experts are modules of their own. node_size: ranks per
-    emulated node. idle_expert, busy_experts: gets no tokens, get all of them.
+    batch: samples of every rank. batches: of each rank, where they differ. padding: some
+    tokens are padding. module_experts: experts are modules of their own. node_size: ranks per emulated node.
+    idle_expert, busy_experts: gets no tokens, get all of them.
     """
 
     world_size: int
@@ -50,6 +52,7 @@ class Case:
     model: ModelConfig
     moe: MoEConfig
     batch: int
+    batches: tuple[int, ...] = ()
     seed: int = 0
     double: bool = False
     ignore_labels: bool = False
@@ -62,6 +65,16 @@ class Case:
     @property
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.double else torch.float32
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Of every rank."""
+        return self.batches or (self.batch,) * self.world_size
+
+    def mine(self, rank: int) -> slice:
+        """The samples of a rank in the whole batch."""
+        before = sum(self.samples[:rank])
+        return slice(before, before + self.samples[rank])
 
     @property
     def config(self) -> RunConfig:
@@ -92,7 +105,7 @@ class StepResult:
 def batch_of(case: Case) -> tuple[Tensor, Tensor]:
     """Tokens and labels of the whole batch of all ranks."""
     generator = torch.Generator().manual_seed(case.seed + 1)
-    shape = (case.world_size * case.batch, case.model.seq_len)
+    shape = (sum(case.samples), case.model.seq_len)
     tokens = torch.randint(case.model.vocab_size, shape, generator=generator)
     labels = torch.randint(case.model.vocab_size, shape, generator=generator)
     if case.ignore_labels:  # unevenly over ranks: a mean of local means would be wrong
@@ -106,7 +119,7 @@ def valid_of(case: Case) -> Tensor | None:
         return None
     length = case.model.seq_len
     generator = torch.Generator().manual_seed(case.seed + 2)
-    ends = torch.randint(0, length + 1, (case.world_size * case.batch, 1), generator=generator)
+    ends = torch.randint(0, length + 1, (sum(case.samples), 1), generator=generator)
     ends[0] = length
     return torch.arange(length) < ends
 
@@ -196,7 +209,7 @@ def run_step(rank: int, case: Case) -> StepResult:
 def result_of(stack: PipelinedStack, rank: int, case: Case) -> StepResult:
     """The case's step by a stack that has it ready."""
     tokens, labels = batch_of(case)
-    mine = slice(rank * case.batch, (rank + 1) * case.batch)
+    mine = case.mine(rank)
     optimizer = build_adamw(stack.model.named_parameters(), case.config.optimizer)
     valid = valid_of(case)
     ids = torch.arange(len(tokens))
@@ -250,7 +263,7 @@ def _pieces(case: Case) -> ScheduleConfig:
 
 @lru_cache(maxsize=16)
 def _reference_step(case: Case) -> StepResult:
-    alone = replace(case, world_size=1, ep_size=1, schedule=ScheduleConfig(name="sequential"))
+    alone = replace(case, world_size=1, ep_size=1, batches=(), schedule=ScheduleConfig(name="sequential"))
     stack = stack_of(0, alone)
     weights = {n: p.detach().clone().requires_grad_() for n, p in stack.model.named_parameters()}
     tokens, labels = batch_of(case)
@@ -264,10 +277,14 @@ def _reference_step(case: Case) -> StepResult:
 
 def settings_of(case: Case) -> Settings:
     pieces = case.schedule.microbatches if case.schedule.name in ("flowmoe", "penstock") else 1
+    fixed = case.moe.capacity_factor is not None or case.moe.gate == "soft"
     cuts: list[list[int]] = []
-    for rank in range(case.world_size):
-        samples = iter(range(rank * case.batch, (rank + 1) * case.batch))
-        cuts += [[next(samples) for _ in range(size)] for size in split_sizes(case.batch, pieces)]
+    seats: list[int] = []
+    for rank, batch in enumerate(case.samples):
+        sizes = split_sizes(max(case.samples) if fixed else batch, pieces)
+        samples = iter(range(case.mine(rank).start, case.mine(rank).stop))
+        cuts += [list(islice(samples, size)) for size in sizes]
+        seats += sizes
     layers = range(case.model.num_layers)
     groups, limit, valid = case.moe.num_groups, case.moe.group_top_k, valid_of(case)
     return Settings(
@@ -291,6 +308,7 @@ def settings_of(case: Case) -> Settings:
         aux_group=case.moe.aux_loss_group,
         z_coeff=case.moe.z_loss_coeff,
         pieces=cuts,
+        seats=seats,
     )
 
 

@@ -18,7 +18,8 @@ from tests.support.reference_moe import Weights, moe_layer
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the mathematics depends on. pieces: lists of sample numbers that form one microbatch.
+    """What the mathematics depends on. pieces: lists of sample numbers that form one microbatch. seats: the
+    samples by which slots of each are counted.
 
     gate: its name. groups: how many, and how many a token may use. modules: experts are modules of their own.
     padding: bool [B, L], True where a token counts for nothing.
@@ -44,6 +45,7 @@ class Settings:
     aux_group: str
     z_coeff: float
     pieces: list[list[int]]
+    seats: list[int]
 
 
 def reference_loss(weights: Weights, settings: Settings, tokens_BL: Tensor, labels_BL: Tensor) -> Tensor:

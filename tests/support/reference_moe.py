@@ -29,15 +29,15 @@ def moe_layer(x: Tensor, w: Weights, s: Settings, layer: int) -> tuple[Tensor, T
     out, chosen = torch.zeros_like(x), torch.zeros(x.shape[0], s.num_experts, dtype=torch.float64)
     logits = _logits(x, w, s, layer)
     valid = torch.ones(x.shape[:2], dtype=torch.bool) if s.padding is None else ~s.padding
-    for samples in s.pieces:
+    for samples, seats in zip(s.pieces, s.seats, strict=True):
         places = [(b, t) for b in samples for t in range(x.shape[1]) if valid[b, t]]
         if s.gate == "soft":
             _mix_slots(x, logits, out, samples, valid, w, s)
             chosen[samples] = s.slots_per_expert
         elif s.gate == "expert_choice":
-            _experts_choose(x, logits, out, chosen, samples, places, w, s)
+            _experts_choose(x, logits, out, chosen, seats, places, w, s)
         else:
-            _tokens_choose(x, logits, out, chosen, places, w, s)
+            _tokens_choose(x, logits, out, chosen, seats, places, w, s)
     for b, t in [(b, t) for b in range(x.shape[0]) for t in range(x.shape[1])]:
         if any(name.startswith("shared.") for name in w):
             out[b, t] = out[b, t] + _feed_forward(x[b, t], _shared(w), s)
@@ -79,11 +79,18 @@ def _probability(logits: Tensor, s: Settings) -> Tensor | None:
 
 
 def _tokens_choose(
-    x: Tensor, logits: Tensor, out: Tensor, chosen: Tensor, places: list[Place], w: Weights, s: Settings
+    x: Tensor,
+    logits: Tensor,
+    out: Tensor,
+    chosen: Tensor,
+    seats: int,
+    places: list[Place],
+    w: Weights,
+    s: Settings,
 ) -> None:
     scores = _scores(logits, s)
     best = {place: _best(scores[place].detach(), s) for place in places}
-    slots, taken = _slots(out, places, s), [0] * s.num_experts
+    slots, taken = _slots(out, seats, s), [0] * s.num_experts
     for choice in range(s.top_k):
         for place in places:
             expert = best[place][choice]
@@ -111,12 +118,11 @@ def _best(scores: Tensor, s: Settings) -> list[int]:
     return sorted(allowed, key=lambda e: -float(scores[e]))[: s.top_k]
 
 
-def _slots(out: Tensor, places: list[Place], s: Settings) -> float:
+def _slots(out: Tensor, seats: int, s: Settings) -> float:
     """Slots per expert, counted with padding: a microbatch's size is the same on all ranks."""
     if s.capacity_factor is None:
         return math.inf
-    samples = next(len(piece) for piece in s.pieces if not places or places[0][0] in piece)
-    wanted = Decimal(str(s.capacity_factor)) * s.top_k * samples * out.shape[1] / s.num_experts
+    wanted = Decimal(str(s.capacity_factor)) * s.top_k * seats * out.shape[1] / s.num_experts
     return max(s.min_capacity, math.ceil(wanted))
 
 
@@ -125,13 +131,13 @@ def _experts_choose(
     logits: Tensor,
     out: Tensor,
     chosen: Tensor,
-    samples: list[int],
+    seats: int,
     places: list[Place],
     w: Weights,
     s: Settings,
 ) -> None:
     probability = logits.softmax(-1)
-    slots = min(len(samples) * x.shape[1], int(_slots(out, [(samples[0], 0)], s)))
+    slots = int(_slots(out, seats, s))
     for expert in range(s.num_experts):
         for place in sorted(places, key=lambda p: -float(probability[p][expert].detach()))[:slots]:
             chosen[place[0], expert] += 1

@@ -7,6 +7,8 @@ Shapes: B samples per rank, L sequence length.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import numpy as np
 import pytest
@@ -15,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import ConfigError
-from penstock.train.batches import Batch, BatchStream, split_windows
+from penstock.train.batches import WINDOWS_PER_BLOCK, Batch, BatchStream, Split
 from penstock.train.corpus import Corpus
+from penstock.train.order import Indices
+from penstock.train.text import Text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +54,30 @@ cases = st.builds(
 )
 
 
+def random_bytes(length: int) -> bytes:
+    return np.random.default_rng(7).integers(0, 256, size=length, dtype=np.uint8).tobytes()
+
+
 def random_corpus(length: int) -> Corpus:
-    text = np.random.default_rng(7).integers(0, 256, size=length, dtype=np.uint8)
-    return Corpus(text=text, source="test")
+    with NamedTemporaryFile() as file:  # which the text goes on reading after its name is gone
+        file.write(random_bytes(length))
+        file.flush()
+        return Corpus(text=Text(None, [Path(file.name)]), source="test")
+
+
+def split_windows(window_count: int, held_out_fraction: float) -> tuple[Indices, Indices]:
+    """Training and held-out windows as lists, which is how they used to be found."""
+    period = round(1 / held_out_fraction)
+    block = WINDOWS_PER_BLOCK if window_count >= WINDOWS_PER_BLOCK * period else 1
+    windows_W = np.arange(window_count, dtype=np.int64)
+    held_out_W = (windows_W // block) % period == period - 1
+    return windows_W[~held_out_W], windows_W[held_out_W]
 
 
 def windows_of(case: Case, batch: Batch) -> list[int]:
     """Which windows of the corpus the samples of `batch` are."""
-    text = random_corpus(case.windows * case.seq_len + 1).text
-    window_of = {
-        text[w * case.seq_len : (w + 1) * case.seq_len + 1].tobytes(): w for w in range(case.windows)
-    }
+    text = random_bytes(case.windows * case.seq_len + 1)
+    window_of = {text[w * case.seq_len : (w + 1) * case.seq_len + 1]: w for w in range(case.windows)}
     assert len(window_of) == case.windows
     whole_BL = torch.cat([batch.tokens_BL, batch.labels_BL[:, -1:]], dim=1)
     return [window_of[bytes(row)] for row in whole_BL.tolist()]
@@ -129,12 +146,27 @@ def test_held_out_batches_repeat_and_hold_no_training_text(case: Case) -> None:
     stream = case.stream()
     batches = list(stream.held_out_batches(1000))
     seen = [window for batch in batches for window in windows_of(case, batch)]
-    assert len(batches) == held_out_W.size // case.global_batch
-    assert len(set(seen)) == len(seen)
-    assert set(seen) <= set(held_out_W.tolist())
+    assert len(batches) == -(-held_out_W.size // case.global_batch)
+    assert sorted(seen) == held_out_W.tolist()  # the last batch is what is left
     stream.batch(0)
     assert all(same(a, b) for a, b in zip(batches, stream.held_out_batches(1000), strict=True))
     assert len(list(stream.held_out_batches(1))) == 1
+
+
+@given(cases, st.sampled_from([2, 3, 4, 6, 12]))
+def test_the_rest_of_held_out_text_is_dealt_evenly(case: Case, world_size: int) -> None:
+    """Ranks may have none of it; every share is within one sample of the largest, which all ranks know."""
+    ranks = [case.stream(rank, world_size) for rank in range(world_size)]
+    for shares in zip(*(rank.held_out_batches(1000) for rank in ranks), strict=True):
+        sizes = [len(share.tokens_BL) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+        assert {share.largest_batch for share in shares} == {max(sizes)}
+        assert all(share.tokens_BL.shape[1] == case.seq_len for share in shares)
+
+
+def test_a_corpus_that_holds_out_less_than_a_batch_is_enough() -> None:
+    (batch,) = Case(windows=20).stream().held_out_batches(1000)
+    assert len(batch.tokens_BL) == 5
 
 
 @given(cases)
@@ -154,15 +186,34 @@ def test_the_seed_changes_the_order_and_not_the_evaluation() -> None:
 
 @given(st.integers(0, 5000), st.sampled_from([0.05, 0.1, 0.3, 0.5]))
 def test_every_window_is_either_training_or_held_out(window_count: int, fraction: float) -> None:
-    training_W, held_out_W = split_windows(window_count, fraction)
+    split = Split.of(window_count, fraction)
+    training_W = split.training_windows(np.arange(split.training))
+    held_out_W = split.held_out_windows(np.arange(split.held_out))
     assert sorted([*training_W.tolist(), *held_out_W.tolist()]) == list(range(window_count))
+    listed = split_windows(window_count, fraction)
+    assert [training_W.tolist(), held_out_W.tolist()] == [windows_W.tolist() for windows_W in listed]
+
+
+@given(cases, st.integers(0, 3))
+def test_samples_come_in_the_order_that_runs_have_always_had(case: Case, epoch: int) -> None:
+    """A run that was begun by an earlier version goes on with the very samples it would have seen there."""
+    training_W, held_out_W = split_windows(case.windows, case.held_out_fraction)
+    order_W = np.random.Generator(np.random.PCG64((case.seed, epoch))).permutation(training_W)
+    steps = range(
+        -(-epoch * order_W.size // case.global_batch), (epoch + 1) * order_W.size // case.global_batch
+    )
+    seen = [window for step in steps for window in windows_of(case, case.stream().batch(step))]
+    start = steps.start * case.global_batch - epoch * order_W.size
+    assert seen == order_W[start : start + len(seen)].tolist()
+    held_out = [w for batch in case.stream().held_out_batches(1000) for w in windows_of(case, batch)]
+    expected_W = np.random.Generator(np.random.PCG64((0,))).permutation(held_out_W)
+    assert held_out == expected_W[: len(held_out)].tolist()
 
 
 def test_blocks_are_held_out_of_a_long_corpus_and_windows_of_a_short_one() -> None:
-    _, long_W = split_windows(32 * 8, 0.25)
-    assert long_W.tolist() == [*range(32 * 3, 32 * 4), *range(32 * 7, 32 * 8)]
-    _, short_W = split_windows(9, 0.25)
-    assert short_W.tolist() == [3, 7]
+    long, short = Split.of(32 * 8, 0.25), Split.of(9, 0.25)
+    assert long.held_out_windows(np.arange(64)).tolist() == [*range(96, 128), *range(224, 256)]
+    assert short.held_out_windows(np.arange(2)).tolist() == [3, 7]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +221,6 @@ def test_blocks_are_held_out_of_a_long_corpus_and_windows_of_a_short_one() -> No
     [
         (Case(windows=0), "batch_per_device"),
         (Case(windows=14), "batch_per_device"),
-        (Case(windows=20), "held_out_fraction"),
         (Case(held_out_fraction=1e-6), "held_out_fraction"),
         (Case(seq_len=0), "seq_len"),
         (Case(seed=-1), "seed"),

@@ -19,6 +19,7 @@ from penstock.train.metrics import StepMetrics
 from penstock.train.trainer import Trainer
 from tests.support.parity import Case, settings_of
 from tests.support.reference import Settings, reference_loss
+from tests.support.reference_moe import Weights
 from tests.support.runs import write_config
 
 pytestmark = pytest.mark.slow
@@ -75,7 +76,7 @@ def mathematics(trainer: Trainer, samples: int) -> Settings:
 def reference(trainer: Trainer, batch: Batch, **coefficients: float) -> Tensor:
     """The reference's loss with these coefficients; its variables are the trainer's parameters."""
     settings = replace(mathematics(trainer, len(batch.tokens_BL)), **coefficients)  # type: ignore[arg-type]
-    weights = dict(trainer.stack.model.named_parameters())
+    weights: Weights = dict(trainer.stack.model.named_parameters())
     return reference_loss(weights, settings, batch.tokens_BL, batch.labels_BL)
 
 
@@ -87,8 +88,10 @@ def test_metrics_of_a_step_are_those_of_the_reference(tmp_path: Path, group: str
     balance = reference(trainer, batch, aux_coeff=1.0, z_coeff=0.0).item() - plain
     z = reference(trainer, batch, aux_coeff=0.0, z_coeff=1.0).item() - plain
     everything = reference(trainer, batch)
-    gradients = torch.autograd.grad(everything, list(trainer.stack.model.parameters()), allow_unused=True)
-    norm = torch.cat([g.flatten().double() for g in gradients if g is not None]).norm()
+    gradients = torch.autograd.grad(
+        everything, list(trainer.stack.model.parameters()), allow_unused=True, materialize_grads=True
+    )
+    norm = torch.cat([gradient.flatten().double() for gradient in gradients]).norm()
 
     found: StepMetrics = trainer._step(0)
     assert found.loss == pytest.approx(plain, rel=1e-5)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from penstock.graph import Lane, Task
+from penstock.mesh import Group
+from penstock.ops import Op
+
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,11 +17,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.cost import ClusterConfig
-from penstock.graph import Lane, Task
-from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.ops import Op
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.buckets import Buckets
 from penstock.schedule import SCHEDULES, Schedule, ScheduleConfig, StepPlan
@@ -103,7 +104,7 @@ def expected_traffic(rank: int, stack: VirtualStack, number: int) -> Counter[int
 def reduced_bytes(task: Task, stack: VirtualStack) -> int:
     work, shape = stack.workload, stack.plan.shape
     if task.op == Op.STATISTICS:
-        return 8 * (5 + 2 * sum(shape.moe_layers) * work.num_experts)
+        return 8 * (5 + 5 + 2 * sum(shape.moe_layers) * work.num_experts)  # losses, marks, sums
     replicated = task.op == Op.ALL_REDUCE
     sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
     pieces = shape.all_reduce_chunks if replicated else shape.expert_all_reduce_chunks

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, Items, Within, check_bounds
+from penstock.config.bounds import Seed
 from penstock.cost import ClusterConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.schedule import SCHEDULES, ScheduleConfig
 from penstock.topology import ParallelConfig
 from penstock.virtual import VirtualConfig
+
+Rounds = Annotated[int, Within(1, 100_000, "every round is in memory until the end")]
+Samples = Annotated[int, Within(1, 1 << 20, "all samples of a step are in memory at once")]
+Seconds = Annotated[float, Within(0, 86400, "measuring takes time, and has to end", above=True)]
+Names = Annotated[tuple[str, ...], Items(100, "there are not so many to compare")]
 
 PEERS = ("deepspeed", "megatron")
 """Other systems that can be compared with, installed or not."""
@@ -28,16 +35,17 @@ class CompareConfig:
     profile_s: seconds to measure links and tasks for, before a plan is sought (`--plan`).
     """
 
-    schedules: tuple[str, ...] = ("sequential", "moe_pipeline", "flowmoe")
-    peers: tuple[str, ...] = ()
-    rounds: int = 5
-    warmup: int = 1
-    batch_per_device: int = 4
-    seed: int = 0
+    schedules: Names = ("sequential", "moe_pipeline", "flowmoe")
+    peers: Names = ()
+    rounds: Rounds = 5
+    warmup: Rounds = 1
+    batch_per_device: Samples = 4
+    seed: Seed = 0
     tune: bool = False
-    profile_s: float = 60.0
+    profile_s: Seconds = 60.0
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         for key in ("schedules", "peers"):
             names = getattr(self, key)
             if len(set(names)) < len(names):
@@ -52,9 +60,6 @@ class CompareConfig:
             if name not in PEERS:
                 hint = f"Use some of {', '.join(PEERS)}."
                 raise ConfigError("peers", list(self.peers), f"no other system is called {name}", hint)
-        for key in ("rounds", "warmup", "batch_per_device"):
-            if getattr(self, key) < 1:
-                raise ConfigError(key, getattr(self, key), "must be at least 1", "Use 1 or more.")
 
 
 @dataclass(frozen=True, kw_only=True)

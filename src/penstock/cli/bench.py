@@ -51,6 +51,7 @@ from penstock.topology import (
 )
 from penstock.topology.join import ALONE
 from penstock.train.assemble import build_machinery, pick_device
+from penstock.train.fits import check_memory, host_bytes
 
 Subject = Literal["schedules", "plan", "collectives", "dispatch", "layer", "drift", "published"]
 """What is measured: whole steps, or a part alone."""
@@ -106,6 +107,7 @@ def bench(
     """Exit code of the comparison; rank 0 prints the table or one JSON object."""
     config = load(BenchConfig, path, overrides)
     _check_together(config, wanted)
+    _check_fits(config, wanted, emulate)
     info = detect(os.environ)
     if wanted.subject in ALONE_SUBJECTS:
         return _alone(wanted, info, emulate)
@@ -132,6 +134,19 @@ def _check_together(config: BenchConfig, wanted: Wanted) -> None:
         raise ConfigError("moe.capacity_factor", "none", why, hint)
     for peer in config.compare.peers:
         require(peer)
+
+
+def _check_fits(config: BenchConfig, wanted: Wanted, emulate: EmulateConfig | None) -> None:
+    """Refuse a model that this machine has no memory for; where there are GPUs, torch says so."""
+    if wanted.subject not in ("schedules", "plan") or wanted.virtual or torch.cuda.is_available():
+        return
+    info = detect(os.environ)
+    ranks = config.parallel.processes if emulate is None else emulate.shape.ranks
+    size = ranks if info is None else info.world_size
+    layout = Layout.build(config.parallel, size, 0, config.moe.num_experts)
+    batch = config.compare.batch_per_device
+    sharing = ranks if info is None else 1
+    check_memory(config.model, config.moe, batch, layout, there_bytes=host_bytes(), sharing=sharing)
 
 
 def _be_rank(config: BenchConfig, info: ProcessInfo, wanted: Wanted, emulate: EmulateConfig | None) -> int:

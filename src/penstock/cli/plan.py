@@ -26,6 +26,7 @@ from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.plan import MemoryBudget, PlanFile, Subject, explain, find_plan, published_problem
 from penstock.plan import Progress as Step
+from penstock.plan.effort import PLACEMENTS, check_budget
 from penstock.plan.subject import Overrides
 from penstock.plan.words import choice_words, milliseconds
 from penstock.report.plan import PlanReport, saved_plan
@@ -34,7 +35,7 @@ NARROWEST, WIDEST = 60, 130
 SIZES = ("layers", "batch", "seq_len", "top_k", "num_experts", "nodes", "ranks_per_node", "ep_size")
 """Sizes that a user may give instead of the published ones."""
 
-SEARCHED = ("config", "model", "cluster", "out", "memory_gib", "imbalance", *SIZES)
+SEARCHED = ("config", "model", "cluster", "out", "memory_gib", "imbalance", "budget", *SIZES)
 """What says how to search for a plan."""
 
 EXAMPLE = "plan.json"
@@ -76,6 +77,13 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="X",
         help="the busiest rank's experts get X times the mean number of tokens (1: even routing)",
     )
+    plan.add_argument(
+        "--budget",
+        type=float,
+        metavar="X",
+        help=f"look at X times as much as usual, in simulated tasks (1: {PLACEMENTS['usual']:,} placements, "
+        "some seconds)",
+    )
     plan.add_argument("--json", action="store_true", help="print one JSON object")
     plan.set_defaults(run=plan_command)
 
@@ -88,11 +96,13 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
         return _show(options, width)
     subject = _loaded(_subject(options), options.imbalance)
     memory = _memory(options.memory_gib, subject.memory_bytes)
+    budget = 1.0 if options.budget is None else options.budget
+    check_budget("--budget", budget)
     if options.out is not None:
         check_out(options.out, EXAMPLE)
     started = time.monotonic()
     with _progress() as progress:
-        found = find_plan(subject.problem, memory=memory, progress=progress)
+        found = find_plan(subject.problem, memory=memory, progress=progress, budget=budget)
         explanation = explain(subject.problem, found, memory)
     seconds = time.monotonic() - started
     file = PlanFile.of(
@@ -100,7 +110,8 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
         found.best,
         model=subject.title,
         cluster=subject.cluster_name,
-        why=explanation.lines,
+        why=(*explanation.lines, *found.searched.lines),
+        search=found.searched,
     )
     saved = str(options.out) if options.out is not None and save_out(file.save, options.out) else None
     report = PlanReport(subject=subject, found=found, explanation=explanation, seconds=seconds, saved=saved)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from penstock.cli.codes import BAD_USAGE, FAILED
 from penstock.cli.out import check_out, save_out
 from penstock.cli.ranks import start_ranks
@@ -35,7 +37,8 @@ from penstock.topology import (
 from penstock.topology.join import ALONE
 from penstock.train.assemble import build_machinery, pick_device
 from penstock.train.config import RunConfig
-from penstock.train.planning import decided
+from penstock.train.deciding import decided
+from penstock.train.fits import check_memory, device_bytes, host_bytes
 from penstock.train.profile import profile_run
 
 DEFAULTS = (
@@ -81,7 +84,10 @@ def profile(
         hint = "Start penstock profile itself, or leave --emulate out."
         raise ConfigError("--emulate", str(emulate.shape), why, hint)
     config, ranks = _configured(path, overrides, info, emulate)
-    Layout.build(config.parallel, ranks, 0, config.moe.num_experts)  # refused before any process starts
+    layout = Layout.build(config.parallel, ranks, 0, config.moe.num_experts)
+    if not torch.cuda.is_available():  # refused before any process starts
+        batch, there = config.data.batch_per_device, host_bytes()
+        check_memory(config.model, config.moe, batch, layout, there_bytes=there, sharing=ranks)
     if info is None:
         check_out(wanted.out, EXAMPLE)
     start = partial(start_ranks, given, ranks, config.parallel.timeout_s)
@@ -119,6 +125,8 @@ def _be_rank(config: RunConfig, info: ProcessInfo, wanted: Wanted) -> int:
         decided(control, partial(check_out, wanted.out, EXAMPLE), "looking where the cluster file is to be")
         node_size = find_node_size(control, info.local_rank)
         layout = Layout.build(config.parallel, info.world_size, info.rank, config.moe.num_experts, node_size)
+        batch, there = config.data.batch_per_device, device_bytes(device)
+        check_memory(config.model, config.moe, batch, layout, there_bytes=there)
         machinery = build_machinery(layout, device, config.parallel, config.train.precision)
         file = profile_run(
             config, machinery, budget_s=wanted.budget_s, say=_say if leader else None, name=wanted.out.stem

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch
+
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.cli.ranks import start_ranks
 from penstock.config import ConfigError, load
@@ -19,18 +21,21 @@ from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import CommunicationError, Layout, ProcessInfo, detect, join, leave
+from penstock.topology.blame import give_up
 from penstock.topology.join import ALONE
 from penstock.train.assemble import pick_device
 from penstock.train.checkpoint import CheckpointError, complete_checkpoints
 from penstock.train.config import RunConfig
+from penstock.train.fits import check_memory, host_bytes
 from penstock.train.health import DivergedError
 from penstock.train.launcher import Place
 from penstock.train.plan_config import given_schedule
 from penstock.train.resume import require_checkpoint
+from penstock.train.text import TextError
 from penstock.train.trainer import OnStep, Trainer
 from penstock.virtual import RecordedModel, RoutingRecorder
 
-EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointError, DivergedError)
+EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointError, DivergedError, TextError)
 
 
 def train(
@@ -73,7 +78,10 @@ def _start_emulated(
 
 def _start_ranks(config: RunConfig, given: Sequence[str], processes: int, place: Place | None = None) -> int:
     resolved = config.resolved(processes)  # what can be refused is refused before any process starts
-    Layout.build(resolved.parallel, processes, 0, resolved.moe.num_experts)
+    layout = Layout.build(resolved.parallel, processes, 0, resolved.moe.num_experts)
+    if not torch.cuda.is_available():
+        batch, there = resolved.data.batch_per_device, host_bytes()
+        check_memory(resolved.model, resolved.moe, batch, layout, there_bytes=there, sharing=processes)
     require_checkpoint(config)
     return start_ranks(given, processes, config.parallel.timeout_s, place, lambda: _way_out(config))
 
@@ -148,6 +156,7 @@ def end_of_rank(info: ProcessInfo, code: int) -> int:
 def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:
     """One line on the terminal; what follows it (a grid with the task marked, a traceback) in a file."""
     headline, _, details = text.partition("\n")
+    give_up(headline)
     where = ""
     if details:
         report = config.output.dir / f"failure-rank{info.rank}.txt"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from penstock.config import ConfigError
+from penstock.config import Within, check_bounds
 from penstock.cost.legs import busiest_share
 from penstock.cost.span import Span
 from penstock.graph import Phase
 from penstock.ops import Op
+
+Rate = Annotated[float, Within(1e-3, 1e24, "beyond, durations leave the range of floating point")]
+"""Per second."""
+
+StartUp = Annotated[float, Within(0, 1e6, "a million seconds are twelve days", above=True)]
+"""Seconds before anything happens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,23 +45,17 @@ class ClusterConfig:
     one device. task_overhead_s: fixed cost of any compute task.
     """
 
-    flops_per_s: float = 3e10
-    memory_bytes_per_s: float = 4e9
-    link_latency_s: float = 2e-4
-    link_bytes_per_s: float = 1e9
+    flops_per_s: Rate = 3e10
+    memory_bytes_per_s: Rate = 4e9
+    link_latency_s: StartUp = 2e-4
+    link_bytes_per_s: Rate = 1e9
     link_rate_of: RateOf = "device"
-    intra_latency_s: float = 2e-4
-    intra_bytes_per_s: float = 1e9
-    task_overhead_s: float = 1e-4
+    intra_latency_s: StartUp = 2e-4
+    intra_bytes_per_s: Rate = 1e9
+    task_overhead_s: StartUp = 1e-4
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "link_rate_of":
-                continue
-            if not 0 < value < math.inf:
-                why = "must be finite" if value == math.inf else "must be positive"
-                raise ConfigError(field.name, value, why, f"The default is {field.default}.")
+        check_bounds(self)
 
     def all_to_all(self, group: Span | int) -> AlphaBeta:
         """Argument: bytes of the buffer each rank sends, its own share included. int: ranks on nodes unknown.

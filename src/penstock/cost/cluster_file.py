@@ -5,15 +5,14 @@ JSON that people can read and write. `links` and `tasks` may be empty: the rates
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from penstock.config import UNSET, ConfigError, from_dict, to_dict
+from penstock.config import UNSET, ConfigError, Items, Within, check_bounds, from_dict, read_json, to_dict
+from penstock.config.bounds import MOST_RANKS, Ranks
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.json_file import write_json
 from penstock.graph import Lane, Phase
@@ -43,15 +42,20 @@ Collective = Literal[
 """A hierarchical dispatch is named by leg, too: its `op` says which."""
 
 
-def _check(model: object, *, positive: Sequence[str], not_negative: Sequence[str]) -> None:
-    """Raises ConfigError that names the field. Neither infinity nor NaN is a measurement."""
-    for key in positive:
-        if not 0 < (value := getattr(model, key)) < math.inf:
-            why = "must be a finite number above 0"
-            raise ConfigError(key, value, why, "Measure it again, or correct the number.")
-    for key in not_negative:
-        if not 0 <= (value := getattr(model, key)) < math.inf:
-            raise ConfigError(key, value, "must be finite and not negative", "Use 0 or more.")
+AGAIN = "Measure it again, or correct the number."
+Seconds = Annotated[float, Within(0, 1e6, "a million seconds are twelve days")]
+SecondsPerUnit = Annotated[
+    float, Within(0, 1e3, "nothing is slower than a byte in that time", True, hint=AGAIN)
+]
+Factor = Annotated[float, Within(0, 1e9, "it multiplies durations", above=True, hint=AGAIN)]
+Scatter = Annotated[float, Within(0, 1e3, "a duration that scatters more says nothing", hint=AGAIN)]
+Quality = Annotated[float, Within(-1e300, 1, "1 is a perfect line", hint=AGAIN)]
+Residual = Annotated[float, Within(0, 1e300, "it is a distance", hint=AGAIN)]
+Measured = Annotated[float, Within(0, 1e18, "bytes, operations or seconds", hint=AGAIN)]
+Point = Annotated[tuple[Measured, ...], Items(8, "size, seconds")]
+Points = Annotated[tuple[Point, ...], Items(10_000, "a line needs few points")]
+MemoryBytes = Annotated[int, Within(1, 2**62, "no machine has more", hint="Leave it out if it is not known.")]
+MOST_MODELS = 4096
 
 
 def _check_name(key: str, value: str, names: Iterable[str], what: str) -> None:
@@ -69,9 +73,12 @@ class Fit:
     r2: 1 is a perfect line. residual: typical distance of a point from the line, relative to the line.
     """
 
-    r2: float
-    residual: float
-    points: tuple[tuple[float, ...], ...] = ()
+    r2: Quality
+    residual: Residual
+    points: Points = ()
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +93,14 @@ class LinkModel:
     collective: Collective
     group: str
     lane: str
-    ranks: int
-    alpha_s: float
-    beta_s_per_byte: float
+    ranks: Ranks
+    alpha_s: Seconds
+    beta_s_per_byte: SecondsPerUnit
     op: str = ""
     fit: Fit | None = None
 
     def __post_init__(self) -> None:
-        _check(self, positive=("ranks", "beta_s_per_byte"), not_negative=("alpha_s",))
+        check_bounds(self)
         _check_name("lane", self.lane, Lane, "lane")
         if self.op:
             _check_name("op", self.op, OPS, "op of a task")
@@ -112,13 +119,13 @@ class TaskModel:
 
     op: str
     phase: str
-    alpha_s: float
-    scale: float
-    beside: float = 1.0
+    alpha_s: Seconds
+    scale: Factor
+    beside: Factor = 1.0
     fit: Fit | None = None
 
     def __post_init__(self) -> None:
-        _check(self, positive=("scale", "beside"), not_negative=("alpha_s",))
+        check_bounds(self)
         _check_name("op", self.op, OPS, "op of a task")
         _check_name("phase", self.phase, Phase, "phase")
 
@@ -132,12 +139,12 @@ class KernelModel:
 
     name: str
     unit: Literal["flop", "byte"]
-    alpha_s: float
-    beta_s_per_unit: float
+    alpha_s: Seconds
+    beta_s_per_unit: SecondsPerUnit
     fit: Fit | None = None
 
     def __post_init__(self) -> None:
-        _check(self, positive=("beta_s_per_unit",), not_negative=("alpha_s",))
+        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,18 +171,18 @@ class ClusterFile:
     not known. measured: None for a file written by hand; source: where its numbers come from.
     """
 
-    version: int = VERSION
+    version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
     name: str
-    nodes: int
-    ranks_per_node: int
+    nodes: Ranks
+    ranks_per_node: Ranks
     rates: ClusterConfig = field(default_factory=ClusterConfig)
-    links: tuple[LinkModel, ...] = ()
-    tasks: tuple[TaskModel, ...] = ()
-    kernels: tuple[KernelModel, ...] = ()
-    transfers_beside_compute: float = 1.0
-    jitter: float = 0.0
-    slowness: tuple[float, ...] = ()
-    memory_bytes: int | None = None
+    links: Annotated[tuple[LinkModel, ...], Items(MOST_MODELS, "one per collective and group")] = ()
+    tasks: Annotated[tuple[TaskModel, ...], Items(MOST_MODELS, "one per op and phase")] = ()
+    kernels: Annotated[tuple[KernelModel, ...], Items(MOST_MODELS, "they are for the reader")] = ()
+    transfers_beside_compute: Factor = 1.0
+    jitter: Scatter = 0.0
+    slowness: Annotated[tuple[Factor, ...], Items(MOST_RANKS, "one per rank")] = ()
+    memory_bytes: MemoryBytes | None = None
     measured: Machine | None = None
     source: str = ""
 
@@ -183,18 +190,14 @@ class ClusterFile:
         if self.version != VERSION:
             hint = f"Measure it again with `penstock profile`; this version writes {VERSION}."
             raise ConfigError("version", self.version, "is a version that cannot be read here", hint)
-        for key in ("nodes", "ranks_per_node"):
-            if getattr(self, key) < 1:
-                raise ConfigError(key, getattr(self, key), "a cluster has ranks", "Use 1 or more.")
-        _check(self, positive=("transfers_beside_compute",), not_negative=("jitter",))
+        check_bounds(self)
+        if self.ranks > MOST_RANKS:
+            why = f"makes {self.ranks} ranks on {self.nodes} nodes, and {MOST_RANKS} can be planned for"
+            raise ConfigError("ranks_per_node", self.ranks_per_node, why, "Use fewer.")
         for number, link in enumerate(self.links):  # outside a file, "" stands for several groups at once
             _check_name(f"links[{number}].group", link.group, Group.NAMES, "group of ranks")
-        if self.memory_bytes is not None and self.memory_bytes <= 0:
-            hint = "Leave it out if it is not known."
-            raise ConfigError("memory_bytes", self.memory_bytes, "must be above 0", hint)
-        right = all(0 < factor < math.inf for factor in self.slowness)
-        if self.slowness and not (right and len(self.slowness) == self.ranks):
-            why = f"needs a finite number above 0 for each of the {self.ranks} ranks"
+        if self.slowness and len(self.slowness) != self.ranks:
+            why = f"needs a number for each of the {self.ranks} ranks"
             raise ConfigError("slowness", list(self.slowness), why, "Use [] if all are alike.")
 
     @property
@@ -213,13 +216,7 @@ class ClusterFile:
     @staticmethod
     def read(path: Path) -> ClusterFile:
         """Raises ConfigError naming the file and the key that is wrong."""
-        try:
-            table = json.loads(path.read_text())
-        except OSError as error:
-            raise ConfigError(str(path), UNSET, f"cannot be read ({error.strerror})", "Check it.") from error
-        except ValueError as error:  # not UTF-8, or not JSON
-            why = f"is not valid JSON: {error}"
-            raise ConfigError(str(path), UNSET, why, "Measure again with `penstock profile`.") from error
+        table = read_json(path, "Give a cluster file, or measure one with `penstock profile`.")
         file = from_dict(ClusterFile, table, str(path))
         if file.nodes > 1 and file.measured is None and "link_rate_of" not in table.get("rates", {}):
             raise ConfigError(f"{path}.rates.link_rate_of", UNSET, WHOSE_RATE, WHAT_TO_WRITE)

@@ -31,6 +31,9 @@ class StepCost:
     workload: Workload
     cluster: ClusterConfig
     _known: dict[object, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _reduced: dict[tuple[int, str], tuple[int, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __call__(self, task: Task) -> float:
         piece = None if task.microbatch is None else self._samples[task.microbatch]
@@ -140,12 +143,18 @@ class StepCost:
 
     def _all_reduce_s(self, task: Task) -> float:
         work = self.workload
-        replicated = task.op == Op.ALL_REDUCE
-        sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
-        group = Group.WORLD if replicated else Group.EXPERT_REPLICAS
+        group = Group.WORLD if task.op == Op.ALL_REDUCE else Group.EXPERT_REPLICAS
+        return self.cluster.all_reduce(work.span(group)).seconds(self.reduced_bytes(task))
+
+    def reduced_bytes(self, task: Task) -> int:
+        """Bytes of gradients in one piece of an all-reduce. A layer is cut once, however many its pieces."""
         assert task.piece is not None, task
-        elements = part_sizes(sizes[task.layer] // FLOAT32_BYTES, task.cut.parts)[task.piece]
-        return self.cluster.all_reduce(work.span(group)).seconds(elements * FLOAT32_BYTES)
+        whole = self._kinds[task.layer], task.op
+        if whole not in self._reduced:
+            replicated = task.op == Op.ALL_REDUCE
+            sizes = self.workload.all_reduce_bytes if replicated else self.workload.expert_all_reduce_bytes
+            self._reduced[whole] = part_sizes(sizes[task.layer] // FLOAT32_BYTES, task.cut.parts)
+        return self._reduced[whole][task.piece] * FLOAT32_BYTES
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from penstock.cost.span import Span, span_of
@@ -22,10 +23,12 @@ def part_sizes(total: int, parts: Sequence[int]) -> tuple[int, ...]:
     """`total` cut in the proportions of `parts`; equal parts are cut as `split_sizes` cuts."""
     if len(set(parts)) <= 1:
         return split_sizes(total, len(parts))
-    ends = [total * through // sum(parts) for through in accumulate(parts)]
+    whole = sum(parts)
+    ends = [total * through // whole for through in accumulate(parts)]
     return tuple(end - start for start, end in pairwise([0, *ends]))
 
 
+@lru_cache(maxsize=4096)  # a search asks for the same few microbatches by the hundred thousand
 def capacity_slots(tokens: int, num_experts: int, top_k: int, capacity_factor: float, minimum: int) -> int:
     """Slots per expert for `tokens` tokens of one rank: ceil(f * k * tokens / E), at least `minimum`."""
     exact = Fraction(str(capacity_factor)) * top_k * tokens / num_experts  # 1.1 is 11/10, not its float

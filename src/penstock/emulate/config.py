@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, Within, check_bounds
 
 UNITS_BIT_PER_S: Final = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "bit": 1.0}
 """Largest first, as `format_rate` tries them."""
@@ -24,17 +24,20 @@ MOST_RANKS: Final = 256
 """Each rank is a process here; a bridge takes 1023 ports, and the addresses would last for 131,000."""
 
 
+Devices = Annotated[int, Within(1, MOST_RANKS, "each rank is a process of this machine", hint="Try 2x4.")]
+PacketBytes = Annotated[int, Within(SMALLEST_MTU_BYTES, LARGEST_MTU_BYTES, "links carry no other packets")]
+Rate = Annotated[float, Within(SLOWEST_BIT_PER_S, FASTEST_BIT_PER_S, "the kernel limits no other rates")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """`nodes` nodes of `devices` devices each; ranks are numbered node by node."""
 
-    nodes: int
-    devices: int
+    nodes: Devices
+    devices: Devices
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "devices"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, getattr(self, name), "must be at least 1", "For example 2x4.")
+        check_bounds(self)
         if self.ranks > MOST_RANKS:
             why = f"is {self.ranks} devices, and one machine emulates at most {MOST_RANKS}"
             raise ConfigError("shape", str(self), why, "For example 2x4.")
@@ -59,13 +62,13 @@ class EmulateConfig:
     of which headers take 0.7 %, 1500 is what a link has that nobody has set up (4.4 %).
     """
 
-    nodes: int
-    devices: int
-    inter_rate_bit_per_s: float = 1e9
-    intra_rate_bit_per_s: float = 8e9
-    mtu_bytes: int = 9000
+    nodes: Devices
+    devices: Devices
+    inter_rate_bit_per_s: Rate = 1e9
+    intra_rate_bit_per_s: Rate = 8e9
+    mtu_bytes: PacketBytes = 9000
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # as check_bounds, but in units and names that options have
         Shape(nodes=self.nodes, devices=self.devices)
         for key in ("inter_rate_bit_per_s", "intra_rate_bit_per_s"):
             check_rate(getattr(self, key), key)

@@ -11,10 +11,15 @@ import os
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final
 
+from penstock.config import ConfigError, Items, Within, check_bounds, from_dict, read_json
 from penstock.emulate.config import EmulateConfig
 from penstock.emulate.system import EmulationError
+
+HINT: Final = "Remove the file, and its namespaces with `ip netns delete`."
+MOST_BYTES: Final = 1 << 20
+Number = Annotated[int, Within(0, 2**62, "the kernel counts no further")]
 
 FOLDER: Final = Path("/run/penstock")  # gone after a restart, as the clusters are
 
@@ -23,8 +28,11 @@ FOLDER: Final = Path("/run/penstock")  # gone after a restart, as the clusters a
 class Owner:
     """The process that a cluster ends with. Its start time tells it from a later one with the same id."""
 
-    pid: int
-    started_ticks: int
+    pid: Number
+    started_ticks: Number
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     @classmethod
     def current(cls) -> Owner:
@@ -46,7 +54,7 @@ class ClusterState:
     name: str
     owner: Owner | None
     config: EmulateConfig
-    namespaces: tuple[str, ...]
+    namespaces: Annotated[tuple[str, ...], Items(4096, "one per rank and node")]
 
     @property
     def is_stale(self) -> bool:
@@ -78,14 +86,11 @@ def recorded() -> tuple[ClusterState, ...]:
     found = []
     for path in sorted(folder().glob("pen*.json")):
         try:
-            found.append(_read(json.loads(path.read_text())))
-        except FileNotFoundError:  # somebody removed it meanwhile
-            continue
-        except (ValueError, TypeError, KeyError) as error:
-            hint = "Remove the file, and its namespaces with `ip netns delete`."
-            raise EmulationError(
-                f"{path} is not the record of an emulated cluster: {error}. {hint}"
-            ) from error
+            found.append(from_dict(ClusterState, read_json(path, HINT, MOST_BYTES), str(path)))
+        except ConfigError as error:
+            if not path.exists():  # somebody removed it meanwhile
+                continue
+            raise EmulationError(f"{path} is not the record of an emulated cluster: {error}") from error
     return tuple(found)
 
 
@@ -102,16 +107,6 @@ def folder() -> Path:
     if place.stat().st_uid != os.getuid():  # it names namespaces that we would remove
         raise EmulationError(f"{place} belongs to somebody else. Remove it, or run as its owner.")
     return place
-
-
-def _read(table: dict[str, Any]) -> ClusterState:
-    owner = table["owner"]
-    return ClusterState(
-        name=table["name"],
-        owner=None if owner is None else Owner(**owner),
-        config=EmulateConfig(**table["config"]),
-        namespaces=tuple(table["namespaces"]),
-    )
 
 
 def _started_ticks(pid: int) -> int | None:

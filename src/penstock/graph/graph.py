@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,19 +31,36 @@ class Graph:
         return {task.name: task for task in self.tasks}
 
     @cached_property
+    def links(self) -> tuple[tuple[int, ...], ...]:
+        """By position of a task the positions of those it reads. Raises ScheduleError for what is not there.
+
+        A plan builds and simulates graphs by the hundred, and comparing numbers is far quicker than tasks.
+        """
+        place = {task.name: i for i, task in enumerate(self.tasks)}
+        try:
+            return tuple(tuple([place[name] for name in task.sources()]) for task in self.tasks)
+        except KeyError:
+            task, role, name = next(self._dangling(place))
+            raise ScheduleError(f"{task} reads {role} of {name}, which is not in the graph") from None
+
+    @cached_property
     def needs(self) -> Mapping[Task, tuple[Task, ...]]:
         """For every task the tasks that it reads, each once: the very objects in `tasks`."""
-        own = self.by_name
-        return {task: tuple(own[name] for name in task.sources()) for task in self.tasks}
+        return self._named(self.links)
+
+    @cached_property
+    def readers_at(self) -> list[list[int]]:
+        """By position of a task the positions of those that read its outputs."""
+        readers: list[list[int]] = [[] for _ in self.tasks]
+        for place, needs in enumerate(self.links):
+            for need in needs:
+                readers[need].append(place)
+        return readers
 
     @cached_property
     def readers(self) -> Mapping[Task, tuple[Task, ...]]:
         """For every task the tasks that read its outputs."""
-        readers: dict[Task, list[Task]] = {task: [] for task in self.tasks}
-        for task, needs in self.needs.items():
-            for need in needs:
-                readers[need].append(task)
-        return {task: tuple(found) for task, found in readers.items()}
+        return self._named(self.readers_at)
 
     @cached_property
     def position(self) -> Mapping[Task, int]:
@@ -56,18 +73,25 @@ class Graph:
 
     def check(self) -> Graph:
         """Raise ScheduleError for an edge to nothing, a cycle, or state read before it is complete."""
-        place = {task.name: i for i, task in enumerate(self.tasks)}
-        for i, task in enumerate(self.tasks):
-            for role, names in task.inputs.items():
-                for name in names:
-                    if name not in place:
-                        raise ScheduleError(f"{task} reads {role} of {name}, which is not in the graph")
-                    if place[name] >= i:
-                        raise ScheduleError(
-                            f"{task} reads {role} of {name}, which comes after it: the graph has a cycle"
-                        )
+        for place, needs in enumerate(self.links):
+            for need in needs:
+                if need >= place:
+                    task, later = self.tasks[place], self.tasks[need]
+                    role = next(r for r, names in task.inputs.items() if later.name in names)
+                    raise ScheduleError(
+                        f"{task} reads {role} of {later}, which comes after it: the graph has a cycle"
+                    )
         self._check_state()
         return self
+
+    def _named(self, places: Sequence[Sequence[int]]) -> dict[Task, tuple[Task, ...]]:
+        tasks = self.tasks
+        return {task: tuple([tasks[i] for i in found]) for task, found in zip(tasks, places, strict=True)}
+
+    def _dangling(self, place: Mapping[Name, int]) -> Iterator[tuple[Task, str, Name]]:
+        for task in self.tasks:
+            for role, names in task.inputs.items():
+                yield from ((task, role, name) for name in names if name not in place)
 
     def _check_state(self) -> None:
         """Whoever reads a state needs, over edges, every task that adds to it."""

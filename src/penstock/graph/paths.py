@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from penstock.graph.errors import ScheduleError
-from penstock.graph.task import Lane, Task
+from penstock.graph import Lane, ScheduleError, Task
 
 T = TypeVar("T")
 
@@ -70,6 +69,29 @@ def issue_order(
                 yield task
         if progress == remaining:
             raise ScheduleError(_deadlock(lanes, heads, needs, done))
+
+
+def path_ends(
+    orders: Sequence[Sequence[int]], links: Sequence[Sequence[int]], seconds: Sequence[float]
+) -> list[float]:
+    """When every task ends, by its position in a graph; the same rule as `longest_path` for plain numbers.
+
+    orders: for every lane the positions of its tasks. A task for which lanes wait in a circle ends at -1.
+    """
+    ends, free_s, heads = [-1.0] * len(links), [0.0] * len(orders), [0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for lane, order in enumerate(orders):
+            while heads[lane] < len(order):
+                task = order[heads[lane]]
+                needed = [ends[need] for need in links[task]]
+                if needed and min(needed) < 0.0:
+                    break
+                ends[task] = free_s[lane] = max([free_s[lane], *needed]) + seconds[task]
+                heads[lane] += 1
+                moved = True
+    return ends
 
 
 def _deadlock(

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, Items, Within, check_bounds
+
+MOST_LAYERS = 1024
+Layers = Annotated[int, Within(1, MOST_LAYERS, "every layer adds dozens of tasks to a step's plan")]
+Layer = Annotated[int, Within(0, MOST_LAYERS - 1, "layers are counted from 0")]
+Width = Annotated[int, Within(1, 1 << 20, "the widest published models have some 20,000")]
+"""Numbers that a token has somewhere."""
+
+Tokens = Annotated[int, Within(1, 1 << 24, "a sample's attention is computed in one piece")]
+Symbols = Annotated[int, Within(1, 1 << 24, "the largest vocabularies have a million symbols")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,36 +31,27 @@ class ModelConfig:
     """
 
     preset: str | None = None
-    num_layers: int = 4
-    hidden_size: int = 128
-    num_heads: int = 4
-    seq_len: int = 128
-    vocab_size: int = 256
-    moe_layers: tuple[int, ...] | None = None
-    ffn_hidden_size: int | None = None
-    dropout: float = 0.0
+    num_layers: Layers = 4
+    hidden_size: Width = 128
+    num_heads: Width = 4
+    seq_len: Tokens = 128
+    vocab_size: Symbols = 256
+    moe_layers: Annotated[tuple[Layer, ...], Items(MOST_LAYERS, "each layer once", least=1)] | None = None
+    ffn_hidden_size: Width | None = None
+    dropout: Annotated[float, Within(0, 1, "it is a probability", below=True)] = 0.0
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("num_layers", "hidden_size", "num_heads", "seq_len", "vocab_size"):
-            if getattr(self, key) < 1:
-                raise ConfigError(key, getattr(self, key), "must be positive", "Use 1 or more.")
+        check_bounds(self)
         if self.hidden_size % self.num_heads:
             valid = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0]
             nearest = min(valid, key=lambda n: abs(n - self.num_heads))
             why = f"must divide hidden_size ({self.hidden_size})"
             raise ConfigError("num_heads", self.num_heads, why, f"Nearest valid: {nearest}.")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError("dropout", self.dropout, "is a probability below 1", "Use 0 for none.")
-        if self.ffn_hidden_size is not None and self.ffn_hidden_size < 1:
-            raise ConfigError("ffn_hidden_size", self.ffn_hidden_size, "must be positive", "Use none for 4x.")
-        if self.moe_layers == ():
-            raise ConfigError("moe_layers", [], "a model needs an MoE layer", "Use none for all layers.")
         for layer in self.moe_layers or ():
-            if not 0 <= layer < self.num_layers:
+            if layer >= self.num_layers:
                 why = f"layers are counted from 0 to {self.num_layers - 1}"
-                nearest = min(max(layer, 0), self.num_layers - 1)
-                raise ConfigError("moe_layers", list(self.moe_layers or ()), why, f"Nearest: {nearest}.")
+                raise ConfigError("moe_layers", self.moe_layers, why, f"Nearest: {self.num_layers - 1}.")
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer's feed-forward part is an MoE layer."""

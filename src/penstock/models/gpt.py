@@ -35,7 +35,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BLM: Tensor) -> Tensor:
         batch, length, hidden = x_BLM.shape
-        qkv_3BALK = self.qkv(x_BLM).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        sizes = (batch, length, 3, self.heads, hidden // self.heads)  # all of them: there may be no sample
+        qkv_3BALK = self.qkv(x_BLM).view(sizes).permute(2, 0, 3, 1, 4)
         q_BALK, k_BALK, v_BALK = qkv_3BALK.unbind()
         mixed_BALK = F.scaled_dot_product_attention(q_BALK, k_BALK, v_BALK, is_causal=True)
         out_BLM: Tensor = self.out(mixed_BALK.transpose(1, 2).reshape(batch, length, hidden))

@@ -76,7 +76,7 @@ Choice = TokenChoice | ExpertChoice | SoftChoice
 
 def count_choices(experts_Tk: Tensor, samples: int, num_experts: int) -> Tensor:
     """How often each sample chose each expert, [B, E] int64; -1 counts for nothing. No wait for a GPU."""
-    per_sample_BN = experts_Tk.view(samples, -1)
+    per_sample_BN = experts_Tk.view(samples, experts_Tk.numel() // max(1, samples))  # perhaps no sample
     counts = torch.zeros(samples, num_experts + 1, dtype=torch.int64, device=experts_Tk.device)
     slot = torch.where(per_sample_BN < 0, num_experts, per_sample_BN)
     return counts.scatter_add_(1, slot, torch.ones_like(slot))[:, :num_experts]
@@ -86,7 +86,7 @@ def sum_by_sample(value_TE: Tensor, tokens: Tokens) -> Tensor:
     """Sums over each sample's valid tokens, [B, E]."""
     if tokens.valid_T is not None:
         value_TE = value_TE * tokens.valid_T.unsqueeze(1)
-    return value_TE.view(tokens.samples, -1, value_TE.shape[-1]).sum(dim=1)
+    return tokens.by_sample(value_TE).sum(dim=1)
 
 
 def sum_z(logits_TE: Tensor, tokens: Tokens) -> Tensor:

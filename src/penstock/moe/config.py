@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, Within, check_bounds
 from penstock.moe.accept import ChoiceKind, OrderName, default_order, refusal
 
 ExpertKind = Literal["gelu", "swiglu"]
@@ -16,7 +15,21 @@ DispatchName = Literal["auto", "flat", "hierarchical_1d", "hierarchical_2d"]
 OrderSetting = Literal["auto", "sort", "index", "einsum"]
 Compression = Literal["bfloat16", "int8"]
 
-MOST_CAPACITY = 1000
+Experts = Annotated[int, Within(1, 1 << 16, "the router compares every token with all of them")]
+Width = Annotated[int, Within(1, 1 << 20, "the widest published experts have some 30,000")]
+Slots = Annotated[int, Within(1, 1 << 24, "rows of all slots are in memory at once")]
+Coefficient = Annotated[float, Within(0, 1e6, "beyond, nothing else would be learnt", hint="Use 0 for none.")]
+Scale = Annotated[float, Within(0, 1e6, "beyond, outputs leave the range of float32", above=True)]
+Capacity = Annotated[
+    float,
+    Within(
+        0,
+        1000,
+        "at 0 no expert would take any token, at 1000 none drops one",
+        above=True,
+        hint="For dropless routing use none.",
+    ),
+]
 EXPERT_MATRICES: dict[ExpertKind, int] = {"gelu": 2, "swiglu": 3}
 KINDS: dict[GateName, ChoiceKind] = {"expert_choice": "expert", "soft": "soft"}
 
@@ -54,31 +67,32 @@ class MoEConfig:
         (each rank's microbatch by itself).
     """
 
-    num_experts: int = 8
-    top_k: int = 2
-    moe_ffn_hidden_size: int = 256
+    num_experts: Experts = 8
+    top_k: Experts = 2
+    moe_ffn_hidden_size: Width = 256
     expert: ExpertKind = "swiglu"
-    shared_ffn_hidden_size: int = 0
+    shared_ffn_hidden_size: Annotated[int, Within(0, 1 << 20, "as experts' width; 0 = none")] = 0
     gate: GateName = "softmax"
-    gate_proj_size: int = 256
+    gate_proj_size: Width = 256
     norm_topk_prob: bool | None = None
-    routed_scaling_factor: float = 1.0
-    num_groups: int | None = None
-    group_top_k: int | None = None
-    expert_bias_rate: float = 0.0
-    capacity_factor: float | None = None
-    min_capacity: int = 4
-    slots_per_expert: int = 4
+    routed_scaling_factor: Scale = 1.0
+    num_groups: Experts | None = None
+    group_top_k: Experts | None = None
+    expert_bias_rate: Coefficient = 0.0
+    capacity_factor: Capacity | None = None
+    min_capacity: Slots = 4
+    slots_per_expert: Slots = 4
     order: OrderSetting = "auto"
     dispatch: DispatchName = "auto"
     one_copy_per_rank: bool = False
     compression: Compression | None = None
-    aux_loss_coeff: float = 0.01
-    z_loss_coeff: float = 0.001
+    aux_loss_coeff: Coefficient = 0.01
+    z_loss_coeff: Coefficient = 0.001
     aux_loss_group: BalanceGroup = "global"
 
     def __post_init__(self) -> None:
-        self._check_sizes()
+        check_bounds(self)
+        self._check_top_k()
         self._check_capacity()
         self._check_gate()
         self._check_parts()
@@ -123,32 +137,12 @@ class MoEConfig:
         columns = hidden_size + (2 * self.top_k if self.one_copy_per_rank else 0)
         return columns * (2 if self.compression == "bfloat16" else element_bytes)
 
-    def _check_sizes(self) -> None:
-        if self.num_experts < 1:
-            raise ConfigError("num_experts", self.num_experts, "there must be an expert", "Use 1 or more.")
-        if not 1 <= self.top_k <= self.num_experts:
-            nearest = min(max(self.top_k, 1), self.num_experts)
+    def _check_top_k(self) -> None:
+        if self.top_k > self.num_experts:
             why = f"a token can choose between 1 and num_experts ({self.num_experts}) experts"
-            raise ConfigError("top_k", self.top_k, why, f"Nearest valid: {nearest}.")
-        for key in ("moe_ffn_hidden_size", "gate_proj_size"):
-            if getattr(self, key) < 1:
-                raise ConfigError(key, getattr(self, key), "must be positive", "Use 256.")
-        if self.shared_ffn_hidden_size < 0:
-            value = self.shared_ffn_hidden_size
-            raise ConfigError("shared_ffn_hidden_size", value, "must not be negative", "Use 0 for none.")
-        for key in ("aux_loss_coeff", "z_loss_coeff", "expert_bias_rate"):
-            if not 0 <= getattr(self, key) < math.inf:
-                why = "must be a number and not negative"
-                raise ConfigError(key, getattr(self, key), why, "Use 0 to switch it off.")
+            raise ConfigError("top_k", self.top_k, why, f"Nearest valid: {self.num_experts}.")
 
     def _check_capacity(self) -> None:
-        if self.capacity_factor is not None and not 0 < self.capacity_factor <= MOST_CAPACITY:
-            why = f"must be between 0 (no expert would take any token) and {MOST_CAPACITY}"
-            raise ConfigError("capacity_factor", self.capacity_factor, why, "For dropless routing use none.")
-        if self.min_capacity < 1:
-            raise ConfigError("min_capacity", self.min_capacity, "an expert needs a slot", "Use 1 or more.")
-        if self.slots_per_expert < 1:
-            raise ConfigError("slots_per_expert", self.slots_per_expert, "an expert needs a slot", "Use 4.")
         if self.kind == "expert" and self.capacity_factor is None:
             why = "this gate fills a fixed number of slots per expert, and capacity_factor says how many"
             raise ConfigError("gate", self.gate, why, "Set capacity_factor; 1.0 is usual.")
@@ -163,9 +157,6 @@ class MoEConfig:
         if self.norm_topk_prob and self.top_k == 1:
             why = "with top_k = 1 every weight would be 1 and the router would learn nothing from the loss"
             raise ConfigError("norm_topk_prob", True, why, "Use false, or top_k of 2 or more.")
-        if not 0 < self.routed_scaling_factor < math.inf:
-            value = self.routed_scaling_factor
-            raise ConfigError("routed_scaling_factor", value, "must be positive", "Use 1.0.")
         if (self.num_groups is None) != (self.group_top_k is None):
             missing = "num_groups" if self.num_groups is None else "group_top_k"
             why = "num_groups and group_top_k belong together"
@@ -179,7 +170,7 @@ class MoEConfig:
                     raise ConfigError(key, getattr(self, key), why, "Leave it out, or use another gate.")
 
     def _check_groups(self, groups: int, top: int) -> None:
-        if groups < 1 or self.num_experts % groups:
+        if self.num_experts % groups:
             valid = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
             nearest = min(valid, key=lambda n: abs(n - groups))
             why = f"must divide num_experts ({self.num_experts})"

@@ -243,9 +243,7 @@ def _place_of(exchange: Exchange | None, ep_size: int | None, ep_rank: int | Non
     size = ep_size if ep_size is not None else 1 if exchange is None else exchange.ep_size
     rank = ep_rank if ep_rank is not None else 0 if exchange is None else exchange.ep_rank
     if not 0 <= rank < size:
-        raise ValueError(
-            f"ep_rank = {rank}: ranks that share experts count from 0 to ep_size - 1 = {size - 1}"
-        )
+        raise ValueError(f"ep_rank = {rank}: must be between 0 and ep_size - 1 ({size - 1})")
     if exchange is not None:
         _require_place(exchange, size, rank)
     return size, rank
@@ -268,7 +266,7 @@ def _in_words(
 ) -> str:
     """What a layer is made of: ranks compare it."""
     top_k = getattr(gate, "top_k", None)
-    words = [f"{type(gate).__name__} over {gate.num_experts} experts" + (f", top_k {top_k}" if top_k else "")]
+    words = [f"{type(gate).__name__} over {gate.num_experts} experts, top_k {top_k}"]
     words += [type(order).__name__, type(expert).__name__, f"dispatch {dispatch.name}"]
     words += [type(hook).__name__ for hook in hooks]
     return ", ".join([*words, f"balance {balance}"])

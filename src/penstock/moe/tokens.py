@@ -13,10 +13,16 @@ from penstock.moe.counter import SampleKeys
 class Tokens:
     """A batch of tokens, sample after sample, all samples of one length.
 
-    samples: how many. keys: what noise is keyed by; None draws it from PyTorch's own generator.
+    samples: how many; there may be none. keys: what noise is keyed by; None draws it from PyTorch's own
+    generator.
     valid_T: bool, False for padding, which goes to no expert and counts for nothing; None: all are valid.
     """
 
     samples: int = 1
     keys: SampleKeys | None = None
     valid_T: Tensor | None = None
+
+    def by_sample(self, values: Tensor) -> Tensor:
+        """[T, ...] as [B, L, ...]; with no sample there is no token, and L is 0."""
+        length = values.shape[0] // max(1, self.samples)
+        return values.view(self.samples, length, *values.shape[1:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
@@ -48,26 +48,38 @@ class QuickBounds:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = alone(problem)
-        self._kinds = Counter(problem.shape.moe_layers)
-        self._example = {is_moe: problem.shape.moe_layers.index(is_moe) for is_moe in self._kinds}
+        self._few, self._counts = _kinds(self._problem)
+        layers = self._few.shape.moe_layers
+        self._moe_counts = {
+            kind: sum(n for n, is_moe in zip(self._counts, layers, strict=True) if is_moe is kind)
+            for kind in dict.fromkeys(layers)
+        }
         self._known: dict[Hashable, tuple[_Part, _Part]] = {}
         self._known_reductions: dict[Hashable, tuple[float, float]] = {}
+        self._known_statistics: dict[Hashable, float] = {}
+
+    def of(self, problem: Problem) -> QuickBounds:
+        """Bounds of a model with more or fewer of the same layers; what is known of one holds for both."""
+        other = QuickBounds(problem)
+        other._known, other._known_reductions = self._known, self._known_reductions
+        return other
 
     def seconds(self, choice: Choice) -> float:
         """No order of this cut takes less."""
-        cut = self._problem.cut(choice)
-        parts = {is_moe: self._parts(choice, cut, is_moe) for is_moe in self._kinds}
+        problem, counts = self._few, self._counts
+        if choice.partition is not None:  # says for every single layer where its gradients go
+            problem, counts = self._problem, (1,) * self._problem.shape.num_layers
+        cut = problem.cut(choice)
+        parts = {is_moe: self._parts(choice, cut, is_moe) for is_moe in self._moe_counts}
         ends = next(iter(parts.values()))[0]
         work, chain_s = defaultdict(float, ends.work), ends.chain_s
-        for is_moe, count in self._kinds.items():
+        for is_moe, count in self._moe_counts.items():
             layer = parts[is_moe][1]
             chain_s += count * layer.chain_s
             for half, seconds in layer.work.items():
                 work[half] += count * seconds
-        cost = self._problem.cost(choice, cut)
-        statistics_s = slowest(cost(statistics(cut.last)))  # of all layers at once
-        reductions = self._reductions(choice, cut, cost)
-        work[False, Lane.INTER] += sum(sum_s for sum_s, _ in reductions)
+        reductions = self._reductions(problem, choice, cut)
+        work[False, Lane.INTER] += sum(n * sum_s for n, (sum_s, _) in zip(counts, reductions, strict=True))
         first, last = (parts[is_moe][1] for is_moe in (cut.moe_layers[0], cut.moe_layers[-1]))
         if work[True, Lane.INTER]:
             work[True, Lane.INTER] += ends.first_s + first.first_s + ends.last_s + last.last_s
@@ -76,7 +88,16 @@ class QuickBounds:
         halves = [
             max((s for (half, _), s in work.items() if half is each), default=0.0) for each in (True, False)
         ]
-        return statistics_s + max(chain_s + reductions[0][1], sum(halves))
+        return self._statistics_s(choice) + max(chain_s + reductions[0][1], sum(halves))
+
+    def _statistics_s(self, choice: Choice) -> float:
+        """The sums that normalise the loss; they are of all layers at once, however a step is cut."""
+        key = choice.dispatch, choice.more
+        if key not in self._known_statistics:
+            shape = self._problem.uncut(choice)
+            cost = self._problem.cost(choice, shape)
+            self._known_statistics[key] = slowest(cost(statistics(shape.last)))
+        return self._known_statistics[key]
 
     def _parts(self, choice: Choice, cut: StepShape, is_moe: bool) -> tuple[_Part, _Part]:
         """The ends of a step and one layer, of a step that has no more."""
@@ -102,7 +123,8 @@ class QuickBounds:
             expert_all_reduce_chunks=(0,),
         )
         graph = build_graph(shape)
-        cost = self._problem.only((self._example[is_moe],)).cost(choice, shape)
+        example = self._few.shape.moe_layers.index(is_moe)
+        cost = self._few.only((example,)).cost(choice, shape)
         seconds = {task: slowest(cost(task)) for task in graph.tasks}
         sums = statistics(shape.last)
         ends = {task: each for task, each in seconds.items() if task.op in (Op.EMBED, Op.HEAD)}
@@ -111,10 +133,9 @@ class QuickBounds:
         chain_s = lower_bound(graph, seconds.__getitem__).critical_path_s - ends_s - slowest(cost(sums))
         return _part(ends, ends_s), _part(inner, chain_s)
 
-    def _reductions(self, choice: Choice, cut: StepShape, cost: Cost) -> list[tuple[float, float]]:
+    def _reductions(self, problem: Problem, choice: Choice, cut: StepShape) -> list[tuple[float, float]]:
         """For every layer the seconds of its reductions, and of the longest one of replicated gradients."""
-        work = self._problem.workload
-        found = []
+        work, cost, found = problem.workload, problem.cost(choice, cut), []
         for layer in range(cut.num_layers):
             parts = cut.all_reduce_parts[layer] if cut.all_reduce_parts else ()
             pieces = (cut.all_reduce_chunks[layer], cut.expert_all_reduce_chunks[layer])
@@ -130,6 +151,21 @@ class QuickBounds:
                 self._known_reductions[key] = _reduce_s(cost, layer, cut)
             found.append(self._known_reductions[key])
         return found
+
+
+def _kinds(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
+    """The first layer, the last, and one of each kind between them; and how many layers each stands for."""
+    work, last = problem.workload, problem.shape.last
+    kinds = list(
+        zip(problem.shape.moe_layers, work.all_reduce_bytes, work.expert_all_reduce_bytes, strict=True)
+    )
+    examples: dict[Hashable, int] = {}
+    counts: dict[int, int] = {}
+    for layer, kind in enumerate(kinds):
+        example = layer if layer in (0, last) else examples.setdefault(kind, layer)
+        counts[example] = counts.get(example, 0) + 1
+    kept = sorted(counts)
+    return problem.only(tuple(kept)), tuple(counts[layer] for layer in kept)
 
 
 def _part(seconds: Mapping[Task, float], chain_s: float) -> _Part:

@@ -21,6 +21,7 @@ MOST_SLICES = 24
 """Forward and backward chunks are made of so many slices at most (StepShape.slices)."""
 
 ALL_REDUCE_PIECES = (1, 2, 4, 8, 16, 32)
+USUAL_PIECES = 4
 LEAST_ALL_REDUCE_BYTES = 1 << 16
 CUTS_BATCH = (FlowMoE.name, Penstock.name)
 CUTS_TOKENS = (MoEPipeline.name, DenseOverlap.name, Lina.name, FSMoE.name, Penstock.name)
@@ -86,7 +87,14 @@ def _all_reduce_bytes(problem: Problem, choice: Choice) -> Sequence[int]:
         return (Choice.all_reduce_chunk_bytes,)
     work = problem.workload
     whole = max(*work.all_reduce_bytes, *work.expert_all_reduce_bytes, LEAST_ALL_REDUCE_BYTES)
-    return [size for n in ALL_REDUCE_PIECES if (size := -(-whole // n)) >= LEAST_ALL_REDUCE_BYTES or n == 1]
+    least = max(LEAST_ALL_REDUCE_BYTES, problem.least_chunk_bytes)
+    return [size for n in ALL_REDUCE_PIECES if (size := -(-whole // n)) >= least or n == 1]
+
+
+def usual_chunk_bytes(problem: Problem) -> int:
+    """The size that is good for most: USUAL_PIECES of the largest layer's gradients."""
+    sizes = _all_reduce_bytes(problem, Choice(schedule=FlowMoE.name))
+    return sizes[min(ALL_REDUCE_PIECES.index(USUAL_PIECES), len(sizes) - 1)]
 
 
 def _dispatches(problem: Problem, choice: Choice) -> Sequence[str]:

@@ -7,23 +7,40 @@ import math
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from penstock.config import UNSET, ConfigError, from_dict, to_dict
+from penstock.config import (
+    UNSET,
+    ConfigError,
+    Items,
+    Within,
+    check_bounds,
+    from_dict,
+    parse_json,
+    read_json,
+    to_dict,
+)
+from penstock.config.bounds import SizeBytes
 from penstock.cost.json_file import write_json
 from penstock.graph import ScheduleError
 from penstock.plan.choice import Choice
 from penstock.plan.dimensions import DIMENSIONS
+from penstock.plan.effort import Searched
 from penstock.plan.problem import Problem
 from penstock.plan.search import Candidate
 from penstock.plan.words import choice_words
 from penstock.schedule import SCHEDULES, Partition, Schedule, StepPlan
+from penstock.schedule.catalogue import ChunkBytes, PieceCount
 from penstock.schedule.penstock import PriorityName
 from penstock.step import build_graph
 
 VERSION = 1
-MOST_PIECES = 256
-LEAST_CHUNK_BYTES = 512
+AGAIN = "Correct the number, or make the file again with `penstock plan --out`."
+Size = Annotated[int, Within(0, 2**62, "it says for what step the plan was made")]
+Seconds = Annotated[float, Within(0, 1e9, "it is the duration of a step", above=True, hint=AGAIN)]
+Bound = Annotated[float, Within(0, 1e9, "it is the duration of a step", hint=AGAIN)]
+NOT_FINITE = (math.inf, -math.inf)
+MOST_LINES = 100_000
 ORDER_ANEW = 'Delete "schedule" from the file to have the tasks ordered anew.'
 
 
@@ -36,10 +53,11 @@ class More:
 
     def __post_init__(self) -> None:
         try:
-            json.loads(self.value)
-        except json.JSONDecodeError as error:
+            if parse_json(self.value) in NOT_FINITE:
+                raise ValueError("no decision is infinite")
+        except ValueError as error:
             hint = 'Write a number such as "2", or text in quotes of its own such as "\\"mine\\"".'
-            raise ConfigError("value", self.value, "is not JSON", hint) from error
+            raise ConfigError("value", self.value, f"is not JSON: {error}", hint) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,28 +65,21 @@ class PlanChoice:
     """What Choice holds, as a section of the file. partition: null = all of a layer's into the next gap."""
 
     schedule: str
-    microbatches: int = 1
-    chunks: int = 1
-    backward_chunks: int = 1
-    all_reduce_chunk_bytes: int = 1 << 20
+    microbatches: PieceCount = 1
+    chunks: PieceCount = 1
+    backward_chunks: PieceCount = 1
+    all_reduce_chunk_bytes: ChunkBytes = 1 << 20
     priority: PriorityName = "search"
     dispatch: str = "flat"
     partition: Partition | None = None
-    more: tuple[More, ...] = ()
+    more: Annotated[tuple[More, ...], Items(100, "one per registered dimension")] = ()
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         if self.schedule not in SCHEDULES:
             near = get_close_matches(self.schedule, SCHEDULES, n=1, cutoff=0.0)[0]
             hint = f"Nearest: {near}. All: {', '.join(SCHEDULES)}."
             raise ConfigError("schedule", self.schedule, "no such schedule", hint)
-        for key in ("microbatches", "chunks", "backward_chunks"):
-            if not 1 <= (pieces := getattr(self, key)) <= MOST_PIECES:
-                why = f"a step is cut into 1 to {MOST_PIECES} pieces"
-                raise ConfigError(key, pieces, why, f"Nearest valid: {min(max(pieces, 1), MOST_PIECES)}.")
-        if self.all_reduce_chunk_bytes < LEAST_CHUNK_BYTES:
-            why = f"chunks under {LEAST_CHUNK_BYTES} bytes never pay"
-            hint = f"Use {LEAST_CHUNK_BYTES} or more; 1048576 is a good start."
-            raise ConfigError("all_reduce_chunk_bytes", self.all_reduce_chunk_bytes, why, hint)
 
     @staticmethod
     def of(choice: Choice) -> PlanChoice:
@@ -100,17 +111,20 @@ PLAIN = (
 class PlanSizes:
     """For what step a plan was made: where it is replayed, these must be the same."""
 
-    layers: int
-    moe_layers: int
-    batch_per_rank: int
-    seq_len: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_experts: int
-    top_k: int
-    ranks: int
-    ep_size: int
-    shard_size: int
+    layers: Size
+    moe_layers: Size
+    batch_per_rank: Size
+    seq_len: Size
+    hidden_size: Size
+    ffn_hidden_size: Size
+    num_experts: Size
+    top_k: Size
+    ranks: Size
+    ep_size: Size
+    shard_size: Size
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     @staticmethod
     def of(problem: Problem) -> PlanSizes:
@@ -133,32 +147,35 @@ class PlanSizes:
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
     """A plan on paper. why: its explanation; schedule: the text of the order, a line per lane; null = the
-    order is made anew from the choice. path: where it was read, for messages."""
+    order is made anew from the choice. search: how much was looked at to find it; null = unknown."""
 
-    version: int = VERSION
+    version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
     model: str
     cluster: str
-    predicted_s: float
-    lower_bound_s: float
-    memory_bytes: int
-    why: tuple[str, ...]
+    predicted_s: Seconds
+    lower_bound_s: Bound
+    memory_bytes: SizeBytes
+    why: Annotated[tuple[str, ...], Items(1000, "it is for people")]
     sizes: PlanSizes
     choice: PlanChoice
-    schedule: tuple[str, ...] | None = None
+    schedule: Annotated[tuple[str, ...], Items(MOST_LINES, "a step has a line per lane")] | None = None
+    search: Searched | None = None
 
     def __post_init__(self) -> None:
         if self.version != VERSION:
             hint = f"Make it again with `penstock plan --out`; this version writes {VERSION}."
             raise ConfigError("version", self.version, "is a version that cannot be read here", hint)
-        hint = "Correct the number, or make the file again with `penstock plan --out`."
-        if not 0 < self.predicted_s < math.inf:
-            raise ConfigError("predicted_s", self.predicted_s, "must be finite and above 0", hint)
-        if not 0 <= self.lower_bound_s < math.inf:
-            raise ConfigError("lower_bound_s", self.lower_bound_s, "must be finite and not negative", hint)
+        check_bounds(self)
 
     @staticmethod
     def of(
-        problem: Problem, candidate: Candidate, *, model: str, cluster: str, why: tuple[str, ...] = ()
+        problem: Problem,
+        candidate: Candidate,
+        *,
+        model: str,
+        cluster: str,
+        why: tuple[str, ...] = (),
+        search: Searched | None = None,
     ) -> PlanFile:
         """What is to be saved of a plan."""
         return PlanFile(
@@ -171,6 +188,7 @@ class PlanFile:
             sizes=PlanSizes.of(problem),
             choice=PlanChoice.of(candidate.choice),
             schedule=tuple(candidate.plan.schedule.text().splitlines()),
+            search=search,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -184,13 +202,7 @@ class PlanFile:
     @staticmethod
     def read(path: Path) -> PlanFile:
         """Raises ConfigError that names the file, the key and its value, and says what to do."""
-        try:
-            table = json.loads(path.read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(str(path), UNSET, f"cannot be read ({error})", "Check the path.") from error
-        except json.JSONDecodeError as error:
-            hint = "Correct that line, or make the file again with `penstock plan --out`."
-            raise ConfigError(str(path), UNSET, f"is not valid JSON: {error}", hint) from error
+        table = read_json(path, "Give a plan file, or make one with `penstock plan --out`.")
         try:
             file = from_dict(PlanFile, table, str(path))
         except ScheduleError as error:

@@ -21,7 +21,7 @@ from penstock.mesh import Mesh, Seconds
 from penstock.plan.choice import Choice
 from penstock.plan.problem import Problem
 from penstock.schedule import StepPlan
-from penstock.simulate import RankCost, Timeline, simulate
+from penstock.simulate import RankCost, Timeline, iteration_s, simulate
 
 PASSES = 3
 DRAWS = 4
@@ -42,18 +42,36 @@ CompanyCost = Callable[[Task, Any], Any]
 def predict_s(problem: Problem, choice: Choice, plan: StepPlan) -> float:
     """Seconds of an iteration. Deterministic: what is drawn at random has a fixed seed."""
     cluster = problem.cluster
-    if not isinstance(cluster, ProfiledCluster):
-        return problem.simulate(choice, plan).iteration_s
+    if not isinstance(cluster, ProfiledCluster) or (not _feels_company(cluster) and not cluster.file.jitter):
+        return iteration_s(plan.schedule, plan.graph, problem.cost(choice, plan.shape), problem.mesh)
     cost = _between(problem, choice, plan)
     jitter, ranks = cluster.file.jitter, problem.mesh
-    draws = max(1, min(DRAWS, DRAWN_RANKS // ranks.world_size))
-    costs = [_drawn(cost, jitter, ranks.world_size, seed) for seed in range(draws)] if jitter else [cost]
-    return float(np.mean([simulate(plan.schedule, plan.graph, each, ranks).iteration_s for each in costs]))
+    draws = range(_draws(problem))
+    costs = [_drawn(cost, jitter, ranks.world_size, seed) for seed in draws] if jitter else [cost]
+    return float(np.mean([iteration_s(plan.schedule, plan.graph, each, ranks) for each in costs]))
+
+
+def timelines(problem: Problem) -> int:
+    """How many timelines `predict_s` simulates for one plan."""
+    cluster = problem.cluster
+    if not isinstance(cluster, ProfiledCluster):
+        return 1
+    draws = _draws(problem) if cluster.file.jitter else 1
+    return draws + (PASSES if _feels_company(cluster) else 0)
+
+
+def _draws(problem: Problem) -> int:
+    return max(1, min(DRAWS, DRAWN_RANKS // problem.mesh.world_size))
+
+
+def _feels_company(cluster: ProfiledCluster) -> bool:
+    """Whether any task takes longer beside others; clusters that are described by hand do not say so."""
+    return cluster.file.transfers_beside_compute != 1 or any(task.beside != 1 for task in cluster.file.tasks)
 
 
 def alone(problem: Problem) -> Problem:
     """The same problem with no task slowed by company: costs that no prediction is below."""
-    if not isinstance(problem.cluster, ProfiledCluster):
+    if not isinstance(problem.cluster, ProfiledCluster) or not _feels_company(problem.cluster):
         return problem
     return replace(problem, cluster=replace(problem.cluster, company=0.0))
 
@@ -118,6 +136,9 @@ def _covered(span: tuple[float, float], moments: Seconds, busy_s: Seconds) -> fl
 def _between(problem: Problem, choice: Choice, plan: StepPlan) -> RankCost:
     """The cost of every task at its own share of company."""
     shape = plan.shape
+    assert isinstance(problem.cluster, ProfiledCluster)
+    if not _feels_company(problem.cluster):
+        return problem.cost(choice, shape)
     apart = alone(problem).cost(choice, shape)
     beside = _crowded(problem).cost(choice, shape)
 

@@ -11,6 +11,7 @@ from penstock.dispatch import DISPATCHES
 from penstock.mesh import Mesh
 from penstock.plan.choice import Choice
 from penstock.schedule import Cost, Pieces, StepPlan, plan_step
+from penstock.schedule.system import least_chunk_bytes
 from penstock.simulate import LowerBound, Timeline, lower_bound, simulate
 from penstock.step import StepShape
 
@@ -34,6 +35,12 @@ class Problem:
     @cached_property
     def mesh(self) -> Mesh:
         return self.workload.mesh
+
+    @property
+    def least_chunk_bytes(self) -> int:
+        """Smaller all-reduce chunks would be too many tasks (see pieces_of)."""
+        work = self.workload
+        return max(least_chunk_bytes(work.all_reduce_bytes), least_chunk_bytes(work.expert_all_reduce_bytes))
 
     @property
     def paces(self) -> tuple[float, ...]:
@@ -60,7 +67,21 @@ class Problem:
         return replace(self.workload, dispatch=choice.dispatch)
 
     def cost(self, choice: Choice, cut: StepShape) -> Cost:
-        """Seconds of every task of a step cut so, per rank where ranks differ."""
+        """Seconds of every task of a step cut so, per rank where ranks differ.
+
+        The last one is kept: ordering, simulating and bounding a choice price the same tasks.
+        """
+        key = choice.dispatch, choice.more, cut
+        if key not in self._last_cost:
+            self._last_cost.clear()
+            self._last_cost[key] = self._new_cost(choice, cut)
+        return self._last_cost[key]
+
+    @cached_property
+    def _last_cost(self) -> dict[object, Cost]:
+        return {}
+
+    def _new_cost(self, choice: Choice, cut: StepShape) -> Cost:
         even = StepCost(cut, self.workload_of(choice), self.cluster)
         return UnevenRanks(even, self.slowness, self.load) if self.slowness or self.load else even
 

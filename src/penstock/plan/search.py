@@ -1,48 +1,48 @@
 """The joint plan: the fastest choice that simulation finds, with lower bounds as stopping rule.
 
-1. Every published planner's choice is simulated in full, so the plan is never worse than any of them.
+1. A few good plans that need no planner are simulated in full: there is an answer at once.
 2. From the best of them, one decision after another is changed while that helps.
-3. All other cuts follow in the order of their lower bounds, until no bound is below the best time found.
+3. Every published planner's choice is simulated in full, so the plan is never worse than any of them, and
+   step 2 goes on from the best.
 4. The best cuts of `fsmoe` get its gradient partition, too, and the best of `penstock` an order from local
    search (its priority `search`), which is slow and better.
+5. All other cuts follow in the order of their lower bounds, until no bound is below the best time found; in
+   between the best of them go through step 4.
 
-A long model of layers that repeat is looked at through a short one in steps 2 and 3; what is best there is
-simulated in full. How many cuts are simulated is limited by the size of their graphs, not by a clock, so that
-the same problem has the same plan on every machine.
+A long model of layers that repeat is looked at through a short one in steps 2 and 5; what is best there is
+simulated in full. All of that is one fixed sequence, and a budget of simulated tasks says where it ends: the
+same problem has the same plan on every machine, and a larger budget never a worse one.
 """
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from penstock.config import ConfigError
 from penstock.plan.bound import QuickBounds
 from penstock.plan.choice import Choice
-from penstock.plan.dimensions import neighbours, space, valid
+from penstock.plan.dimensions import neighbours, space
+from penstock.plan.effort import Effort, Meter, Searched
 from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget, estimate_memory
 from penstock.plan.predict import alone, predict_s
+from penstock.plan.prices import check_prices, impossible
 from penstock.plan.problem import Problem
 from penstock.plan.published import PUBLISHED
+from penstock.plan.starts import first_choices
 from penstock.plan.words import gib
-from penstock.schedule import FSMoE, Penstock, StepPlan
+from penstock.schedule import FSMoE, Partition, Penstock, StepPlan
 from penstock.simulate import LowerBound
 
-Effort = Literal["low", "usual"]
-
-PLACEMENTS = {"low": 10_000, "usual": 150_000}
-"""Tasks that are placed on a simulated timeline in steps 2 and 3, over all cuts."""
-
-EVALUATIONS = {"low": 40, "usual": 400}
-"""Cuts that are simulated in steps 2 and 3."""
+CHECKPOINT = 20_000
+"""After so many placements in step 5 its best cuts are simulated in full."""
 
 FINALISTS = 4
 """Cuts of a long model that are simulated in full."""
 
 SEARCHED = {"low": 0, "usual": 2}
-"""Plans that are ordered by local search."""
+"""Plans that are ordered by local search, each time that orders are searched."""
 
 SHOWN = 5
 FEW_LAYERS = 4
@@ -80,27 +80,27 @@ class Progress:
 class FoundPlan:
     """The best plan, and what else there is.
 
-    others: the next best of other schedules or cuts, best first. tried: choices that were simulated; pruned:
-    those that their bounds ruled out. lower_bound_s: the least bound over all cuts.
-    complete: every choice was simulated or ruled out.
+    others: the next best of other schedules or cuts, best first. lower_bound_s: the least bound over all
+    cuts. searched: how much was looked at to find it.
     """
 
     best: Candidate
     others: tuple[Candidate, ...]
-    tried: int
-    pruned: int
     lower_bound_s: float
-    complete: bool
+    searched: Searched
 
 
 def evaluate(problem: Problem, choice: Choice) -> Candidate:
-    """Order, simulate and bound one choice."""
+    """Order, simulate and bound one choice. Raises ConfigError where a task takes no finite time."""
     plan = problem.plan(choice)
     bound = alone(problem).bound(choice, plan)
+    predicted_s = max(bound.seconds, predict_s(problem, choice, plan))  # scatter may shorten, too
+    if not 0 < predicted_s < math.inf:
+        raise impossible(problem, choice, plan, predicted_s)
     return Candidate(
         choice=choice,
         plan=plan,
-        predicted_s=max(bound.seconds, predict_s(problem, choice, plan)),  # scatter may shorten, too
+        predicted_s=predicted_s,
         bound=bound,
         memory_bytes=estimate_memory(problem, choice).total_bytes,
     )
@@ -111,15 +111,20 @@ def find_plan(
     *,
     memory: MemoryBudget | None = None,
     progress: Callable[[Progress], None] | None = None,
-    budget_s: float = 20.0,
+    budget: float = 1.0,
     effort: Effort = "usual",
 ) -> FoundPlan:
-    """The fastest plan that fits `memory`. Raises ConfigError if none does.
+    """The fastest plan that fits `memory`. Raises ConfigError if none does, or costs are no numbers.
 
-    budget_s: when it runs out, the best so far is the answer; only then does the result depend on the
-    machine. effort: `low` for thousands of small problems, a few dozen simulations each.
+    budget: how many times as much as usual is looked at, in simulated tasks; below 1 even published planners
+    may be left out. effort: `low` for thousands of small problems, a few dozen simulations each.
     """
-    return _Search(problem, memory, progress or (lambda _: None), budget_s, effort).run()
+    check_prices(problem)
+    return _Search(problem, memory, progress or (lambda _: None), budget, effort).run()
+
+
+class _OutOfBudgetError(Exception):
+    """The budget is used up; raised where the next simulation would begin."""
 
 
 @dataclass
@@ -127,14 +132,17 @@ class _Screen:
     """Simulated seconds of choices on the problem itself or on a short model that stands for it."""
 
     problem: Problem
+    meter: Meter
     seconds: dict[Choice, float] = field(default_factory=dict)
     candidates: dict[Choice, Candidate] = field(default_factory=dict)
-    placements: int = 0
 
-    def look(self, choice: Choice) -> float:
+    def look(self, choice: Choice, *, always: bool = False) -> float:
+        """Seconds of a choice. Raises _OutOfBudgetError if it is new and nothing is left, unless `always`."""
         if choice not in self.seconds:
+            if self.meter.used_up and not always:
+                raise _OutOfBudgetError
             found = evaluate(self.problem, choice)
-            self.placements += len(found.plan.graph.tasks)
+            self.meter.note(self.problem, choice, len(found.plan.graph.tasks))
             self.seconds[choice], self.candidates[choice] = found.predicted_s, found
         return self.seconds[choice]
 
@@ -144,7 +152,7 @@ class _Screen:
 
     @property
     def best_s(self) -> float:
-        return min(self.seconds.values())
+        return min(self.seconds.values(), default=math.inf)
 
 
 class _Search:
@@ -153,41 +161,37 @@ class _Search:
         problem: Problem,
         memory: MemoryBudget | None,
         progress: Callable[[Progress], None],
-        budget_s: float,
+        budget: float,
         effort: Effort,
     ) -> None:
-        self._problem, self._memory, self._progress, self._effort = problem, memory, progress, effort
-        self._end = time.monotonic() + budget_s
-        self._full = _Screen(problem)
+        self._problem, self._memory, self._progress = problem, memory, progress
+        self._budget, self._effort = budget, effort
+        self._meter = Meter(effort, budget)
+        self._full = _Screen(problem, self._meter)
         short = sketch(problem)
-        self._screen = self._full if short is problem else _Screen(short)
+        self._screen = self._full if short is problem else _Screen(short, self._meter)
         self._bounds = QuickBounds(self._screen.problem)
-        self._complete, self._pruned = effort != "low", 0
-        self._before = 0  # cuts that were looked at before the search began
+        self._stage, self._unplanned = "", list(PUBLISHED)
+        self._partition: Partition | None = None
 
     def run(self) -> FoundPlan:
-        published = [choice for choice in self._published() if self._fits(choice)]
         everything = self._everything()
-        if not published and not everything:
+        firsts = [choice for choice in first_choices(self._problem) if self._fits(choice)] or everything[:1]
+        stopped = None
+        for stage in (
+            lambda: self._begin(firsts),
+            lambda: self._descend(self._best_of(firsts)),
+            self._compare_published,
+            lambda: self._finish(orders=True),
+            lambda: self._walk(everything),
+        ):
+            try:
+                stage()
+            except _OutOfBudgetError:  # later stages see to it that nothing is left out that must not be
+                stopped = stopped or self._stage
+        if not self._full.seconds:
             raise self._too_big()
-        for number, choice in enumerate(published or everything[:1]):
-            self._full.look(choice)
-            self._report("published plans", number + 1, len(published), self._full)
-        starts = [replace(choice, partition=None) for choice in self._full.ranked()]
-        self._descend(self._usual_starts(starts))
-        self._walk(everything)
-        self._finish()
-        return self._found(everything)
-
-    def _published(self) -> list[Choice]:
-        """What each published planner would run; some take longer than a search."""
-        choices: dict[Choice, None] = {}
-        for number, planner in enumerate(PUBLISHED.values()):
-            choices[planner(self._problem)] = None
-            self._progress(
-                Progress(stage="published planners", done=number, total=len(PUBLISHED), best_s=None)
-            )
-        return list(choices)
+        return self._found(everything, stopped)
 
     def _everything(self) -> list[Choice]:
         """All that may be chosen. With low effort only what lies on the way is looked at."""
@@ -195,106 +199,132 @@ class _Search:
             return []
         return [choice for choice in dict.fromkeys(space(self._problem)) if self._fits(choice)]
 
-    def _usual_starts(self, published: list[Choice]) -> list[Choice]:
-        """The best published choice, and what Penstock does unless told otherwise."""
-        own = Choice(schedule=Penstock.name, microbatches=2, dispatch=self._problem.dispatches[0])
-        return [valid(self._problem, choice) for choice in (*published[:1], own)]
+    def _begin(self, firsts: list[Choice]) -> None:
+        """An answer, whatever the budget."""
+        self._stage = "first plans"
+        for choice in firsts:
+            self._full.look(choice, always=True)
+            self._report(len(self._full.seconds), len(firsts))
+
+    def _compare_published(self) -> None:
+        """What each published planner would run; with the usual budget and more none of them is left out."""
+        self._stage, choices = "published planners", []
+        always = self._budget >= 1
+        for number, (name, planner) in enumerate(PUBLISHED.items()):
+            if self._meter.used_up and not always:
+                raise _OutOfBudgetError
+            choice = planner(self._problem)
+            self._meter.note_planner()
+            self._partition = choice.partition or self._partition
+            if self._fits(choice):
+                self._full.look(choice, always=always)
+                choices.append(choice)
+            self._unplanned.remove(name)
+            self._report(number + 1, len(PUBLISHED))
+        self._descend(self._best_of(choices)[:1])
+
+    def _best_of(self, choices: list[Choice]) -> list[Choice]:
+        """The two best of different schedules, with what can be changed one by one."""
+        firsts: dict[str, Choice] = {}
+        for choice in sorted(choices, key=lambda choice: self._full.seconds[choice]):
+            firsts.setdefault(choice.schedule, replace(choice, partition=None))
+        return [choice for choice in firsts.values() if self._fits(choice)][:2]
 
     def _descend(self, starts: list[Choice]) -> None:
         """Change one decision at a time, for as long as that is an improvement."""
-        screen = self._screen
-        self._before = len(screen.seconds)
-        fitting = list(dict.fromkeys(filter(self._fits, starts)))
-        for start in sorted(fitting, key=screen.look):
+        self._stage, screen = "better cuts", self._screen
+        for start in starts:
             best, best_s = start, screen.look(start)
             improved = True
             while improved:
                 improved = False
                 for choice in filter(self._fits, neighbours(self._problem, best)):
-                    if self._spent():
-                        return
-                    if self._bound_s(choice) >= screen.best_s:
+                    if self._bounds.seconds(choice) >= screen.best_s:
                         continue
                     if screen.look(choice) < best_s:
                         best, best_s, improved = choice, screen.look(choice), True
-                    self._report("better cuts", len(screen.seconds), EVALUATIONS[self._effort], screen)
+                    self._report_work()
 
     def _walk(self, choices: list[Choice]) -> None:
         """The rest in the order of their bounds, until none is below the best time."""
-        if self._effort == "low":
-            return
-        screen = self._screen
-        bounds = sorted((self._bound_s(choice), number) for number, choice in enumerate(choices))
+        self._stage = "all cuts by their bounds"
+        screen, meter = self._screen, self._meter
+        if self._effort == "low" or meter.used_up:
+            raise _OutOfBudgetError
+        bounds = sorted((self._bounds.seconds(choice), number) for number, choice in enumerate(choices))
+        begin = checked = meter.spent
+        doubled = CHECKPOINT
         for bound_s, number in bounds:
             if bound_s >= screen.best_s:
                 break
-            if self._spent():
-                self._complete = False
-                break
+            self._stage = "all cuts by their bounds"
             screen.look(choices[number])
-            self._report("all cuts by their bounds", len(screen.seconds), EVALUATIONS[self._effort], screen)
-        beaten = (choices[number] for bound_s, number in bounds if bound_s >= screen.best_s)
-        self._pruned = sum(choice not in screen.seconds for choice in beaten)
+            self._report_work()
+            if meter.spent - checked >= CHECKPOINT:
+                orders = meter.spent - begin >= doubled
+                doubled *= 2 if orders else 1
+                self._finish(orders=orders)
+                checked = meter.spent
+        self._finish(orders=True)
 
-    def _finish(self) -> None:
-        """The best in full, then with the best order that local search finds."""
-        finalists = self._screen.ranked()[:FINALISTS]
-        gapped = [choice for choice in self._screen.ranked() if choice.schedule == FSMoE.name][:1]
+    def _finish(self, *, orders: bool) -> None:
+        """The best in full, and if wanted with the best order that local search finds."""
+        self._stage = "the best in full"
+        ranked = self._screen.ranked()
+        finalists = ranked[:FINALISTS]
+        gapped = [choice for choice in ranked if choice.schedule == FSMoE.name][:1]
         whole = finalists if self._screen is not self._full else []
-        looks = [*whole, *map(self._with_partition, [*finalists, *gapped])]
-        for number, choice in enumerate(looks):
-            self._look_in_time(choice)
-            self._report("the best in full", number + 1, len(looks), self._full)
-        own = [choice for choice in self._full.ranked() if choice.schedule == Penstock.name]
-        best = list(dict.fromkeys(replace(choice, priority="search") for choice in own))
-        for number, choice in enumerate(best[: SEARCHED[self._effort]]):
-            self._look_in_time(choice)
-            self._report("better orders", number + 1, SEARCHED[self._effort], self._full)
+        self._look_in_full([*whole, *map(self._with_partition, [*finalists, *gapped])])
+        if orders:
+            self._stage = "better orders"
+            own = [choice for choice in self._full.ranked() if choice.schedule == Penstock.name]
+            best = dict.fromkeys(replace(choice, priority="search") for choice in own)
+            self._look_in_full(list(best)[: SEARCHED[self._effort]])
 
-    def _look_in_time(self, choice: Choice) -> None:
-        """What has been looked at in full so far is an answer already."""
-        if time.monotonic() < self._end:
+    def _look_in_full(self, choices: list[Choice]) -> None:
+        for number, choice in enumerate(choices):
             self._full.look(choice)
-        else:
-            self._complete = False
+            self._report(number + 1, len(choices))
 
     def _with_partition(self, choice: Choice) -> Choice:
         """The same with the gradients in the gaps that FSMoE's planner has chosen for this model."""
-        if choice.schedule != FSMoE.name:
-            return choice
-        planned = (other.partition for other in self._full.seconds if other.schedule == FSMoE.name)
-        return replace(choice, partition=next((each for each in planned if each is not None), None))
+        return replace(choice, partition=self._partition) if choice.schedule == FSMoE.name else choice
 
-    def _found(self, everything: list[Choice]) -> FoundPlan:
+    def _found(self, everything: list[Choice], stopped: str | None) -> FoundPlan:
         full = self._full
+        self._progress(Progress(stage="bounds of what is left", done=0, total=1, best_s=full.best_s))
         best, *rest = (full.candidates[choice] for choice in full.ranked())
-        looked = set(self._screen.seconds) | set(full.seconds)
-        bounds = QuickBounds(self._problem)
+        looked = {*self._screen.seconds, *full.seconds}
+        bounds = self._bounds.of(self._problem)
+        left = [self._bounds.seconds(choice) for choice in everything if choice not in looked]
+        ruled_out = sum(bound_s >= self._screen.best_s for bound_s in left)
         return FoundPlan(
             best=_bounded(best, bounds),
             others=tuple(_bounded(each, bounds) for each in _others(best, rest)),
-            tried=len(looked),
-            pruned=self._pruned,
             lower_bound_s=min(bounds.seconds(choice) for choice in {*looked, *everything}),
-            complete=self._complete,
+            searched=Searched(
+                simulated=len(looked),
+                ruled_out=ruled_out,
+                left_out=len(left) - ruled_out,
+                placements=self._meter.spent,
+                allowed=self._meter.allowed,
+                budget=self._budget,
+                stopped=stopped,
+                skipped=tuple(self._unplanned),
+            ),
         )
-
-    def _bound_s(self, choice: Choice) -> float:
-        return self._bounds.seconds(choice)
 
     def _fits(self, choice: Choice) -> bool:
         if self._memory is None:
             return True
         return estimate_memory(self._problem, choice).total_bytes <= self._memory.bytes
 
-    def _spent(self) -> bool:
-        screen, effort = self._screen, self._effort
-        evaluations = len(screen.seconds) - self._before
-        used_up = screen.placements >= PLACEMENTS[effort] or evaluations >= EVALUATIONS[effort]
-        return used_up or time.monotonic() > self._end
+    def _report_work(self) -> None:
+        self._report(self._meter.spent, self._meter.allowed, self._screen)
 
-    def _report(self, stage: str, done: int, total: int, screen: _Screen) -> None:
-        self._progress(Progress(stage=stage, done=done, total=total, best_s=screen.best_s))
+    def _report(self, done: int, total: int, screen: _Screen | None = None) -> None:
+        best_s = (screen or self._full).best_s
+        self._progress(Progress(stage=self._stage, done=done, total=total, best_s=best_s))
 
     def _too_big(self) -> ConfigError:
         assert self._memory is not None

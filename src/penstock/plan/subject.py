@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from typing import Annotated
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, Within, check_bounds
+from penstock.config.bounds import MOST_RANKS, Ranks
 from penstock.cost import ClusterFile, ProfiledCluster, Workload
 from penstock.dispatch import DISPATCHES
 from penstock.mesh import Group
@@ -19,6 +21,10 @@ from penstock.step import StepShape
 
 ELEMENT_BYTES = FLOAT32_BYTES = 4
 MATRICES = {"gelu": 2, "swiglu": 3}
+Layers = Annotated[int, Within(1, 1024, "every layer adds dozens of tasks to a step's plan")]
+Samples = Annotated[int, Within(1, 1 << 20, "all samples of a step are in memory at once")]
+Tokens = Annotated[int, Within(1, 1 << 24, "a sample's attention is computed in one piece")]
+Experts = Annotated[int, Within(1, 1 << 20, "the router compares every token with all of them")]
 UNITS = {"num_layers": "layers", "seq_len": "tokens per sample"}
 FLAT = "flat"
 SHARDED = (*FLAT_HOPS, Hop(Op.DISPATCH_SCATTER, Group.NODE))
@@ -32,21 +38,21 @@ class Overrides:
     nodes, ranks_per_node: of the cluster. ep_size: ranks (sharded: nodes) that share the experts of a layer.
     """
 
-    layers: int | None = None
-    batch: int | None = None
-    seq_len: int | None = None
-    top_k: int | None = None
-    num_experts: int | None = None
-    nodes: int | None = None
-    ranks_per_node: int | None = None
-    ep_size: int | None = None
+    layers: Layers | None = None
+    batch: Samples | None = None
+    seq_len: Tokens | None = None
+    top_k: Experts | None = None
+    num_experts: Experts | None = None
+    nodes: Ranks | None = None
+    ranks_per_node: Ranks | None = None
+    ep_size: Ranks | None = None
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is not None and value < 1:
-                key = "--" + each.name.replace("_", "-")
-                raise ConfigError(key, value, "must be at least 1", "Use 1 or more, or leave it out.")
+        try:
+            check_bounds(self)
+        except ConfigError as error:
+            key = "--" + error.key.replace("_", "-")
+            raise ConfigError(key, error.value, error.why, error.hint) from None
 
     def applied(self, model: PublishedModel) -> PublishedModel:
         """The model with what it has of these sizes."""
@@ -102,6 +108,9 @@ def published_problem(name: str, file: ClusterFile, overrides: Overrides | None 
     published, notes = _published(name, file.name)
     model = changes.applied(published)
     nodes, per_node = changes.nodes or file.nodes, changes.ranks_per_node or file.ranks_per_node
+    if nodes * per_node > MOST_RANKS:
+        why = f"with {per_node} ranks each there are over {MOST_RANKS}, more than the largest clusters have"
+        raise ConfigError("--nodes", nodes, why, f"Use {MOST_RANKS // per_node} or fewer.")
     if (nodes, per_node) != (file.nodes, file.ranks_per_node):
         devices = f"{file.nodes} x {file.ranks_per_node}"
         notes.append(f"links worked out from those of the {devices} devices that the file describes")

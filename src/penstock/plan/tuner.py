@@ -15,6 +15,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from penstock.schedule.system import least_chunk_bytes
+
 TunerName = Literal["bayesian", "grid", "random"]
 
 LEAST_BYTES = 1 << 12
@@ -44,7 +46,8 @@ class SizeRange:
     def of(all_reduce_bytes: tuple[int, ...]) -> SizeRange:
         """For layers with so many bytes of gradients: from MOST_CHUNKS pieces of the largest to it whole."""
         most = max(*all_reduce_bytes, LEAST_BYTES)
-        return SizeRange(least_bytes=max(LEAST_BYTES, -(-most // MOST_CHUNKS)), most_bytes=most)
+        least = max(LEAST_BYTES, -(-most // MOST_CHUNKS), least_chunk_bytes(all_reduce_bytes))
+        return SizeRange(least_bytes=min(least, most), most_bytes=most)
 
     def at(self, place: float) -> int:
         """The size at a place between 0 and 1 on the logarithmic scale, rounded as FlowMoE's code does."""

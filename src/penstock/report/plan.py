@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.plan import Candidate, Explanation, FoundPlan, PlanFile, Subject
-from penstock.plan.words import change, counted, cut_cells, gib, milliseconds
+from penstock.plan.words import change, cut_cells, gib, milliseconds
 from penstock.schedule import Penstock
 
 LABEL_WIDTH = 9
@@ -46,7 +46,11 @@ class PlanReport:
         """Plain data for `--json`."""
         subject, found = self.subject, self.found
         file = PlanFile.of(
-            subject.problem, found.best, model=subject.title, cluster=subject.cluster_name
+            subject.problem,
+            found.best,
+            model=subject.title,
+            cluster=subject.cluster_name,
+            search=found.searched,
         ).to_dict()
         del file["schedule"]
         return {
@@ -54,19 +58,14 @@ class PlanReport:
             "why": self.explanation.to_dict(),
             "notes": list(subject.notes),
             "others": [_plain(candidate) for candidate in found.others],
-            "tried": found.tried,
-            "pruned": found.pruned,
-            "complete": found.complete,
+            "complete": found.searched.complete,
             "search_s": self.seconds,
             "saved": self.saved,
         }
 
     def _search(self) -> str:
-        found = self.found
-        ruled = f"{counted(found.pruned, 'choice')} ruled out by lower bounds"
-        rest = "" if found.complete else ", the rest left out: enough was looked at"
         saved = "" if self.saved is None else f"; saved to {self.saved}"
-        return f"{counted(found.tried, 'choice')} simulated, {ruled}{rest}; {self.seconds:.1f} s{saved}"
+        return f"{self.found.searched.words}; {self.seconds:.1f} s{saved}"
 
 
 def saved_plan(file: PlanFile, name: str, width: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ class FlatGradients:
         self._idle = 0
         self._views: list[Tensor] = []
         self._before: list[Tensor | None] = []
+        self._parts: tuple[int, ...] = ()
+        self._pieces: list[tuple[int, int]] = []
 
     @property
     def flat(self) -> Tensor:
@@ -66,10 +69,16 @@ class FlatGradients:
         self._flat = torch.zeros(sum(self.sizes), dtype=dtype, device=device)
         self._idle = _holders(self._flat)
 
-    def piece(self, index: int, parts: Sequence[int]) -> Tensor:
-        """Piece `index` of as many as `parts` has, of these relative sizes."""
-        sizes = part_sizes(self.flat.numel(), parts)
-        return self.flat.narrow(0, sum(sizes[:index]), sizes[index])
+    def piece(self, index: int, parts: tuple[int, ...]) -> Tensor:
+        """Piece `index` of as many as `parts` has, of these relative sizes.
+
+        A step asks for every piece with the same tuple, so where they begin is worked out once.
+        """
+        if parts is not self._parts:
+            sizes = part_sizes(self.flat.numel(), parts)
+            starts = accumulate(sizes, initial=0)
+            self._parts, self._pieces = parts, list(zip(starts, sizes, strict=False))
+        return self.flat.narrow(0, *self._pieces[index])
 
     @torch.no_grad()
     def finish(self) -> list[nn.Parameter]:
@@ -113,7 +122,7 @@ class GradientBucket:
         for flat in self.flats:
             flat.begin()
 
-    def chunk(self, index: int, parts: Sequence[int]) -> list[Tensor]:
+    def chunk(self, index: int, parts: tuple[int, ...]) -> list[Tensor]:
         """Piece `index` of as many as `parts` has, one tensor per buffer; empty ones are left out."""
         pieces = (flat.piece(index, parts) for flat in self.flats)
         return [piece for piece in pieces if piece.numel()]

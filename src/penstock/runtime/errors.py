@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.graph import Task
 from penstock.mesh import Group
 from penstock.ops import spec_of
-from penstock.topology.control import reason
+from penstock.topology.blame import explain
 
 
 class TaskError(RuntimeError):
@@ -18,7 +18,7 @@ class TaskError(RuntimeError):
         partners = f" with the {Group.name(task.axes)} group" if task.axes else ""
         super().__init__(
             f"rank {rank}: task {task} ({spec_of(task.op).title}) failed on lane {task.lane}{partners} "
-            f"after {waited_s:.2f} s: {type(cause).__name__}: {reason(cause)}\n\n{grid}"
+            f"after {waited_s:.2f} s: {type(cause).__name__}: {explain(cause)}\n\n{grid}"
         )
         self.task, self.rank, self.waited_s = task, rank, waited_s
 

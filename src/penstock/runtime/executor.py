@@ -11,6 +11,7 @@ from penstock.runtime.handlers import Inputs
 from penstock.runtime.lanes import LaneError, Lanes, Ran
 from penstock.runtime.program import Call, Program
 from penstock.schedule import StepPlan
+from penstock.topology.rollcall import ACTIVITY
 from penstock.trace import TaskRecord
 
 
@@ -44,7 +45,15 @@ class Execution:
         inputs = Inputs()
         for role, slots in call.reads:
             inputs[role] = tuple([values[slot] for slot in slots])
-        outputs = call.handler(self._context, call.task, inputs)
+        task = call.task
+        ACTIVITY.begin(task.lane, task)
+        try:
+            outputs = call.handler(self._context, task, inputs)
+        except Exception as error:  # noted before the transports are cut: peers ask at once
+            ACTIVITY.fail(f"task {task}", error)
+            raise
+        finally:
+            ACTIVITY.end(task.lane)
         for name, slot in call.writes:
             values[slot] = outputs.get(name)
         for slot in call.frees:

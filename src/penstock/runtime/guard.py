@@ -171,6 +171,11 @@ def _require_equal(text: str, ranks: ExpertRanks) -> None:
     )
 
 
+def _size(shape: torch.Size) -> str:
+    """Without a comma, which separates words."""
+    return " x ".join(map(str, shape))
+
+
 def _only(mine: list[str], others: list[str]) -> str:
     """What only one side has."""
     return ", ".join(word for word in mine if word not in others) or "no more than that"

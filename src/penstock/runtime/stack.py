@@ -16,17 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from penstock.dispatch import Place
-from penstock.moe import RouteMaker, SampleKeys
+from penstock.moe import RouteMaker
 from penstock.moe.balance import BALANCES
 from penstock.moe.config import MoEConfig
 from penstock.ops import Op
 from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
 from penstock.runtime.agree import check_agreement
+from penstock.runtime.batch import AnySizes, EqualSizes, SampleNumbers, Samples, Sizes
 from penstock.runtime.buckets import Buckets
 from penstock.runtime.executor import Execution
 from penstock.runtime.expert_ranks import ExpertRanks, mark_experts
 from penstock.runtime.gradients import Gradients
-from penstock.runtime.handlers import HANDLERS, Batch
+from penstock.runtime.handlers import HANDLERS
 from penstock.runtime.lanes import Lanes
 from penstock.runtime.layers import check_layers, check_same, shape_of
 from penstock.runtime.misuse import check_no_checkpoint, refuse_data_parallel, refuse_pickle
@@ -89,10 +90,12 @@ class PipelinedStack(nn.Module):
         self.gradients = Gradients(model, parts, machinery.layout, machinery.device)
         self.makers = self._route_makers()
         self._expert_ranks = ExpertRanks(machinery.layout, machinery.transports.inter, machinery.device)
+        # Of the step that ran last: after a backward pass of its own step, whatever ran since its forward.
         self.execution: Execution | None = None
         self.statistics: StepStatistics | None = None
-        self._samples_seen = 0
-        self._compared: torch.Size | None = None
+        self._numbers = SampleNumbers(machinery.layout)
+        fixed = any(self._shape.moe_layers) and not self._shape.exchange_counts
+        self._sizes: Sizes = EqualSizes(machinery.control) if fixed else AnySizes()
         self._make_plan = make_plan
         self.plan = self.adopt(make_plan(self._shape, *self.buckets.sizes_bytes))
 
@@ -134,20 +137,26 @@ class PipelinedStack(nn.Module):
         labels_BL: Tensor,
         sample_ids_B: Tensor | None = None,
         valid_BL: Tensor | None = None,
+        *,
+        largest_batch: int | None = None,
     ) -> Tensor:
         """The loss of the whole batch of all ranks, the same on every rank; float64 scalar.
 
-        tokens_BL, labels_BL: int64 [B, L]; a label of -100 counts for nothing. sample_ids_B: unique over the
-        run, keys of dropout (default: counted). In training mode with gradients enabled, backward follows.
-        Raises ValueError if the model has changed in a way that cannot be taken up, ParameterMismatchError if
-        it has not changed alike on all ranks.
+        tokens_BL, labels_BL: int64 [B, L]; a label of -100 counts for nothing. Ranks may have batches of
+        different sizes, or of none; without a valid label anywhere only balance and z terms are left.
+        sample_ids_B: unique over the run, keys of dropout (default: counted). largest_batch: samples of the
+        largest batch of any rank, the same on all of them, for routing with fixed slots, where ranks else
+        ask each other. In training mode with gradients enabled, backward follows. Raises ValueError if the
+        model has changed in a way that cannot be taken up, ParameterMismatchError if it has not changed
+        alike on all ranks.
         """
         training = torch.is_grad_enabled() and self.training
         if training:
             check_no_checkpoint()
         self._take_up_changes()
-        self._check_batch(tokens_BL.shape)
-        step = Step(self, self._cut(tokens_BL, labels_BL, sample_ids_B, valid_BL), training)
+        given = self._samples(tokens_BL, labels_BL, sample_ids_B, valid_BL, training)
+        batch = self._sizes.settle(given, largest_batch).cut(self.plan.shape.microbatches, self.seed)
+        step = Step(self, batch, training)
         if not training:
             with torch.no_grad():
                 return step.forward()
@@ -169,7 +178,16 @@ class PipelinedStack(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A stack with a copy of the model, on the same machinery: for averages of weights, say."""
-        for kept in (self.machinery, self._make_plan, self.plan, self._expert_ranks, self._programs):
+        machinery = self.machinery
+        shared = (
+            machinery,
+            machinery.control,
+            self._make_plan,
+            self.plan,
+            self._expert_ranks,
+            self._programs,
+        )
+        for kept in shared:
             memo[id(kept)] = kept
         copied = object.__new__(type(self))
         memo[id(self)] = copied
@@ -208,41 +226,20 @@ class PipelinedStack(nn.Module):
         check_layers([part.moe for part in self.parts.parts], self.moe, self.machinery.layout)
         return shape_of([part.moe for part in self.parts.parts])
 
-    def _check_batch(self, shape: torch.Size) -> None:
-        """With fixed slots all ranks need equally many tokens, or rows would end where they do not belong.
-
-        The ranks compare when theirs changes; a rank whose batch changes alone waits for the others in vain.
-        """
-        if self.base_shape.exchange_counts or shape == self._compared:
-            return
-        shapes = self.machinery.control.gather(tuple(shape), "comparing the sizes of batches")
-        if len(set(shapes)) > 1:
-            raise ValueError(
-                f"ranks have batches of different sizes, {shapes}: with a fixed number of slots per expert "
-                "all need the same. Give them equal batches, or route dropless (moe.capacity_factor = none)."
-            )
-        self._compared = shape
-
-    def _cut(
-        self, tokens_BL: Tensor, labels_BL: Tensor, sample_ids_B: Tensor | None, valid_BL: Tensor | None
-    ) -> Batch:
-        pieces, batch = self.plan.shape.microbatches, tokens_BL.shape[0]
-        if batch < pieces:
-            raise ValueError(
-                f"schedule.microbatches = {pieces}: a batch of {batch} samples per rank cannot be cut into "
-                f"{pieces} pieces, attention needs whole samples. Use {batch} or fewer."
-            )
-        if sample_ids_B is None:
-            layout = self.machinery.layout  # ranks may have batches of different sizes: deal numbers in turn
-            mine = torch.arange(self._samples_seen, self._samples_seen + batch, device=tokens_BL.device)
-            sample_ids_B = mine * layout.world_size + layout.rank
-        self._samples_seen += batch
-        return Batch(
-            tokens=tokens_BL.tensor_split(pieces),
-            labels=labels_BL.tensor_split(pieces),
-            keys=[SampleKeys(self.seed, ids) for ids in sample_ids_B.tensor_split(pieces)],
-            valid=None if valid_BL is None else valid_BL.tensor_split(pieces),
-        )
+    def _samples(
+        self,
+        tokens_BL: Tensor,
+        labels_BL: Tensor,
+        ids_B: Tensor | None,
+        valid_BL: Tensor | None,
+        training: bool,
+    ) -> Samples:
+        if tokens_BL.dim() != 2 or labels_BL.shape != tokens_BL.shape:
+            shapes = f"{list(tokens_BL.shape)} and {list(labels_BL.shape)}"
+            raise ValueError(f"tokens and labels must both be [samples, tokens per sample], not {shapes}")
+        if ids_B is None:
+            ids_B = self._numbers.take(len(tokens_BL), tokens_BL.device, training=training)
+        return Samples(tokens_BL, labels_BL, ids_B, valid_BL)
 
     @property
     def base_shape(self) -> StepShape:

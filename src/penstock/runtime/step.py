@@ -15,6 +15,7 @@ from penstock.runtime.handlers import Batch, StepContext
 from penstock.runtime.marks import agree, mismatch, raise_mismatch
 from penstock.runtime.misuse import raise_replaced
 from penstock.runtime.segment import PassThrough, Segment
+from penstock.runtime.statistics import StepStatistics
 
 if TYPE_CHECKING:
     from penstock.runtime.stack import PipelinedStack
@@ -54,10 +55,14 @@ class Step:
             self.execution.run()
         statistics = self.context.total
         assert statistics is not None, "the statistics task has run"
-        self.stack.execution, self.stack.statistics = self.execution, statistics
+        self._show(statistics)
         if self.training:
             self._compare_parameters()
         return statistics.loss
+
+    def _show(self, statistics: StepStatistics) -> None:
+        """What the stack tells about: the step that ran last, forward or backward, whichever came before."""
+        self.stack.execution, self.stack.statistics = self.execution, statistics
 
     def _compare_parameters(self) -> None:
         """Before any gradient is reduced."""
@@ -85,13 +90,15 @@ class Step:
         if replaced:
             raise_replaced(self.stack.gradients.name_of(replaced[0]))
         _fill_missing(self.stack.gradients.experts())
-        self._count_choices()
+        statistics = self.context.total
+        assert statistics is not None, "backward follows this step's forward"
+        self._count_choices(statistics)
+        self._show(statistics)
 
-    def _count_choices(self) -> None:
-        """Tell gates with a bias what has been trained on; the same on all ranks."""
-        assert self.stack.statistics is not None, "the statistics task has run"
+    def _count_choices(self, statistics: StepStatistics) -> None:
+        """Tell gates with a bias what this step has trained on; the same on all ranks."""
         layers = [part.moe for part in self.stack.parts.parts if part.moe is not None]
-        for moe, chosen_E in zip(layers, self.stack.statistics.chosen_YE, strict=True):
+        for moe, chosen_E in zip(layers, statistics.chosen_YE, strict=True):
             if moe.gate.bias is not None:
                 moe.gate.bias.count(chosen_E)
 

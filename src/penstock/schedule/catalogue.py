@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from math import lcm
+from typing import Annotated
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, Within, check_bounds
+from penstock.config.bounds import Steps
 from penstock.graph import Graph
 from penstock.schedule.dense_overlap import DenseOverlap
 from penstock.schedule.flowmoe import FlowMoE
@@ -25,6 +27,16 @@ from penstock.step import StepShape, build_graph
 
 MOST_PIECES = 256
 MOST_SLICES = 64
+PieceCount = Annotated[int, Within(1, MOST_PIECES, "each piece costs a start-up")]
+ChunkBytes = Annotated[
+    int,
+    Within(
+        512,
+        1 << 40,
+        "every chunk costs a start-up, so chunks under 512 bytes never pay",
+        hint="Use 512 or more; 1048576 is a good start.",
+    ),
+]
 SCHEDULES: dict[str, System] = {
     system.name: system
     for system in (Sequential(), MoEPipeline(), DenseOverlap(), Lina(), FlowMoE(), FSMoE(), Penstock())
@@ -47,33 +59,20 @@ class ScheduleConfig:
     """
 
     name: str = "flowmoe"
-    microbatches: int = 2
-    chunks: int | None = None
-    backward_chunks: int | None = None
-    all_reduce_chunk_bytes: int = 1 << 20
+    microbatches: PieceCount = 2
+    chunks: PieceCount | None = None
+    backward_chunks: PieceCount | None = None
+    all_reduce_chunk_bytes: ChunkBytes = 1 << 20
     priority: PriorityName = "search"
-    refine_after: int = 4
+    refine_after: Steps = 4
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         if self.name not in SCHEDULES:
             nearest = get_close_matches(self.name, SCHEDULES, n=1, cutoff=0.0)[0]
             hint = f"Nearest: {nearest}. All: {', '.join(SCHEDULES)}."
             raise ConfigError("name", self.name, "no such schedule", hint)
-        for key in ("microbatches", "chunks", "backward_chunks"):
-            pieces = getattr(self, key)
-            if pieces is not None and not 1 <= pieces <= MOST_PIECES:
-                why = f"a batch is cut into 1 to {MOST_PIECES} pieces: each costs a start-up"
-                raise ConfigError(key, pieces, why, f"Nearest valid: {min(max(pieces, 1), MOST_PIECES)}.")
         self._check_slices()
-        if self.all_reduce_chunk_bytes < 512:
-            raise ConfigError(
-                "all_reduce_chunk_bytes",
-                self.all_reduce_chunk_bytes,
-                "every chunk costs a start-up, so chunks under 512 bytes never pay",
-                "Use 512 or more; 1048576 is a good start.",
-            )
-        if self.refine_after < 0:
-            raise ConfigError("refine_after", self.refine_after, "is a number of steps", "Use 0 for never.")
 
     def _check_slices(self) -> None:
         """Two numbers of chunks with few common factors cut what both share into crumbs."""

@@ -55,11 +55,11 @@ class FSMoE:
 
 def next_gap(moe_layers: tuple[bool, ...], all_reduce_bytes: tuple[int, ...]) -> Partition:
     """Every layer's gradients in one portion, in the gap of the next MoE layer below, else at the tail."""
-    portions = []
+    portions, slot = [], TAIL
     for layer, size in enumerate(all_reduce_bytes):
-        below = [lower for lower in range(layer) if moe_layers[lower]]
-        slot = Slot(layer=below[-1], part="moe") if below else TAIL
         portions.append((Portion(size_bytes=size, slot=slot),) if size else ())
+        if moe_layers[layer]:
+            slot = Slot(layer=layer, part="moe")
     return Partition(tuple(portions))
 
 
@@ -67,9 +67,8 @@ def _as_cut(graph: Graph) -> Partition:
     """The partition by which the gradients of a graph were cut, where no other was given."""
     layers = 1 + max(task.layer for task in graph.tasks)
     size = {task.layer: sum(task.cut.parts) for task in graph.tasks if task.op == Op.ALL_REDUCE}
-    moe_layers = tuple(
-        layer in {t.layer for t in graph.tasks if t.chunk is not None} for layer in range(layers)
-    )
+    chunked = {task.layer for task in graph.tasks if task.chunk is not None}
+    moe_layers = tuple(layer in chunked for layer in range(layers))
     return next_gap(moe_layers, tuple(size.get(layer, 0) for layer in range(layers)))
 
 

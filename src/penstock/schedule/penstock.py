@@ -58,8 +58,12 @@ class Penstock:
             return freeze(self.name, graph, cost, lambda task: (-remaining_s[task],))
         if self.priority == "all_to_all_first":
             return freeze(self.name, graph, cost, all_to_all_first)
-        evaluations = max(LEAST_EVALUATIONS, min(MOST_EVALUATIONS, MOST_PLACEMENTS // len(graph.tasks)))
-        return search(self.name, graph, cost, _starts(graph, cost), evaluations)
+        return search(self.name, graph, cost, _starts(graph, cost), evaluations(len(graph.tasks)))
+
+
+def evaluations(tasks: int) -> int:
+    """How many orders of so many tasks a search simulates."""
+    return max(LEAST_EVALUATIONS, min(MOST_EVALUATIONS, MOST_PLACEMENTS // tasks))
 
 
 def _starts(graph: Graph, cost: Cost) -> list[dict[Task, float]]:
@@ -80,8 +84,8 @@ def _starts(graph: Graph, cost: Cost) -> list[dict[Task, float]]:
 
 def remaining_path(graph: Graph, cost: Cost) -> Mapping[Task, float]:
     """For every task the seconds from its start to the end of the step along the longest chain behind it."""
-    remaining_s: dict[Task, float] = {}
-    for task in reversed(graph.tasks):
-        behind_s = max((remaining_s[reader] for reader in graph.readers[task]), default=0.0)
-        remaining_s[task] = slowest(cost(task)) + behind_s
-    return remaining_s
+    readers, after_s = graph.readers_at, [0.0] * len(graph.tasks)
+    for place in reversed(range(len(graph.tasks))):
+        behind_s = max([after_s[reader] for reader in readers[place]], default=0.0)
+        after_s[place] = slowest(cost(graph.tasks[place])) + behind_s
+    return dict(zip(graph.tasks, after_s, strict=True))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.graph import Graph, Lane, Name, ScheduleError, Task
-from penstock.graph.paths import issue_order
+from penstock.graph.paths import issue_order, path_ends
 from penstock.schedule.grid import draw
 
 
@@ -48,15 +48,20 @@ class Schedule:
 
     def check(self, graph: Graph) -> None:
         """Every task of the graph once, on its own lane, and no lane waits for another in a circle."""
-        seen: set[Task] = set()
+        seen = [False] * len(graph.tasks)
         for lane, order in self.lanes.items():
             for task in order:
                 _check_cell(task, lane, seen, graph)
-                seen.add(task)
-        if missing := [str(task) for task in graph.tasks if task not in seen]:
+                seen[graph.position[task]] = True
+        if missing := [str(task) for task, found in zip(graph.tasks, seen, strict=True) if not found]:
             raise ScheduleError(f"schedule {self.name}: {missing[0]} is missing ({len(missing)} in all)")
-        for _ in issue_order(self.lanes, lambda task: graph.needs[task]):
-            pass
+        if min(path_ends(self.places(graph), graph.links, [1.0] * len(graph.tasks))) < 0:
+            for _ in issue_order(self.lanes, graph.needs.__getitem__):  # says who waits for whom
+                pass
+
+    def places(self, graph: Graph) -> list[list[int]]:
+        """For every lane the positions of its tasks in the graph."""
+        return [[graph.position[task] for task in order] for order in self.lanes.values()]
 
     def half(self, *, forward: bool) -> Schedule:
         """The forward or the backward part, in the same order: to be run, not drawn (a grid shows a step)."""
@@ -91,10 +96,10 @@ def _parse_names(text: str, line: int) -> tuple[Name, ...]:
         raise ScheduleError(f"line {line}: {error}") from None
 
 
-def _check_cell(task: Task, lane: Lane, seen: set[Task], graph: Graph) -> None:
+def _check_cell(task: Task, lane: Lane, seen: Sequence[bool], graph: Graph) -> None:
     if task not in graph.position:
         raise ScheduleError(f"{task} is on lane {lane} but not in the graph")
     if task.lane is not lane:
         raise ScheduleError(f"{task} is on lane {lane}; it runs on lane {task.lane}")
-    if task in seen:
+    if seen[graph.position[task]]:
         raise ScheduleError(f"{task} stands twice in the schedule")

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.config import ConfigError
 from penstock.graph import Graph, Lane, Task
 from penstock.ops import Op
 from penstock.ops.sums import REDUCTIONS
 from penstock.schedule.freeze import Cost
 from penstock.schedule.schedule import Schedule
 from penstock.step import StepShape
+
+MOST_REDUCTIONS = 1 << 15
+"""Pieces of all layers' gradients in a step. With a start-up of 0.1 ms they take 3.3 s by themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +49,31 @@ class System(Protocol):
 
 
 def pieces_of(total_bytes: tuple[int, ...], chunk_bytes: int) -> tuple[int, ...]:
-    """Into how many nearly equal chunks each buffer is cut so that none is over `chunk_bytes`."""
-    return tuple(-(-size // chunk_bytes) for size in total_bytes)
+    """Into how many nearly equal chunks each buffer is cut so that none is over `chunk_bytes`.
+
+    Raises ConfigError for more than MOST_REDUCTIONS of them in all: every one is a task and a start-up.
+    """
+    if chunk_bytes < 1:
+        raise ConfigError("all_reduce_chunk_bytes", chunk_bytes, "is the size of a piece", "Use 1048576.")
+    pieces = tuple(-(-size // chunk_bytes) for size in total_bytes)
+    if (count := sum(pieces)) <= _most_reductions(total_bytes):
+        return pieces
+    why = (
+        f"cuts {sum(total_bytes):,} bytes of gradients in {len(total_bytes)} layers into {count:,} "
+        f"all-reduce pieces per step; at most {MOST_REDUCTIONS:,}, since each is a task with a start-up"
+    )
+    hint = f"Use {least_chunk_bytes(total_bytes)} or more."
+    raise ConfigError("all_reduce_chunk_bytes", chunk_bytes, why, hint)
+
+
+def least_chunk_bytes(total_bytes: tuple[int, ...]) -> int:
+    """A chunk size with which `pieces_of` is within its limit, and hardly larger than it must be."""
+    layers = sum(size > 0 for size in total_bytes)  # the last piece of each may be a small one
+    return max(1, -(-sum(total_bytes) // (_most_reductions(total_bytes) - layers)))
+
+
+def _most_reductions(total_bytes: tuple[int, ...]) -> int:
+    return max(MOST_REDUCTIONS, 2 * len(total_bytes))
 
 
 def whole(total_bytes: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.graph import Graph
+from penstock.ops import Op
 from penstock.ops.transfers import FLAT
 from penstock.step.passes import (
     Chunks,
@@ -30,8 +31,9 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
     if shape.split_experts and any(shape.moe_layers):
         found.append(WeightGradients())
     layers = range(shape.num_layers)
-    replicas = [(1,) * count for count in shape.expert_all_reduce_chunks]
-    found.append(GradientPieces([shape.parts_of(layer) for layer in layers], replicas))
+    replicated = [shape.parts_of(layer) for layer in layers]
+    experts = [shape.parts_of(layer, Op.EXPERT_ALL_REDUCE) for layer in layers]
+    found.append(GradientPieces(replicated, experts))
     found.append(Settle())
     return tuple(found)
 

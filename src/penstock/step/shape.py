@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import lcm
 
 from penstock.graph.errors import ScheduleError
@@ -77,9 +78,18 @@ class StepShape:
         """Chunks of an MoE layer, forward and backward."""
         return self.chunks, self.backward_chunks
 
-    def parts_of(self, layer: int) -> tuple[int, ...]:
-        """Relative sizes of the chunks of a layer's all-reduce."""
-        return self.all_reduce_parts[layer] if self.all_reduce_parts else (1,) * self.all_reduce_chunks[layer]
+    def parts_of(self, layer: int, op: str = Op.ALL_REDUCE) -> tuple[int, ...]:
+        """Relative sizes of the pieces of a layer's all-reduce. The very same tuple at every call."""
+        return self._parts[op][layer]
+
+    @cached_property
+    def _parts(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Made once: a step asks for them with every piece, and a layer may have thousands."""
+        equal = {n: (1,) * n for n in {*self.all_reduce_chunks, *self.expert_all_reduce_chunks}}
+        return {
+            Op.ALL_REDUCE: self.all_reduce_parts or tuple(equal[n] for n in self.all_reduce_chunks),
+            Op.EXPERT_ALL_REDUCE: tuple(equal[n] for n in self.expert_all_reduce_chunks),
+        }
 
     def slices_of(self, chunk: int, phase: Phase) -> range:
         """The slices that a chunk is made of."""

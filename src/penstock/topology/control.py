@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from penstock.topology.blame import explain
+from penstock.topology.rollcall import ACTIVITY
 
 T = TypeVar("T")
 
@@ -53,14 +55,9 @@ class Control:
 
     @contextmanager
     def naming(self, purpose: str) -> Iterator[None]:
-        """Turn a transport's bare error into one that says which rank was doing what."""
+        """Turn a transport's bare error into one that says which rank was doing what, and who was missing."""
         try:
-            yield
+            with ACTIVITY.exchanging(purpose):
+                yield
         except RuntimeError as error:
-            raise CommunicationError(f"rank {self.rank}: {purpose} failed: {reason(error)}") from error
-
-
-def reason(error: BaseException) -> str:
-    """The first line of an error without what Gloo puts around it: source file in front, advice behind."""
-    line = (str(error).strip().splitlines() or ["no reason given"])[0]
-    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", line).split(" This is typically")[0]
+            raise CommunicationError(f"rank {self.rank}: {purpose} failed: {explain(error)}") from error

@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from typing import Annotated
 
 import torch.distributed as dist
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, Within, check_bounds
+from penstock.config.bounds import Ranks
 from penstock.mesh import Axes, Group, Mesh
 
 LONGEST_TIMEOUT_S = 1e6
+Processes = Annotated[int, Within(1, 4096, "they all run on this machine")]
+Timeout = Annotated[float, Within(0, LONGEST_TIMEOUT_S, "a million seconds are twelve days", above=True)]
+BufferBytes = Annotated[int, Within(0, 1 << 30, "0 leaves it to the system, which takes no more")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,26 +31,14 @@ class ParallelConfig:
     Too much delays the other side's announcements, less than rate times round trip slows the link down.
     """
 
-    processes: int = 4
-    ep_size: int | None = None
-    ranks_per_node: int | None = None
-    timeout_s: float = 60.0
-    send_buffer_bytes: int = 64 * 1024
+    processes: Processes = 4
+    ep_size: Ranks | None = None
+    ranks_per_node: Ranks | None = None
+    timeout_s: Timeout = 60.0
+    send_buffer_bytes: BufferBytes = 64 * 1024
 
     def __post_init__(self) -> None:
-        if self.processes < 1:
-            raise ConfigError("processes", self.processes, "somebody has to train", "Use 1 or more.")
-        if self.ep_size is not None and self.ep_size < 1:
-            raise ConfigError("ep_size", self.ep_size, "an expert needs a rank", "Use 1 or more, or none.")
-        if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            value = self.ranks_per_node
-            raise ConfigError("ranks_per_node", value, "a node has a rank", "Use 1 or more, or none.")
-        if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
-            why = f"must be positive and at most {LONGEST_TIMEOUT_S:.0f} (twelve days)"
-            raise ConfigError("timeout_s", self.timeout_s, why, "Use 60.")
-        if self.send_buffer_bytes < 0:
-            hint = "Use 65536, or 0 for what the system thinks best."
-            raise ConfigError("send_buffer_bytes", self.send_buffer_bytes, "must not be negative", hint)
+        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from penstock.config import UNSET, ConfigError
-from penstock.topology.control import CommunicationError
+from penstock.topology.blame import answer_calls
+from penstock.topology.control import CommunicationError, Control
+from penstock.topology.rollcall import RollCall, new_token, open_listener
 
+MOST_DIGITS = 9
 Launcher = Literal["alone", "torchrun", "slurm", "penstock"]
 
 
@@ -93,6 +96,8 @@ def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
         _connect(info, timedelta(seconds=timeout_s), device)
     except RuntimeError as error:
         raise CommunicationError(_not_joined(info, timeout_s, where)) from error
+    if info.world_size > 1:
+        answer_calls(_roll_call(info, where))
     if device.type == "cpu" and info.world_size > 1:
         # Ranks share the cores of a node; more threads than cores makes every one of them slower.
         torch.set_num_threads(1)
@@ -100,6 +105,7 @@ def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
 
 def leave() -> None:
     """Disconnect from the others; does nothing for a process that never joined."""
+    answer_calls(None)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -127,8 +133,10 @@ def _whole(environ: Mapping[str, str], name: str) -> int:
     if not text:
         hint = "Start with torchrun or srun, which set it, or unset the other variables to run alone."
         raise ConfigError(name, UNSET, "is not set in the environment, though its companions are", hint)
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(name, text, "must be a whole number, 0 or more", "Correct or unset it.")
+    if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
+        raise ConfigError(
+            name, text, "must be a whole number of at most nine digits, 0 or more", "Correct or unset it."
+        )
     return int(text)
 
 
@@ -172,6 +180,29 @@ def _connect(info: ProcessInfo, timeout: timedelta, device: torch.device) -> Non
         world_size=info.world_size,
         timeout=timeout,
     )
+
+
+def _roll_call(info: ProcessInfo, where: str) -> RollCall | None:
+    """What lets ranks ask each other who still runs; None if they cannot reach each other for it.
+
+    Every rank tries its neighbour: where a firewall is in between, all would seem to be silent.
+    """
+    control = Control(info.rank, info.world_size)
+    host, _, port = where.rpartition(":")
+    listener = None
+    with suppress(OSError):  # said to all below
+        listener = open_listener((host, int(port)))
+    address = None if listener is None else listener.getsockname()[:2]
+    found = control.gather((address, new_token()), "exchanging addresses")
+    addresses = [each for each, _ in found if each is not None]
+    if listener is None or len(addresses) < len(found):
+        return None
+    roll_call = RollCall(info.rank, listener, addresses, found[0][1])
+    reached = roll_call.reaches((info.rank + 1) % info.world_size)
+    if not control.any(not reached, "trying to reach the neighbour"):
+        return roll_call
+    roll_call.close()
+    return None
 
 
 def _master(environ: Mapping[str, str]) -> str:

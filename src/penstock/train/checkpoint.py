@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from penstock.config import ConfigError
 from penstock.runtime import PipelinedStack
 from penstock.topology import Control
-from penstock.topology.control import reason
+from penstock.topology.blame import reason
 from penstock.train.finite import first_not_finite
 from penstock.train.storage.files import DamagedError, make_durable
 from penstock.train.storage.old_format import METADATA, OldShards

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, Within, check_bounds
+from penstock.config.bounds import MOST_STEPS, Seed, Steps
 from penstock.cost import ClusterConfig
 from penstock.models import PRESETS, ModelConfig
 from penstock.moe import MoEConfig
@@ -23,6 +24,8 @@ Precision = Literal["auto", "float32", "bfloat16"]
 Resume = Literal[True, False, "auto"]
 IF_PRESENT = "auto"
 """Of `resume`: continue if there is something to continue, else start from the beginning."""
+AtLeastOne = Annotated[int, Within(1, MOST_STEPS, "steps are numbered with eight digits")]
+TracedSteps = Annotated[int, Within(0, 10_000, "every task of a traced step is in memory; 0 = no trace")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,27 +40,19 @@ class TrainConfig:
     max_skipped_steps: steps in a row that may be skipped because their loss or gradients are not finite.
     """
 
-    steps: int = 200
-    seed: int = 0
+    steps: AtLeastOne = 200
+    seed: Seed = 0
     resume: Resume = False
     precision: Precision = "auto"
-    eval_every: int = 100
-    eval_batches: int = 4
-    checkpoint_every: int = 100
-    keep_checkpoints: int = 2
-    log_every: int = 10
-    max_skipped_steps: int = 4
+    eval_every: Steps = 100
+    eval_batches: AtLeastOne = 4
+    checkpoint_every: Steps = 100
+    keep_checkpoints: AtLeastOne = 2
+    log_every: Steps = 10
+    max_skipped_steps: Steps = 4
 
     def __post_init__(self) -> None:
-        for key, least in (("steps", 1), ("eval_batches", 1), ("keep_checkpoints", 1), ("seed", 0)):
-            if getattr(self, key) < least:
-                raise ConfigError(key, getattr(self, key), f"must be at least {least}", f"Use {least}.")
-        for key in ("eval_every", "checkpoint_every", "log_every"):
-            if getattr(self, key) < 0:
-                raise ConfigError(key, getattr(self, key), "is a number of steps", "Use 0 for never.")
-        if self.max_skipped_steps < 0:
-            hint = "Use 0 to end the run at the first step that is not finite."
-            raise ConfigError("max_skipped_steps", self.max_skipped_steps, "is a number of steps", hint)
+        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +66,11 @@ class OutputConfig:
 
     dir: Path = Path("runs/default")
     tensorboard: bool = True
-    trace_steps: int = 2
+    trace_steps: TracedSteps = 2
     routing: bool = False
 
     def __post_init__(self) -> None:
-        if self.trace_steps < 0:
-            raise ConfigError("trace_steps", self.trace_steps, "is a number of steps", "Use 0 for no trace.")
+        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,9 @@ from penstock.plan import PlanFile
 from penstock.plan.words import choice_words
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
+from penstock.train.deciding import decided
 from penstock.train.dispatch import candidates
-from penstock.train.planning import CLUSTER_FILE, PLAN_FILE, Planned, Say, assumed_problem, decided
+from penstock.train.planning import CLUSTER_FILE, PLAN_FILE, Planned, Say, assumed_problem
 from penstock.train.problem import run_problem
 from penstock.train.profiling.machine import here
 from penstock.train.resume import Resumption

@@ -12,18 +12,19 @@ import stat
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
-import numpy as np
-import numpy.typing as npt
+from penstock.config import ConfigError, Items, Within, check_bounds
+from penstock.train.scan import VOCABULARY_SIZE
+from penstock.train.text import HINT, Text
 
-from penstock.config import ConfigError
+__all__ = ["VOCABULARY_SIZE", "Corpus", "DataConfig", "load_corpus"]
 
-VOCABULARY_SIZE = 256
 MIN_TEXT_BYTES = 1024
-HELD_OUT_FRACTION_RANGE = (1e-6, 0.5)
+Samples = Annotated[int, Within(1, 1 << 20, "all samples of a step are in memory at once", hint="Try 8.")]
+HeldOut = Annotated[float, Within(1e-6, 0.5, "what is not trained on is for evaluation", hint="Try 0.05.")]
+Suffixes = Annotated[tuple[str, ...], Items(100, "which files are text", least=1)]
 STANDARD_LIBRARY_SUFFIXES = (".py",)
 # Installed packages differ between machines, and the tests hold odd encodings and generated tables.
 STANDARD_LIBRARY_LEFT_OUT = frozenset(
@@ -44,22 +45,15 @@ class DataConfig:
     """
 
     path: str | None = None
-    batch_per_device: int = 8
-    held_out_fraction: float = 0.05
-    suffixes: tuple[str, ...] = (".py", ".txt", ".md", ".rst")
+    batch_per_device: Samples = 8
+    held_out_fraction: HeldOut = 0.05
+    suffixes: Suffixes = (".py", ".txt", ".md", ".rst")
 
     def __post_init__(self) -> None:
         if self.path == "":
             hint = "Leave it out to train on Python's standard library."
             raise ConfigError("path", self.path, "must not be empty", hint)
-        if self.batch_per_device < 1:
-            raise ConfigError("batch_per_device", self.batch_per_device, "must be at least 1", "Try 8.")
-        smallest, largest = HELD_OUT_FRACTION_RANGE
-        if not smallest <= self.held_out_fraction <= largest:
-            why = f"must be between {smallest} and {largest}"
-            raise ConfigError("held_out_fraction", self.held_out_fraction, why, "Try 0.05.")
-        if not self.suffixes:
-            raise ConfigError("suffixes", self.suffixes, "must not be empty", 'Try [".txt"].')
+        check_bounds(self)
         for suffix in self.suffixes:
             if not suffix.startswith(".") or suffix == ".":
                 raise ConfigError("suffixes", suffix, "must be a dot and an ending", 'Write it as ".txt".')
@@ -67,35 +61,35 @@ class DataConfig:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """The whole text in memory.
+    """The text to train on, which stays where it is.
 
-    `text`    uint8, one entry per byte
+    `text`    its bytes
     `source`  where it came from, for people: the place, the number of files and of bytes
     """
 
-    text: npt.NDArray[np.uint8]
+    text: Text
     source: str
-
-    @cached_property
-    def unigram_entropy_nats(self) -> float:
-        """Entropy of the byte distribution, nats per byte: the loss of knowing byte counts alone."""
-        counts = np.bincount(self.text, minlength=VOCABULARY_SIZE)
-        share = counts[counts > 0] / self.text.size
-        return float(np.log(share) @ -share)
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """Read the text that `config` names, its files one after another in a fixed order.
+    """Open the text that `config` names, its files one after another in a fixed order.
 
     Raises `ConfigError` on `path` when it does not exist, holds no text file or too little text, or when any
     of its files cannot be read.
     """
     if config.path is None:
         return _load_standard_library()
-    place = Path(config.path).expanduser()
+    place = _expanded(config.path)
     if _is_folder(config.path, place):
         return _load_folder(config.path, place, config.suffixes)
     return _join(config.path, str(place), [place])
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # ~somebody whom the system does not know
+        raise ConfigError("path", path, "begins with the home of an unknown user", HINT) from error
 
 
 def _is_folder(path: str, place: Path) -> bool:
@@ -103,6 +97,8 @@ def _is_folder(path: str, place: Path) -> bool:
         return stat.S_ISDIR(place.stat().st_mode)
     except OSError as error:
         raise _unreadable(path, error) from error
+    except ValueError as error:  # a NUL in it
+        raise ConfigError("path", path, f"is no path ({error})", HINT) from error
 
 
 def _load_standard_library() -> Corpus:
@@ -140,22 +136,13 @@ def _text_files(
 
 def _join(path: str | None, place: str, files: Sequence[Path]) -> Corpus:
     """One text of all files, with a newline between two so that no line runs on into the next file."""
-    text = b"\n".join(_read(path, file) for file in files)
-    if len(text) < MIN_TEXT_BYTES:
+    text = Text(path, files)
+    if text.size < MIN_TEXT_BYTES:
         hint = f"Give at least {MIN_TEXT_BYTES}; megabytes are better."
-        raise ConfigError("path", path, f"holds only {len(text)} bytes of text", hint)
+        raise ConfigError("path", path, f"holds only {text.size} bytes of text", hint)
     count = "1 file" if len(files) == 1 else f"{len(files):,} files"
-    return Corpus(text=np.frombuffer(text, dtype=np.uint8), source=f"{place}: {count}, {len(text):,} bytes")
-
-
-def _read(path: str | None, file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    return Corpus(text=text, source=f"{place}: {count}, {text.size:,} bytes")
 
 
 def _unreadable(path: str | None, error: OSError) -> ConfigError:
-    why = f"cannot read {error.filename}: {error.strerror}"
-    hint = "Give a path that can be read, or none to train on Python's standard library."
-    return ConfigError("path", path, why, hint)
+    return ConfigError("path", path, f"cannot read {error.filename}: {error.strerror}", HINT)

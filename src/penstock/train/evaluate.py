@@ -14,7 +14,8 @@ def batch_loss(stack: PipelinedStack, batch: Batch) -> torch.Tensor:
     """Run one batch of this rank through the stack."""
     device = stack.machinery.device
     tokens_BL, labels_BL = batch.tokens_BL.to(device), batch.labels_BL.to(device)
-    loss: torch.Tensor = stack(tokens_BL, labels_BL, batch.sample_ids_B.to(device))
+    ids_B, largest = batch.sample_ids_B.to(device), batch.largest_batch
+    loss: torch.Tensor = stack(tokens_BL, labels_BL, ids_B, largest_batch=largest)
     return loss
 
 

@@ -5,8 +5,9 @@ before it is bound. A rank's environment is torchrun's, so a script cannot tell 
 beside us, or where a `Place` puts them, such as an emulated cluster.
 
 When one rank fails the others cannot finish, but they soon notice and say so better than anyone else could.
-So they get `grace_s` to do that, then SIGTERM, then SIGKILL. On Linux a rank also dies when its parent does,
-even by `kill -9`.
+So they get `grace_s` to do that, then SIGTERM, then SIGKILL. A rank that does not answer the others is killed
+as soon as they say so, since it would not heed a SIGTERM either. On Linux a rank also dies when its parent
+does, even by `kill -9`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+
+from penstock.topology.blame import CULPRITS_KEY
+from penstock.topology.rollcall import named
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -31,6 +36,8 @@ T = TypeVar("T")
 
 POLL_S: Final = 0.02
 KILL_AFTER_TERM_S: Final = 5.0
+KILL_AFTER_VERDICT_S: Final = 1.5
+"""For ranks that answer, where others do not: enough to say what they waited for."""
 PR_SET_PDEATHSIG: Final = 1  # from <linux/prctl.h>
 
 
@@ -61,13 +68,25 @@ class LaunchOutcome:
     """How every rank ended, in rank order, and why.
 
     `stopped` are the ranks that the launcher had to signal, so their codes are not their own doing;
-    `interrupted_by` is the first signal with which somebody ended the whole run.
+    `interrupted_by` is the first signal with which somebody ended the whole run. `silent` are the ranks that
+    did not answer the others, each with whether a signal had stopped it.
     """
 
     exit_codes: tuple[int, ...]
     first_failure: Failure | None
     stopped: frozenset[int]
     interrupted_by: signal.Signals | None
+    silent: Mapping[int, bool] = field(default_factory=dict)
+
+    def describe(self) -> str | None:
+        """One line on the failure to name first, such as `rank 1 did not answer: a signal had stopped it`."""
+        if not self.silent:
+            return None if self.first_failure is None else self.first_failure.describe()
+        ranks = sorted(self.silent)
+        more = ": a signal had stopped it" if all(self.silent.values()) else " and was killed"
+        if len(ranks) > 1:
+            more = ": a signal had stopped them" if all(self.silent.values()) else " and were killed"
+        return f"{named(ranks)} did not answer{more}"
 
     @property
     def exit_code(self) -> int:
@@ -121,7 +140,7 @@ def launch(
     store = place.run_inside(0, lambda: _host_store(place.address(0)))
     shared = _shared_environ(os.environ if environ is None else environ, processes, store)
     with _recorded_signals() as received:
-        ranks = _Ranks(grace_s=grace_s, received=received)
+        ranks = _Ranks(grace_s=grace_s, received=received, culprits=lambda: _culprits(store))
         try:
             ranks.start(command, processes, shared, place)
             ranks.wait()
@@ -133,10 +152,14 @@ def launch(
 class _Ranks:
     """The running children; what happens to them is decided once every `POLL_S`."""
 
-    def __init__(self, *, grace_s: float, received: list[signal.Signals]) -> None:
+    def __init__(
+        self, *, grace_s: float, received: list[signal.Signals], culprits: Callable[[], list[int]]
+    ) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.grace_s = grace_s
         self.received = received  # filled by the signal handler, in the order of arrival
+        self.culprits = culprits  # who does not answer, as the others tell
+        self.silent: dict[int, bool] = {}
         self.heeded = 0  # how many of the received signals have been acted upon
         self.first_failure: Failure | None = None
         self.stopped: set[int] = set()
@@ -156,6 +179,7 @@ class _Ranks:
         """Until every rank has ended, by itself or because it had to."""
         while self.running():
             self.notice_failure()
+            self.heed_verdict()
             self.heed_signals()
             self.escalate()
             time.sleep(POLL_S)
@@ -183,6 +207,22 @@ class _Ranks:
         rank, returncode = min(ended, key=lambda each: (each[1] > 0, each[0]))
         self.first_failure = Failure(rank=rank, returncode=returncode)
         self.stop_within(self.grace_s)
+
+    def heed_verdict(self) -> None:
+        """Once a rank has failed: kill those that the others call silent, and soon whoever is left."""
+        if self.first_failure is None or self.silent:
+            return
+        running = self.running()
+        self.silent = {
+            rank: _is_stopped(self.processes[rank].pid) for rank in self.culprits() if rank in running
+        }
+        if not self.silent and running and all(_is_stopped(self.processes[rank].pid) for rank in running):
+            self.silent = dict.fromkeys(running, True)  # nobody is left to say so
+        for rank in self.silent:
+            self.stopped.add(rank)
+            self.processes[rank].kill()
+        if self.silent:
+            self.kill_at_s = min(self.kill_at_s, time.monotonic() + KILL_AFTER_VERDICT_S)
 
     def escalate(self) -> None:
         """SIGTERM when the grace is over, SIGKILL when that did not help either."""
@@ -214,6 +254,7 @@ class _Ranks:
             first_failure=self.first_failure,
             stopped=frozenset(self.stopped),
             interrupted_by=self.received[0] if self.received else None,
+            silent=self.silent,
         )
 
 
@@ -252,6 +293,21 @@ def _host_store(address: str) -> TCPStore:
     port: int = listener.getsockname()[1]
     # detach: the store closes the socket when it goes.
     return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _culprits(store: TCPStore) -> list[int]:
+    """Ranks that others have found silent."""
+    if not store.check([CULPRITS_KEY]):
+        return []
+    return [int(rank) for rank in store.get(CULPRITS_KEY).decode().split(",")]
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal, or a debugger, has stopped the process; unknown (False) where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 def _shared_environ(environ: Mapping[str, str], processes: int, store: TCPStore) -> dict[str, str]:

@@ -25,6 +25,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
+from penstock.config import open_regular, parse_json
+
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -149,14 +151,15 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     A last line that a killed run left without its end is dropped. Raises `ValueError` naming file and line
     for any other line that is not a step.
     """
-    lines = path.read_bytes().split(b"\n")
+    with open_regular(path, str(path), "Move it away.") as file:
+        lines = file.read().split(b"\n")
     # A whole line ends with a newline, so what follows the last one is nothing, or a line cut short.
     return [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
 
 
 def _parse(path: Path, number: int, line: bytes) -> StepMetrics:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
         return StepMetrics(**{key: _from_json(key, value) for key, value in record.items()})
     except (ValueError, TypeError, AttributeError) as error:
         what_to_do = "mend or delete the line, or move the file away"

@@ -6,14 +6,19 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
-from penstock.config import ConfigError
+from penstock.config import Within, check_bounds
+from penstock.config.bounds import Steps
 
 NamedParameter = tuple[str, nn.Parameter]
+Positive = Annotated[float, Within(0, 1e30, "float32 ends at 3e38", above=True)]
+Share = Annotated[float, Within(0, 1, "it is a share")]
+Decay = Annotated[float, Within(0, 1, "at 1 an average would never move", below=True)]
+WeightDecay = Annotated[float, Within(0, 1e6, "times lr it is a share of the weights")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,32 +36,17 @@ class OptimizerConfig:
     Raises `ConfigError` naming the field when a value cannot be used.
     """
 
-    lr: float = 3e-3
-    min_lr_ratio: float = 0.1
-    warmup_steps: int = 20
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip_grad_norm: float | None = 1.0
+    lr: Positive = 3e-3
+    min_lr_ratio: Share = 0.1
+    warmup_steps: Steps = 20
+    weight_decay: WeightDecay = 0.1
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: Positive = 1e-8
+    clip_grad_norm: Positive | None = 1.0
 
     def __post_init__(self) -> None:
-        share = "must be at least 0 and below 1"
-        _require(0 < self.lr < math.inf, "lr", self.lr, "must be above 0", "Try 3e-3.")
-        _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "must be 0 to 1", "Try 0.1.")
-        _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be 0 or more", "Try 20.")
-        decays = 0 <= self.weight_decay < math.inf
-        _require(decays, "weight_decay", self.weight_decay, "must be 0 or more", "Try 0.1.")
-        _require(0 <= self.beta1 < 1, "beta1", self.beta1, share, "Try 0.9.")
-        _require(0 <= self.beta2 < 1, "beta2", self.beta2, share, "Try 0.95.")
-        _require(0 < self.eps < math.inf, "eps", self.eps, "must be above 0", "Try 1e-8.")
-        clips = self.clip_grad_norm is None or 0 < self.clip_grad_norm < math.inf
-        _require(clips, "clip_grad_norm", self.clip_grad_norm, "must be above 0", "Try 1.0, or none.")
-
-
-def _require(holds: bool, key: str, value: object, why: str, hint: str) -> None:
-    if not holds:
-        raise ConfigError(key, value, why, hint)
+        check_bounds(self)
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

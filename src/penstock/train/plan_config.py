@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, Within, check_bounds
+from penstock.config.bounds import MOST_STEPS
+from penstock.plan.effort import MOST_BUDGET
 from penstock.plan.tuner import TunerName
 
 GIVEN, AUTO = "given", "auto"
 DROPPED_STEPS = 2
 """The first steps behind a change of plan: they allocate, and caches are cold."""
+
+Seconds = Annotated[float, Within(0, 86400, "measuring takes time, and has to end", above=True)]
+Trials = Annotated[int, Within(1, 64, "the chosen plan itself is one, and each costs six steps")]
+Samples = Annotated[int, Within(2, 1000, "one sample compares nothing, and all are fitted together")]
+SampleSteps = Annotated[
+    int, Within(DROPPED_STEPS + 1, MOST_STEPS, f"the first {DROPPED_STEPS} of them do not count")
+]
+Threshold = Annotated[
+    float, Within(0, 1000, "every step differs a little from the one before", above=True, hint="Use 0.15.")
+]
+DriftSteps = Annotated[int, Within(4, 10_000, "fewer are noise, and all are in memory")]
 
 
 def given_schedule(overrides: Sequence[str]) -> Sequence[str]:
@@ -26,13 +39,19 @@ def given_schedule(overrides: Sequence[str]) -> Sequence[str]:
     return [*overrides, f"plan.source={GIVEN}"] if decides and "plan.source" not in keys else overrides
 
 
+Budget = Annotated[
+    float, Within(0, MOST_BUDGET, "it is how many times as much as usual a search looks at", above=True)
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """Section `[plan]`.
 
     source: "given" = section [schedule] says; "auto" = measured, searched and explained at the start; else
     the path of a plan file to be run as it is. cluster: a cluster file, by name or path; none = measure.
-    profile_s: how long to measure at the start, and again when links have changed. trials: so many of the
+    profile_s: how long to measure at the start, and again when links have changed. budget: how many times as
+    much as usual a search looks at, counted in simulated tasks and not in seconds. trials: so many of the
     most promising plans are run for some steps each, and the fastest is kept; 1 = the prediction decides.
     tuner: what tunes the size of all-reduce chunks while training; none = nothing does. samples: how many
     sizes it tries, sample_steps: how many steps with each.
@@ -42,32 +61,20 @@ class PlanConfig:
 
     source: str = GIVEN
     cluster: str | None = None
-    profile_s: float = 15.0
-    trials: int = 3
+    profile_s: Seconds = 15.0
+    budget: Budget = 1.0
+    trials: Trials = 3
     tuner: TunerName | None = None
-    samples: int = 8
-    sample_steps: int = 10
+    samples: Samples = 8
+    sample_steps: SampleSteps = 10
     watch: bool = True
-    drift_threshold: float = 0.15
-    drift_steps: int = 8
+    drift_threshold: Threshold = 0.15
+    drift_steps: DriftSteps = 8
 
     def __post_init__(self) -> None:
         if not self.source:
             raise ConfigError("source", self.source, "names nothing", "Use given, auto, or a plan file.")
-        for key, least, why in (
-            ("trials", 1, "the chosen plan itself is one"),
-            ("samples", 2, "one sample compares nothing"),
-            ("sample_steps", DROPPED_STEPS + 1, f"the first {DROPPED_STEPS} of them do not count"),
-            ("drift_steps", 4, "so few steps are noise"),
-        ):
-            if getattr(self, key) < least:
-                raise ConfigError(key, getattr(self, key), why, f"Use {least} or more.")
-        if not 0 < self.profile_s < math.inf:
-            why = "measuring takes time, and has to end"
-            raise ConfigError("profile_s", self.profile_s, why, "Use 15.")
-        if not self.drift_threshold > 0:
-            why = "every step differs a little from the one before"
-            raise ConfigError("drift_threshold", self.drift_threshold, why, "Use 0.15.")
+        check_bounds(self)
 
     @property
     def is_saved(self) -> bool:

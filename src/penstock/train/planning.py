@@ -1,7 +1,7 @@
 """Which plan a run starts with: section [schedule]'s, one that is measured and searched for, or a file's.
 
-Rank 0 decides, and the others hear of it: a search may depend on a clock, and two ranks that decide
-differently would deadlock.
+Rank 0 searches, and the others hear of it: measured costs differ from rank to rank, and one search takes less
+of a machine than one on every core.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
@@ -27,22 +26,21 @@ from penstock.plan import (
     find_plan,
     predict_s,
 )
+from penstock.plan.effort import Searched
 from penstock.plan.predict import alone
 from penstock.plan.search import FoundPlan
 from penstock.runtime import Machinery
 from penstock.schedule import Schedule, ScheduleConfig, StepPlan
 from penstock.step import StepShape, build_graph
-from penstock.topology import Control, Layout
+from penstock.topology import Layout
 from penstock.train.assemble import base_shape, gradient_bytes, workload
 from penstock.train.config import RunConfig
+from penstock.train.deciding import Beat, decided, decided_slowly
 from penstock.train.dispatch import NAMES, candidates, choose_dispatch, with_dispatch
 from penstock.train.plan_config import AUTO, GIVEN
 from penstock.train.problem import run_problem
 from penstock.train.profile import profile_run
 from penstock.train.profiling.machine import here
-
-SEARCH_S = 10.0
-"""How long rank 0 may search while the others wait; less where they would give up first."""
 
 WORTH_TRYING = 1.3
 """A plan that is predicted to take longer than so many times the best is not tried."""
@@ -55,7 +53,6 @@ UNUSED = (
 CLUSTER_FILE, PLAN_FILE = "cluster.json", "plan.json"
 
 Say = Callable[[str], None]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +80,7 @@ class Planned:
     lines: tuple[str, ...] = ()
     rivals: tuple[Rival, ...] = ()
     misses: Mapping[str, float] = field(default_factory=dict)
+    searched: Searched | None = None
 
     def expected_s(self, candidate: Candidate) -> float:
         """What is predicted, as far off as with its schedule before; as with all on average if it is new."""
@@ -110,7 +108,9 @@ class Planned:
             memory_bytes=estimate_memory(self.problem, self.choice).total_bytes,
         )
         cluster = self.file.name if self.file is not None else "section [cluster]"
-        paper = PlanFile.of(self.problem, candidate, model=model, cluster=cluster, why=self.lines)
+        paper = PlanFile.of(
+            self.problem, candidate, model=model, cluster=cluster, why=self.lines, search=self.searched
+        )
         paper.save(folder / PLAN_FILE)
 
 
@@ -129,21 +129,6 @@ class Order:
     def plan(self) -> StepPlan:
         graph = build_graph(self.shape)
         return StepPlan(graph, Schedule.parse(self.text, graph), self.shape)
-
-
-def decided(control: Control, decide: Callable[[], T], purpose: str) -> T:
-    """What rank 0 decides, on all ranks; a ConfigError that stops it is raised on all of them."""
-    mine: T | ConfigError | None = None
-    if control.rank == 0:
-        try:
-            mine = decide()
-        except ConfigError as error:
-            mine = error
-    answer = control.gather(mine, purpose)[0]
-    if isinstance(answer, ConfigError):
-        raise answer
-    assert answer is not None, "rank 0 has decided"
-    return answer
 
 
 # ---- the plan at the start ---------------------------------------------------------------------------------
@@ -178,19 +163,27 @@ def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
     file = cluster_of(config, machinery, say)
     problem = run_problem(config, machinery.layout, file)
 
-    def decide() -> tuple[list[tuple[Choice, Order, float]], tuple[str, ...]]:
-        found, lines = find(problem, file, config.parallel.timeout_s, say)
+    def decide(beat: Beat) -> tuple[list[tuple[Choice, Order, float]], tuple[str, ...], Searched]:
+        found, lines = find(problem, file, config.plan.budget, say, beat)
         promising = [found.best, *_rivals(found, config.plan.trials - 1)]
-        return [(each.choice, Order.of(each.plan), each.predicted_s) for each in promising], lines
+        orders = [(each.choice, Order.of(each.plan), each.predicted_s) for each in promising]
+        return orders, lines, found.searched
 
-    promising, lines = decided(machinery.control, decide, "choosing a plan")
+    timeout_s = config.parallel.timeout_s
+    promising, lines, searched = decided_slowly(machinery.control, decide, "choosing a plan", timeout_s)
     for line in lines:
         say(line)
     best, *rivals = [
         Rival(choice=choice, plan=order.plan, predicted_s=seconds) for choice, order, seconds in promising
     ]
     return Planned(
-        problem=problem, choice=best.choice, plan=best.plan, file=file, lines=lines, rivals=tuple(rivals)
+        problem=problem,
+        choice=best.choice,
+        plan=best.plan,
+        file=file,
+        lines=lines,
+        rivals=tuple(rivals),
+        searched=searched,
     )
 
 
@@ -238,23 +231,28 @@ def cluster_of(config: RunConfig, machinery: Machinery, say: Say) -> ClusterFile
 
 
 def find(
-    problem: Problem, file: ClusterFile, timeout_s: float, say: Say
+    problem: Problem, file: ClusterFile, budget: float, say: Say, beat: Beat
 ) -> tuple[FoundPlan, tuple[str, ...]]:
-    """The best plan and the five lines that explain it.
+    """The best plan and the five lines that explain it, and one more where the budget cut the search short.
 
     Memory is an estimate: where nothing fits by it, a warning is said and the best plan is taken all the
-    same, since the run itself will find out.
+    same, since the run itself will find out. beat: called after every simulation.
     """
     memory = None if file.memory_bytes is None else MemoryBudget(bytes=file.memory_bytes)
-    budget_s = min(SEARCH_S, timeout_s / 3)
+
+    def searched() -> FoundPlan:
+        return find_plan(problem, memory=memory, budget=budget, progress=lambda _: beat())
+
     try:
-        found = find_plan(problem, memory=memory, budget_s=budget_s)
+        found = searched()
     except ConfigError as error:
         if memory is None:
             raise
         say(f"warning: {error}")
-        memory, found = None, find_plan(problem, budget_s=budget_s)
-    return found, explain(problem, found, memory).lines
+        memory = None
+        found = searched()
+    beat()
+    return found, (*explain(problem, found, memory).lines, *found.searched.lines)
 
 
 # ---- problems and choices ----------------------------------------------------------------------------------

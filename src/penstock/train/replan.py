@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import LinkModel
 from penstock.plan import Choice, evaluate
+from penstock.plan.effort import Searched
 from penstock.plan.words import choice_words, milliseconds
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
+from penstock.train.deciding import Beat, decided_slowly
 from penstock.train.diagnose import Diagnosis
-from penstock.train.planning import Order, Planned, Say, decided, find
+from penstock.train.planning import Order, Planned, Say, find
 from penstock.train.problem import run_problem
 from penstock.train.profile import measure_links, rates_with_links
 
@@ -23,12 +25,14 @@ WORTH = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What rank 0 decides. why: the explanation of the plan; line: the change in words."""
+    """What rank 0 decides. why: the explanation of the plan; line: the change in words; searched: how much
+    was looked at."""
 
     choice: Choice
     order: Order
     why: tuple[str, ...]
     line: str
+    searched: Searched
 
 
 def replan(
@@ -48,11 +52,15 @@ def replan(
     file = replace(file, slowness=_slowness(planned, diagnosis))
     problem = run_problem(config, machinery.layout, file)
     now = replace(planned, problem=problem, file=file)
-    verdict = decided(
-        machinery.control, lambda: _decide(config, now, file, diagnosis, say), "choosing another plan"
+    verdict = decided_slowly(
+        machinery.control,
+        lambda beat: _decide(config, now, file, diagnosis, say, beat),
+        "choosing another plan",
+        config.parallel.timeout_s,
     )
     say(verdict.line)
-    return replace(now, choice=verdict.choice, plan=verdict.order.plan, lines=verdict.why)
+    plan, searched = verdict.order.plan, verdict.searched
+    return replace(now, choice=verdict.choice, plan=plan, lines=verdict.why, searched=searched)
 
 
 def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
@@ -63,10 +71,12 @@ def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
     return replace(file, links=links, rates=rates_with_links(file.rates, links))
 
 
-def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagnosis, say: Say) -> Verdict:
+def _decide(
+    config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagnosis, say: Say, beat: Beat
+) -> Verdict:
     """On rank 0 only: the best plan found, or the present choice ordered anew if that is as good."""
     old = evaluate(now.problem, now.choice)
-    found, lines = find(now.problem, file, config.parallel.timeout_s, say)
+    found, lines = find(now.problem, file, config.plan.budget, say, beat)
     new = min((found.best, *found.others), key=now.expected_s)
     changes = now.expected_s(new) < WORTH * now.expected_s(old)
     best = new if changes else old
@@ -82,7 +92,8 @@ def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagn
             f"({milliseconds(now.expected_s(best))} per step expected)"
         )
     why = lines if best is found.best else now.lines if best is old else (line,)
-    return Verdict(choice=best.choice, order=Order.of(best.plan), why=why, line=line)
+    order = Order.of(best.plan)
+    return Verdict(choice=best.choice, order=order, why=why, line=line, searched=found.searched)
 
 
 def _slowness(planned: Planned, diagnosis: Diagnosis) -> tuple[float, ...]:

@@ -17,11 +17,12 @@ from penstock.plan import Choice, Problem
 from penstock.plan.tuner import Sample, SizeRange, Tuner, build_tuner
 from penstock.plan.words import mib, milliseconds
 from penstock.schedule import Cost, Pieces, StepPlan, plan_step
-from penstock.simulate import simulate
+from penstock.simulate import iteration_s
 from penstock.step import StepShape
 from penstock.topology import Control
+from penstock.train.deciding import decided
 from penstock.train.plan_config import DROPPED_STEPS, PlanConfig
-from penstock.train.planning import Order, Planned, decided
+from penstock.train.planning import Order, Planned
 
 PURPOSE = "choosing a size of all-reduce chunks"
 STARTS = 9
@@ -64,7 +65,7 @@ def best_simulated(problem: Problem, choice: Choice, sizes: SizeRange, kinds: di
     def simulated_s(size_bytes: int) -> float:
         plan = sized(problem, choice, size_bytes, kinds)
         cost = _costs(problem, choice, kinds)(plan.shape)
-        return simulate(plan.schedule, plan.graph, cost, problem.mesh).iteration_s
+        return iteration_s(plan.schedule, plan.graph, cost, problem.mesh)
 
     places = (number / (STARTS - 1) for number in range(STARTS))
     return min(dict.fromkeys([choice.all_reduce_chunk_bytes, *map(sizes.at, places)]), key=simulated_s)

@@ -20,9 +20,10 @@ from penstock.plan.words import milliseconds
 from penstock.runtime import PipelinedStack
 from penstock.trace import TaskRecord
 from penstock.train.config import RunConfig
+from penstock.train.deciding import decided
 from penstock.train.diagnose import Diagnosis, diagnose
 from penstock.train.plan_config import AUTO, DROPPED_STEPS
-from penstock.train.planning import Planned, Say, decided, with_choice
+from penstock.train.planning import Planned, Say, with_choice
 from penstock.train.refine import refine
 from penstock.train.replan import replan
 from penstock.train.retune import Tuning, reads_chunk_bytes

@@ -10,9 +10,9 @@ from penstock.report import RunSummary
 from penstock.runtime import PipelinedStack
 from penstock.runtime.assignment import assign
 from penstock.train.config import RunConfig
-from penstock.train.corpus import Corpus
 from penstock.train.metrics import StepMetrics
 from penstock.train.planning import CLUSTER_FILE, PLAN_FILE
+from penstock.train.source import Source
 from penstock.train.tracing import StepAnalysis
 
 WARM_UP_STEPS = 2
@@ -22,7 +22,7 @@ WARM_UP_STEPS = 2
 def summarise(
     config: RunConfig,
     stack: PipelinedStack,
-    corpus: Corpus,
+    source: Source,
     history: Sequence[StepMetrics],
     *,
     checkpoint: str | None,
@@ -42,7 +42,7 @@ def summarise(
         first_loss=applied[0].loss,
         last_loss=applied[-1].loss,
         eval_loss=last.eval_loss,
-        unigram_entropy=corpus.unigram_entropy_nats,
+        unigram_entropy=source.scanned.unigram_entropy_nats,
         tokens_per_s=median(m.tokens_per_s for m in steady),
         iteration_s_median=median(m.iteration_s for m in steady),
         overlap_efficiency=analysis.overlap_efficiency,
@@ -52,7 +52,7 @@ def summarise(
         num_experts=config.moe.num_experts,
         num_local_experts=config.moe.num_experts // stack.machinery.layout.ep_size,
         parameters=total_parameters(stack),
-        corpus=corpus.source,
+        corpus=source.words,
         checkpoint=checkpoint,
         metrics=str(output.dir / "metrics.jsonl"),
         trace=str(output.dir / "trace.json") if output.trace_steps else None,

@@ -27,6 +27,7 @@ from penstock.train.clip import clip_grad_norm
 from penstock.train.config import RunConfig
 from penstock.train.continuing import continued_plan
 from penstock.train.evaluate import batch_loss, evaluate
+from penstock.train.fits import check_memory, device_bytes
 from penstock.train.health import ADVICE, DivergedError, StepGuard, forget_choices
 from penstock.train.metrics import MetricsWriter, Progress, StepMetrics
 from penstock.train.optimizer import build_adamw, initialise_state, learning_rate, set_learning_rate
@@ -70,11 +71,13 @@ class Trainer:
         self.layout = Layout.build(
             config.parallel, info.world_size, info.rank, config.moe.num_experts, node_size
         )
+        batch, there = config.data.batch_per_device, device_bytes(device)
+        check_memory(config.model, config.moe, batch, self.layout, there_bytes=there)
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
         self.control, self.on_step = machinery.control, on_step
         # Both before anything is measured, which takes a while.
         self.resumption = find_resumption(config, self.control, self.progress.say)
-        self.source = open_source(config, self.layout, self.control)
+        self.source = open_source(config, self.layout, self.control, scans=info.local_rank == 0)
         planned, settled = self._plan(config, machinery)
         config = with_choice(config, planned.choice)
         self.stack = build_stack(config, machinery, plan=planned.plan)
@@ -122,7 +125,7 @@ class Trainer:
         return summarise(
             self.config,
             self.stack,
-            self.source.corpus,
+            self.source,
             self.history,
             checkpoint=checkpoint,
             analysis=analysis,

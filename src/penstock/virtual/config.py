@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, Within, check_bounds
+from penstock.config.bounds import MOST_STEPS, Seed
 
 RoutingKind = Literal["uniform", "zipf", "dirichlet", "recorded"]
 
-MOST_EXPONENT = 10
-LEAST_CONCENTRATION, MOST_CONCENTRATION = 1e-3, 1e6
+Exponent = Annotated[float, Within(0, 10, "0 is uniform, at 10 nearly all choose one expert")]
+Concentration = Annotated[float, Within(1e-3, 1e6, "beyond, all samples choose alike, or one expert each")]
+Drift = Annotated[float, Within(0, 1, "1 means new preferences in every step; 0.01, in 100")]
+ChangeStep = Annotated[
+    int,
+    Within(1, MOST_STEPS, "steps are counted from 0, and before the first there is nothing to change"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,24 +36,15 @@ class VirtualConfig:
     """
 
     routing: RoutingKind = "uniform"
-    zipf_exponent: float = 1.0
-    dirichlet_concentration: float = 0.3
-    drift: float = 0.0
-    change_at: int | None = None
-    seed: int = 0
+    zipf_exponent: Exponent = 1.0
+    dirichlet_concentration: Concentration = 0.3
+    drift: Drift = 0.0
+    change_at: ChangeStep | None = None
+    seed: Seed = 0
     recorded: Path | None = None
 
     def __post_init__(self) -> None:
-        _check_range("zipf_exponent", self.zipf_exponent, 0, MOST_EXPONENT, "Use 0 for uniform, or 1.")
-        concentration = self.dirichlet_concentration
-        least, most = LEAST_CONCENTRATION, MOST_CONCENTRATION
-        _check_range("dirichlet_concentration", concentration, least, most, "Use 0.3.")
-        _check_range("drift", self.drift, 0, 1, "Use 0 for none, or 0.01 for new preferences in 100 steps.")
-        if self.change_at is not None and self.change_at < 1:
-            why = "steps are counted from 0, and before the first there is nothing to change"
-            raise ConfigError("change_at", self.change_at, why, "Use 1 or more, or none.")
-        if self.seed < 0:
-            raise ConfigError("seed", self.seed, "must not be negative", "Use 0.")
+        check_bounds(self)
         self._check_what_belongs_together()
 
     @property
@@ -78,8 +75,3 @@ class VirtualConfig:
             raise ConfigError("drift", self.drift, why, "Use 0, or zipf or dirichlet routing.")
         if self.change_at is not None:
             raise ConfigError("change_at", self.change_at, why, "Use none, or zipf or dirichlet routing.")
-
-
-def _check_range(key: str, value: float, least: float, most: float, hint: str) -> None:
-    if not least <= value <= most:
-        raise ConfigError(key, value, f"must be from {least:g} to {most:g}", hint)

@@ -73,6 +73,10 @@ class VirtualCost:
         rows = self._remote(task) / share if share else self._remote(task) * 0.0
         return np.array([link.seconds(work.wire_bytes(row)) for row in rows.tolist()])
 
+    def reduced_bytes(self, task: Task) -> int:
+        """Bytes of gradients in one piece of an all-reduce."""
+        return self._even.reduced_bytes(task)
+
     def alone_s(self, tasks: Iterable[Task]) -> Seconds:
         """What the computation of a step takes on every rank if nothing is ever waited for, [P]."""
         compute = [self.seconds(task) for task in tasks if task.lane is Lane.COMPUTE]
@@ -101,7 +105,7 @@ class VirtualCost:
         """Rows that every rank sends to every expert, [ranks, microbatches, slices, MoE layers, experts]."""
         return cut_rows(self.counts_PBYE, self.shape, self.workload)
 
-    @property
+    @cached_property
     def _even(self) -> StepCost:
         return StepCost(self.shape, self.workload, self.cluster)
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from penstock.cost import Workload
-from penstock.cost.workload import part_sizes
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Graph, Lane, Phase, Task
 from penstock.mesh import Group
@@ -119,13 +118,8 @@ class VirtualHandlers:
 
     def reduce_gradients(self, task: Task, inputs: Inputs) -> Outputs:
         del inputs
-        work = self.cost.workload
-        replicated = task.op == Op.ALL_REDUCE
-        sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
-        assert task.piece is not None, task
-        elements = sizes[task.layer] // self.buffers.gradients.element_size()
-        chunk = self.buffers.gradients[: part_sizes(elements, task.cut.parts)[task.piece]]
-        self.transports.inter.all_reduce(chunk, task.axes)
+        elements = self.cost.reduced_bytes(task) // self.buffers.gradients.element_size()
+        self.transports.inter.all_reduce(self.buffers.gradients[:elements], task.axes)
         return NOTHING
 
 

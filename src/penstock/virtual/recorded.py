@@ -12,19 +12,26 @@ any drop. How one sample was routed is not in the file: loads are shared out ove
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, open_regular, parse_json, shorten
+from penstock.config.bounds import MOST_STEPS
+from penstock.config.error import shown
 from penstock.virtual.apportion import Counts, apportion
 from penstock.virtual.routing import RoutingSizes
 
 FORMAT, VERSION = "penstock routing", 1
+MOST_SIZE, MOST_COUNT = 1 << 16, 1 << 40
+MOST_COUNTS, MOST_LINE_BYTES = 1 << 27, 16 << 20
+"""A gibibyte in memory; a line holds the loads of one step."""
+
 KEY = "recorded"
 """The setting that names the file."""
 
@@ -122,6 +129,10 @@ def recorded_routing(path: Path, sizes: RoutingSizes) -> RecordedRouting:
             raise ConfigError(KEY, str(path), why, "Use the model that was recorded, or record this one.")
     if not recording.steps:
         raise ConfigError(KEY, str(path), "holds no step", "Record at least one.")
+    copies = sizes.ranks * sizes.samples * sizes.copies
+    if copies * int(recording.loads_SYE.max()) >= 2**63:
+        why = f"holds loads that cannot be scaled to the {copies} rows of a step here: they are too large"
+        raise ConfigError(KEY, str(path), why, "Use a smaller batch, or record a shorter step.")
     return RecordedRouting(sizes, recording)
 
 
@@ -130,22 +141,42 @@ def read_recording(path: Path) -> Recording:
 
     Raises ConfigError naming the line that is wrong.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-        raise ConfigError(KEY, str(path), why, "Give the file that a training run recorded.") from error
-    records = [_json(path, number, line) for number, line in enumerate(lines, start=1)]
-    model = _header(path, records[0] if records else {})
-    steps = [_step(path, number, record, model) for number, record in enumerate(records[1:], start=2)]
-    loads = np.array([load for _, load in steps], dtype=np.int64)
+    hint = "Give the file that a training run recorded."
+    with open_regular(path, KEY, hint, str(path)) as file:
+        lines = _lines(path, file)
+        _, first = next(lines, (1, b"{}"))
+        model = _header(path, _json(path, 1, first))
+        steps, loads = [], []
+        for number, line in lines:
+            step, load_YE = _step(path, number, _json(path, number, line), model)
+            steps.append(step)
+            loads.append(load_YE)
+            if len(loads) * load_YE.size > MOST_COUNTS:
+                raise _wrong_line(
+                    path, number, f"is one too many: a recording has at most {MOST_COUNTS} numbers"
+                )
     shape = (len(steps), model.moe_layers, model.num_experts)
-    return Recording(model, tuple(number for number, _ in steps), loads.reshape(shape))
+    return Recording(model, tuple(steps), np.array(loads, dtype=np.int64).reshape(shape))
+
+
+def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """The lines that have an end, counted from 1; at no time is more than one in memory."""
+    for number in count(1):
+        try:
+            line = file.readline(MOST_LINE_BYTES)
+        except OSError as error:
+            why = f"cannot be read ({error.strerror})"
+            raise ConfigError(KEY, str(path), why, "Give the file that a training run recorded.") from error
+        if not line.endswith(b"\n"):
+            if len(line) == MOST_LINE_BYTES:
+                raise _wrong_line(path, number, f"has over {MOST_LINE_BYTES} characters")
+            return
+        yield number, line
 
 
 def _json(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise _wrong_line(path, number, f"is not JSON ({error})") from error
     if not isinstance(record, dict):
@@ -158,31 +189,36 @@ def _header(path: Path, record: dict[str, Any]) -> RecordedModel:
         why = f'is no recorded routing: line 1 does not say "format": "{FORMAT}"'
         raise ConfigError(KEY, str(path), why, "Give the file that a training run recorded.")
     if record.get("version") != VERSION:
-        why = f"has version {record.get('version')} of the format, and version {VERSION} is read here"
+        why = f"has version {shown(record.get('version'))} of the format, and version {VERSION} is read here"
         raise ConfigError(KEY, str(path), why, "Record it again with this version of penstock.")
     sizes: dict[str, Any] = {name: record.get(name) for name in ("moe_layers", "num_experts", "top_k")}
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
-            raise _wrong_line(path, 1, f"{name} is {size!r} and no positive whole number")
+            raise _wrong_line(path, 1, f"{name} is {shorten(repr(size))} and no positive whole number")
+        if size > MOST_SIZE:
+            raise _wrong_line(path, 1, f"{name} is {shown(size)}, and no model has over {MOST_SIZE}")
     return RecordedModel(**sizes)
 
 
-def _step(
-    path: Path, number: int, record: dict[str, Any], model: RecordedModel
-) -> tuple[int, list[list[int]]]:
+def _step(path: Path, number: int, record: dict[str, Any], model: RecordedModel) -> tuple[int, Counts]:
     """A step's number and loads [MoE layers][experts]."""
     step: Any = record.get("step")
     loads: Any = record.get("tokens_per_expert")
     if type(step) is not int:
         raise _wrong_line(path, number, "has no step number")
+    if not 0 <= step <= MOST_STEPS:
+        raise _wrong_line(path, number, f"is step {shown(step)}, and steps count from 0 to {MOST_STEPS}")
     if not _is_table(loads, model.moe_layers, model.num_experts):
         shape = f"{model.moe_layers} lists of {model.num_experts} whole numbers"
         raise _wrong_line(path, number, f"has no tokens_per_expert of {shape}, as line 1 promises")
     for load in loads:
+        if sum(load) > MOST_COUNT:
+            raise _wrong_line(path, number, f"has over {MOST_COUNT} tokens, more than a batch can have")
         # A token chooses distinct experts, so none has more than one copy of it.
         if sum(load) == 0 or max(load) * model.top_k > sum(load):
-            raise _wrong_line(path, number, f"has an expert chosen by more tokens than there are: {load}")
-    return step, loads
+            why = f"has an expert chosen by more tokens than there are: {shorten(str(load))}"
+            raise _wrong_line(path, number, why)
+    return step, np.array(loads, dtype=np.int64)
 
 
 def _is_table(loads: Any, rows: int, columns: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.graph import Phase
+
 import json
 import subprocess
 import sys
@@ -14,7 +16,6 @@ from penstock.bench.published import PublishedResult, grids, joint_plan_s, rende
 from penstock.bench.published.layers import fsmoe_problem, one_lane
 from penstock.bench.published.study import FSMOE_BASELINE, Gain, Grid
 from penstock.cost.clusters import find_cluster
-from penstock.graph import Phase
 from penstock.ops import Op
 from penstock.plan import Choice, Problem
 from penstock.plan.published import PUBLISHED, Durations

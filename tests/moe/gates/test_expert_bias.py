@@ -69,6 +69,14 @@ def test_a_backward_counts_once_and_steps_add_up() -> None:
         assert torch.equal(bias.counted_E, expected)
 
 
+def test_a_graph_that_is_kept_counts_once() -> None:
+    made, bias = gate()
+    loss = trained_loss(made, states())
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert torch.equal(bias.counted_E, made(states(), Tokens()).sums.chosen_E)
+
+
 def test_a_forward_alone_counts_nothing() -> None:
     made, bias = gate()
     trained_loss(made, states())

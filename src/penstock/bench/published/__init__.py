@@ -14,7 +14,7 @@ from penstock.bench.published.study import (
     joint_plan_s,
     run_grid,
 )
-from penstock.plan.search import Effort
+from penstock.plan.effort import Effort
 
 
 def run_published(

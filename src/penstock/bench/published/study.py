@@ -24,6 +24,7 @@ from penstock.bench.published.layers import (
     one_lane,
 )
 from penstock.plan import Choice, Problem
+from penstock.plan.effort import Effort
 from penstock.plan.published import (
     PUBLISHED,
     dense_overlap_choice,
@@ -33,11 +34,10 @@ from penstock.plan.published import (
     pipemoe_choice,
     sequential_choice,
 )
-from penstock.plan.search import Effort, find_plan
+from penstock.plan.search import find_plan
 
 JOINT: Final = "joint"
 SEED: Final = 20250330
-PLAN_BUDGET_S: Final = 60.0
 
 LayerSeconds = Mapping[str, float]
 """Simulated seconds of an iteration by contender."""
@@ -182,7 +182,7 @@ JointPlanner = Callable[[Problem], float]
 
 def joint_plan_s(problem: Problem, effort: Effort = "usual") -> float:
     """The joint search as `penstock plan` runs it; `low` is meant for thousands of layers."""
-    return find_plan(problem, budget_s=PLAN_BUDGET_S, effort=effort).best.predicted_s
+    return find_plan(problem, effort=effort).best.predicted_s
 
 
 def run_grid(

@@ -62,12 +62,14 @@ class ExpertBias(nn.Module):
 class _CountInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, chosen_E: Tensor, bias: ExpertBias) -> Tensor:
-        ctx.bias = bias
+        ctx.bias, ctx.counted = bias, False
         ctx.save_for_backward(chosen_E)
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (chosen_E,) = ctx.saved_tensors
-        ctx.bias.count(chosen_E)
+        if not ctx.counted:  # a graph that was retained may run backward again
+            ctx.bias.count(chosen_E)
+        ctx.counted = True
         return grads[0], None, None

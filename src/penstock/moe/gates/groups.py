@@ -38,7 +38,8 @@ class ExpertGroups:
 
     def limit(self, scores_TE: Tensor) -> Tensor:
         """The scores, minus infinity outside each token's best groups."""
-        by_group_TGN = scores_TE.view(-1, self.groups, scores_TE.shape[1] // self.groups)
+        size = scores_TE.shape[1] // self.groups
+        by_group_TGN = scores_TE.view(scores_TE.shape[0], self.groups, size)  # no -1: there may be no token
         best = min(self.best, by_group_TGN.shape[2])
         worth_TG = by_group_TGN.topk(best, dim=-1).values.sum(dim=-1)
         allowed = torch.zeros_like(worth_TG, dtype=torch.bool)

@@ -46,6 +46,5 @@ class NoisyGate(SoftmaxGate):
     def _noise(self, like_TE: Tensor, tokens: Tokens) -> Tensor:
         if tokens.keys is None:
             return torch.randn_like(like_TE)
-        length = like_TE.shape[0] // tokens.samples
-        noise_BLE = normal(torch.Size((tokens.samples, length, self.num_experts)), self.place, tokens.keys)
+        noise_BLE = normal(tokens.by_sample(like_TE).shape, self.place, tokens.keys)
         return noise_BLE.to(like_TE).view_as(like_TE)

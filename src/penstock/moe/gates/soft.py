@@ -49,16 +49,17 @@ class SoftGate(Gate):
             probability_BE=torch.zeros_like(chosen_BE, dtype=dtype),
             z=sum_z(logits_TN, tokens),
         )
-        shape = (tokens.samples, -1, self.num_experts, slots)
-        return SoftChoice(_mix(logits_TN, tokens).view(shape), weights_TN.view(shape), sums)
+        shape = (self.num_experts, slots)
+        weights_BLN = tokens.by_sample(weights_TN)
+        return SoftChoice(_mix(logits_TN, tokens).unflatten(2, shape), weights_BLN.unflatten(2, shape), sums)
 
 
 def _mix(logits_TN: Tensor, tokens: Tokens) -> Tensor:
     """Softmax over each sample's valid tokens, 0 for padding, [B, L, E * S]."""
-    logits_BLN = logits_TN.view(tokens.samples, -1, logits_TN.shape[1])
+    logits_BLN = tokens.by_sample(logits_TN)
     if tokens.valid_T is None:
         return logits_BLN.softmax(dim=1)
-    padding_BL1 = ~tokens.valid_T.view(tokens.samples, -1, 1)
+    padding_BL1 = ~tokens.by_sample(tokens.valid_T).unsqueeze(2)
     # Not minus infinity, of which a sample of nothing but padding would make NaN.
     low_BLN = logits_BLN.masked_fill(padding_BL1, torch.finfo(logits_BLN.dtype).min)
     return low_BLN.softmax(dim=1).masked_fill(padding_BL1, 0.0)

@@ -13,7 +13,7 @@ from penstock.plan.choice import Choice
 from penstock.plan.problem import Problem
 from penstock.plan.published.degree import DEGREES, Linear, MoEPart
 from penstock.plan.published.partition import Backward, GapLayer, Made
-from penstock.schedule.freeze import slowest
+from penstock.schedule.freeze import Cost, slowest
 from penstock.step import StepShape, build_graph
 
 Seconds = Callable[[str, Phase, int], float]
@@ -96,28 +96,26 @@ class Durations:
 
     def _dense_s(self, layer: int, end: int) -> float:
         """Computation between the MoE parts of `layer` and of `end`, the next below (-1: the start)."""
-        shape = self._shape(1)
-        cost = self.problem.cost(self.choice, shape)
         back = Phase.BACKWARD
         names = [Name(between, Op.ATTENTION, back, 0) for between in range(layer, end, -1)]
         names.append(Name(end, Op.UNORDER, back, 0) if end >= 0 else Name(0, Op.EMBED, back, 0))
-        tasks = self._graph(1).by_name
+        cost, tasks = self._costs[1], self._graphs[1].by_name
         return sum(slowest(cost(tasks[name])) for name in names)
 
-    def _seconds(self, layer: int, op: str, phase: Phase, shape: StepShape) -> float:
-        cost = self.problem.cost(self.choice, shape)
-        tasks = self._graph(shape.chunks).by_name
-        pieces = (tasks[Name(layer, op, phase, 0, chunk)] for chunk in range(shape.chunks))
-        return sum(slowest(cost(piece)) for piece in pieces)
-
-    def _graph(self, chunks: int) -> Graph:
-        if chunks not in self._graphs:
-            self._graphs[chunks] = build_graph(self._shape(chunks))
-        return self._graphs[chunks]
+    @cached_property
+    def _costs(self) -> dict[int, Cost]:
+        """By the number of chunks. Layers that are alike are worked out once."""
+        return {chunks: self.problem.cost(self.choice, self._shape(chunks)) for chunks in (1, 2)}
 
     @cached_property
     def _graphs(self) -> dict[int, Graph]:
-        return {}
+        """The same for the tasks."""
+        return {chunks: build_graph(self._shape(chunks)) for chunks in (1, 2)}
+
+    def _seconds(self, layer: int, op: str, phase: Phase, shape: StepShape) -> float:
+        cost, tasks = self._costs[shape.chunks], self._graphs[shape.chunks].by_name
+        pieces = (tasks[Name(layer, op, phase, 0, chunk)] for chunk in range(shape.chunks))
+        return sum(slowest(cost(piece)) for piece in pieces)
 
     def _shape(self, chunks: int) -> StepShape:
         return replace(self.problem.shape, microbatches=1, chunks=chunks, degree_backward=0)

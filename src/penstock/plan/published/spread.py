@@ -71,11 +71,10 @@ class Rest:
         All vectors that put nothing in before it is made are reached: sums of x up to a gap are at most what
         was left there (in prefix sums, as the published code has it).
         """
-        extra = np.zeros_like(shares)
+        extra, taken = np.zeros_like(shares), np.zeros(shares.shape[:-1])
         for gap in range(shares.shape[-1]):
-            # what a gap takes is missing in those behind it, too
-            taken = extra[..., :gap].sum(axis=-1)
             extra[..., gap] = shares[..., gap] * np.maximum(self.left_bytes[gap] - taken, 0.0)
+            taken += extra[..., gap]  # what a gap takes is missing in those behind it, too
         return extra
 
     def _reduction_s(self, size_bytes: Array) -> Array:
@@ -90,13 +89,16 @@ def evolved(rest: Rest) -> list[float]:
     """
     from scipy.optimize import differential_evolution
 
-    gaps = len(rest.left_bytes)
+    gaps, rng = len(rest.left_bytes), np.random.default_rng(SEED)
+    # scipy has `popsize` members for every gap, so a model of many layers brings fewer of its own
+    few = "latinhypercube" if gaps <= MOST_MEMBERS else rng.random((MOST_MEMBERS, gaps))
     result = differential_evolution(
         lambda shares: rest.seconds(rest.causal(shares.T)),
         [(0.0, 1.0)] * gaps,
         maxiter=GENERATIONS,
         popsize=max(1, min(MEMBERS, MOST_MEMBERS // gaps)),
-        rng=np.random.default_rng(SEED),
+        init=few,
+        rng=rng,
         x0=np.zeros(gaps),
         polish=False,
         vectorized=True,

@@ -15,7 +15,7 @@ from penstock.plan.published.durations import Durations
 from penstock.plan.published.partition import LINA_BYTES, loaded_parts, plan_partition
 from penstock.schedule.catalogue import MOST_SLICES
 from penstock.schedule.freeze import slowest
-from penstock.simulate import simulate
+from penstock.simulate import iteration_s
 
 FLOWMOE_MICROBATCHES = 2
 """In all of its published runs."""
@@ -39,7 +39,8 @@ def pipemoe_choice(problem: Problem) -> Choice:
 
 def lina_choice(problem: Problem) -> Choice:
     """The same with all-reduces in chunks of a fixed size, whenever no all-to-all is ready (Lina)."""
-    return replace(_cut("lina", problem), all_reduce_chunk_bytes=LINA_BYTES)
+    size = max(LINA_BYTES, problem.least_chunk_bytes)  # larger only where a step has a terabyte of gradients
+    return replace(_cut("lina", problem), all_reduce_chunk_bytes=size)
 
 
 def dense_overlap_choice(problem: Problem) -> Choice:
@@ -91,7 +92,8 @@ def _flowmoe_grid(problem: Problem, microbatches: int | None) -> Iterator[Choice
     batch = problem.workload.batch
     powers = [r for r in (2, 4, 8, 16) if batch % r == 0] or [1]
     largest = max(problem.workload.all_reduce_bytes) or 512
-    sizes = dict.fromkeys(max(512, -(-largest // cut)) for cut in FLOWMOE_CUTS)
+    least = max(512, problem.least_chunk_bytes)
+    sizes = dict.fromkeys(max(least, -(-largest // cut)) for cut in FLOWMOE_CUTS)
     for pieces in powers if microbatches is None else [microbatches]:
         for size in sizes:
             yield Choice(
@@ -148,7 +150,7 @@ def _slowest_s(problem: Problem, choice: Choice) -> float:
     """Seconds of a step in which every rank is as slow as the slowest, which costs as little as one rank."""
     plan = problem.plan(choice)
     cost = problem.cost(choice, plan.shape)
-    return simulate(plan.schedule, plan.graph, lambda task: slowest(cost(task))).iteration_s
+    return iteration_s(plan.schedule, plan.graph, lambda task: slowest(cost(task)))
 
 
 Planner = Callable[[Problem], Choice]

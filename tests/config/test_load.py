@@ -254,7 +254,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_not_a_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\)"):
+    with pytest.raises(ConfigError, match="is a folder, not a file"):
         load(Config, tmp_path)
 
 
@@ -282,7 +282,7 @@ def test_an_error_carries_its_parts_and_survives_pickling() -> None:
 # ---- saved -------------------------------------------------------------------------------------------------
 
 FLOATS = st.floats(allow_nan=False)
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 NAMES = TEXT.filter(lambda text: text.lower() != "none")
 
 

@@ -1,4 +1,4 @@
-"""Configuration: a TOML file plus `section.key=value` overrides become one frozen dataclass.
+"""A TOML file plus `section.key=value` overrides become one frozen dataclass.
 
 The dataclasses themselves live beside what they configure; nothing here knows a setting. A section may
 refuse its own values: its `__post_init__` raises `ConfigError` with the bare field name, and `load` adds the
@@ -10,38 +10,19 @@ a field therefore cannot hold the text "none".
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
+
+from penstock.config.bounds import bare, bounded_fields, check_length
+from penstock.config.error import UNSET, ConfigError, dotted, shorten, shown, toml_value
+from penstock.config.files import MOST_TOML_BYTES, parse_toml, read_text
 
 T = TypeVar("T")
-
-UNSET: Final = ...
-"""Stands for the value in a `ConfigError` about a key that has none; the same object after pickling."""
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be used: which one, what it is, why not, and what to do about it."""
-
-    def __init__(self, key: str, value: object, why: str, hint: str = "") -> None:
-        super().__init__(key, value, why, hint)
-        self.key, self.value, self.why, self.hint = key, value, why, hint
-
-    def __str__(self) -> str:
-        """One line such as `moe.top_k = 9: must be at most 8. Use 8 or fewer.`"""
-        shown = "none" if self.value is None else _toml(self.value)
-        subject = self.key if self.value is UNSET else f"{self.key} = {shown}"
-        return f"{subject}: {self.why}. {self.hint}".rstrip()
-
-    def under(self, prefix: str) -> ConfigError:
-        """The same error with its key inside section `prefix`; an empty prefix is the top level."""
-        return ConfigError(_dotted(prefix, self.key), self.value, self.why, self.hint)
 
 
 def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
@@ -82,22 +63,12 @@ def to_toml(config: object) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The table in the TOML file at `path`; `ConfigError` says which line stops it from being read."""
+    """The table in the TOML file at `path`; `ConfigError` says what stops it from being read."""
+    text = read_text(path, str(path), "Give the path of a readable TOML file.", MOST_TOML_BYTES)
     try:
-        data = path.read_bytes()
-        return tomllib.loads(data.decode())
-    except FileNotFoundError:
-        raise ConfigError(str(path), UNSET, "there is no such file", "Check the path.") from None
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-        raise ConfigError(str(path), UNSET, why, "Give the path of a readable TOML file.") from error
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            str(path), UNSET, f"is not UTF-8 text (line {line})", "Save it as UTF-8."
-        ) from error
-    except tomllib.TOMLDecodeError as error:
-        hint = "Correct that line; text needs quotes, and a section starts with [name]."
+        return parse_toml(text)
+    except ValueError as error:
+        hint = "Correct it; text needs quotes, and a section starts with [name]."
         raise ConfigError(str(path), UNSET, f"is not valid TOML: {error}", hint) from error
 
 
@@ -115,7 +86,7 @@ def _apply(cls: type, table: dict[str, Any], path: Sequence[str], text: str, her
     name, *rest = path
     if name not in _types(cls):
         raise _unknown(cls, here, name, _parse(text))
-    key, tp = _dotted(here, name), _types(cls)[name]
+    key, tp = dotted(here, name), _types(cls)[name]
     section = _section(tp)
     if not rest:
         # Even a whole table is refused: it would silently drop what the file says about the section.
@@ -146,8 +117,8 @@ def _override_value(tp: Any, text: str, key: str) -> object:
 def _parse(text: str) -> object:
     """The TOML value `text` spells, or `text` itself."""
     try:
-        document = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        document = parse_toml(f"value = {text}")
+    except ValueError:
         return text
     return document["value"] if len(document) == 1 else text
 
@@ -163,9 +134,9 @@ def _build(cls: type, table: object, key: str, base: object = None) -> Any:
     for name, raw in table.items():
         if name not in types:
             raise _unknown(cls, key, name, raw)
-        values[name] = _convert(types[name], raw, _dotted(key, name), values.get(name))
+        values[name] = _convert(types[name], raw, dotted(key, name), values.get(name))
     for name in types.keys() - values.keys():
-        values[name] = _required(types[name], _dotted(key, name))
+        values[name] = _required(types[name], dotted(key, name))
     try:
         return cls(**values)
     except ConfigError as error:
@@ -181,6 +152,7 @@ def _required(tp: Any, key: str) -> object:
 
 def _convert(tp: Any, value: object, key: str, base: object = None) -> Any:
     """`value`, as TOML gives it, as a `tp`; `base` is the section it is laid over, if it is one."""
+    bounded, tp = tp, bare(tp)
     origin = get_origin(tp)
     if is_dataclass(tp) and isinstance(tp, type):
         return _build(tp, value, key, base)
@@ -189,7 +161,7 @@ def _convert(tp: Any, value: object, key: str, base: object = None) -> Any:
     if origin is Literal:
         return _convert_choice(tp, value, key)
     if origin is tuple:
-        return _convert_items(tp, value, key)
+        return _convert_items(bounded, value, key)
     return _convert_plain(tp, value, key)
 
 
@@ -209,14 +181,19 @@ def _convert_choice(tp: Any, value: object, key: str) -> object:
     for choice in choices:
         if type(choice) is type(value) and choice == value:
             return choice
-    near = get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+    near = get_close_matches(shorten(_plain_words(value)), [str(choice) for choice in choices], n=1)
     hint = f"Did you mean {near[0]}?" if near else f"For example {key}={_example(tp)}."
     raise ConfigError(key, value, _expected(tp), hint)
+
+
+def _plain_words(value: object) -> str:
+    return value if isinstance(value, str) else shown(value)
 
 
 def _convert_items(tp: Any, value: object, key: str) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise ConfigError(key, value, _expected(tp), f"For example {key}={_example(tp)}.")
+    check_length(tp, value, key)
     return tuple(_convert(_inner(tp), item, f"{key}[{index}]") for index, item in enumerate(value))
 
 
@@ -224,7 +201,22 @@ def _convert_plain(tp: Any, value: object, key: str) -> object:
     # The exact type is compared because Python's bool is an int, and `steps = true` is a mistake.
     if type(value) not in _PLAIN[tp].accepts:
         raise ConfigError(key, value, _expected(tp), f"For example {key}={_example(tp)}.")
-    return tp(value)
+    if isinstance(value, str):
+        _check_text(key, value)
+    try:
+        return tp(value)
+    except OverflowError:
+        raise ConfigError(
+            key, value, "is more than a number may be", f"For example {key}={_example(tp)}."
+        ) from None
+
+
+def _check_text(key: str, text: str) -> None:
+    """Neither a path nor a file of ours can hold a NUL, or half of a character that takes two."""
+    if "\0" in text:
+        raise ConfigError(key, text, "holds a NUL character", "Leave it out.")
+    if any("\ud800" <= each <= "\udfff" for each in text):
+        raise ConfigError(key, shorten(text), "is not valid Unicode", "Write it in UTF-8.")
 
 
 # ---- what a type takes -------------------------------------------------------------------------------------
@@ -254,9 +246,8 @@ def _settable(cls: type) -> list[Field[Any]]:
 
 
 def _types(cls: type) -> dict[str, Any]:
-    """The resolved type of every settable field."""
-    hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in _settable(cls)}
+    """The resolved type of every settable field, with its bounds."""
+    return dict(bounded_fields(cls))
 
 
 def _defaults(cls: type, base: object) -> dict[str, Any]:
@@ -270,6 +261,7 @@ def _defaults(cls: type, base: object) -> dict[str, Any]:
 
 def _inner(tp: Any) -> Any:
     """X of `X | None` or of `tuple[X, ...]`; any other union or tuple is a mistake in our own code."""
+    tp = bare(tp)
     arguments = [each for each in get_args(tp) if each not in (NoneType, Ellipsis)]
     assert len(arguments) == 1 and len(get_args(tp)) == 2, f"a setting cannot be of type {tp}"
     return arguments[0]
@@ -277,6 +269,7 @@ def _inner(tp: Any) -> Any:
 
 def _section(tp: Any) -> type | None:
     """The dataclass that `tp` is, or is when it is not None; None for a single setting."""
+    tp = bare(tp)
     if get_origin(tp) in (Union, UnionType):
         tp = _inner(tp)
     return tp if isinstance(tp, type) and is_dataclass(tp) else None
@@ -284,11 +277,12 @@ def _section(tp: Any) -> type | None:
 
 def _word(choice: object) -> str:
     """A choice as people write it on the command line."""
-    return choice if isinstance(choice, str) else _toml(choice)
+    return choice if isinstance(choice, str) else toml_value(choice)
 
 
 def _expected(tp: Any) -> str:
     """What a value of `tp` must be, to follow `key = value:`."""
+    tp = bare(tp)
     origin = get_origin(tp)
     if origin is Literal:
         return "must be one of " + ", ".join(map(_word, get_args(tp)))
@@ -301,9 +295,10 @@ def _expected(tp: Any) -> str:
 
 def _example(tp: Any) -> str:
     """A valid value of `tp` as TOML."""
+    tp = bare(tp)
     origin = get_origin(tp)
     if origin is Literal:
-        return _toml(get_args(tp)[0])
+        return toml_value(get_args(tp)[0])
     if origin is tuple:
         return f"[{_example(_inner(tp))}]"
     if origin in (Union, UnionType):
@@ -318,15 +313,11 @@ def _says_none(value: object) -> bool:
 # ---- errors ------------------------------------------------------------------------------------------------
 
 
-def _dotted(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
-
-
 def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
     """Every single setting below `cls`: its dotted key and its type."""
     for name, tp in _types(cls).items():
         section = _section(tp)
-        key = _dotted(prefix, name)
+        key = dotted(prefix, name)
         yield from _leaves(section, key) if section else [(key, tp)]
 
 
@@ -343,13 +334,13 @@ def _not_a_section(cls: type, key: str, value: object) -> ConfigError:
 def _unknown(cls: type, section: str, name: str, value: object) -> ConfigError:
     """No such setting: hints at the nearest name here, the same name further down, or all names here."""
     names = list(_types(cls))
-    near = [_dotted(section, each) for each in get_close_matches(name, names, n=1)]
+    near = [dotted(section, each) for each in get_close_matches(shorten(name), names, n=1)]
     near += [key for key, _ in _leaves(cls, section) if key.rpartition(".")[2] == name]
     place = f"[{section}]" if section else "The top level"
     hint = f"Did you mean {near[0]}?" if near else f"{place} has {', '.join(names)}."
     what = "section" if isinstance(value, dict) else "setting"
     shown = UNSET if isinstance(value, dict) else value
-    return ConfigError(_dotted(section, name), shown, f"there is no such {what}", hint)
+    return ConfigError(dotted(section, name), shown, f"there is no such {what}", hint)
 
 
 # ---- writing -----------------------------------------------------------------------------------------------
@@ -370,15 +361,16 @@ def _lines(config: object, section: str, base: object) -> Iterator[str]:
     for name, tp in _types(cls).items():
         value = getattr(config, name)
         if is_dataclass(value):
-            sections.append((_dotted(section, name), value, defaults.get(name)))
+            sections.append((dotted(section, name), value, defaults.get(name)))
         elif value is not None or defaults.get(name, UNSET) is not None:
-            yield f"{name} = {_toml(_storable(tp, value, _dotted(section, name)))}"
+            yield f"{name} = {toml_value(_storable(tp, value, dotted(section, name)))}"
     for key, value, inner_base in sections:
         yield from ("", f"[{key}]", *_lines(value, key, inner_base))
 
 
 def _storable(tp: Any, value: object, key: str) -> object:
     """`value` as plain data, unless reading it back would turn a text into None."""
+    tp = bare(tp)
     optional = get_origin(tp) in (Union, UnionType)
     if isinstance(value, tuple):
         items = _inner(_inner(tp) if optional else tp)
@@ -386,19 +378,3 @@ def _storable(tp: Any, value: object, key: str) -> object:
     if optional and value is not None and _says_none(value):
         raise ConfigError(key, value, "cannot be saved, since it would be read as no value", "Rename it.")
     return _plain_data(value)
-
-
-def _toml(value: object) -> str:
-    """`value` as a TOML value on one line; None, which TOML lacks, as the word that stands for it."""
-    if value is None:
-        return '"none"'
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # JSON's escapes are TOML's too, except that TOML wants DEL escaped as well.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
-    return str(value)

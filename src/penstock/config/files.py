@@ -1,0 +1,140 @@
+"""Reading files that users and other programs wrote: nothing blocks, nothing is read without end.
+
+A path may be a pipe on which nobody writes, /dev/zero, a folder, or a file of many gigabytes; what it holds
+may be nested thousands of levels deep or have numbers of thousands of digits. Each is one `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from penstock.config.error import UNSET, ConfigError, shorten
+
+MEBIBYTE = 1 << 20
+MOST_JSON_BYTES = 64 * MEBIBYTE
+"""A plan of a million tasks takes some 20 MB."""
+
+MOST_DIGITS = 400
+"""Of a whole number; floating point ends at 309 digits."""
+
+KINDS = (
+    (stat.S_ISDIR, "is a folder"),
+    (stat.S_ISFIFO, "is a named pipe"),
+    (stat.S_ISCHR, "is a device"),
+    (stat.S_ISBLK, "is a device"),
+    (stat.S_ISSOCK, "is a socket"),
+)
+
+
+def open_regular(path: Path, key: str, hint: str, value: object = UNSET) -> BinaryIO:
+    """The file at `path`, open for reading. Raises ConfigError about `key` if it is none, or cannot be read.
+
+    It is asked what it is after it was opened, and opening does not wait for whoever writes to a pipe.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    except FileNotFoundError:
+        raise ConfigError(key, value, _missing(path), "Check the path.") from None
+    except OSError as error:
+        raise ConfigError(key, value, f"cannot be read ({error.strerror})", hint) from error
+    except ValueError as error:  # a path with a NUL in it
+        raise ConfigError(key, value, f"cannot be read ({error})", hint) from error
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        kind = next((words for test, words in KINDS if test(mode)), "is no ordinary file")
+        raise ConfigError(key, value, f"{kind}, not a file", hint)
+    return os.fdopen(descriptor, "rb")
+
+
+def read_text(path: Path, key: str, hint: str, most_bytes: int) -> str:
+    """The UTF-8 text in a file of at most `most_bytes`; a byte order mark in front is dropped.
+
+    Raises ConfigError about `key`.
+    """
+    with open_regular(path, key, hint) as file:
+        try:
+            data = file.read(most_bytes + 1)
+        except OSError as error:
+            raise ConfigError(key, UNSET, f"cannot be read ({error.strerror})", hint) from error
+    if len(data) > most_bytes:
+        size = f"{most_bytes // MEBIBYTE} MiB" if most_bytes >= MEBIBYTE else f"{most_bytes // 1024} KiB"
+        raise ConfigError(key, UNSET, f"is larger than {size}, which no such file needs", hint)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(key, UNSET, f"is not UTF-8 text (line {line})", "Save it as UTF-8.") from error
+
+
+def read_json(path: Path, hint: str, most_bytes: int = MOST_JSON_BYTES) -> Any:
+    """What a JSON file holds, by the strict rules of `parse_json`; errors begin with the path."""
+    text = read_text(path, str(path), hint, most_bytes)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise ConfigError(str(path), UNSET, f"is not valid JSON: {error}", hint) from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text says. Raises ValueError with a clause that says what is wrong.
+
+    No key may stand twice in one object. NaN and numbers that floating point cannot hold are left to the
+    bounds of whatever they are for, whose message names the key.
+    """
+    try:
+        return json.loads(text, parse_int=_whole, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError(DEEP) from None
+
+
+DEEP = "it is nested too deeply"
+
+
+def _whole(digits: str) -> float:
+    if len(digits) <= MOST_DIGITS:
+        return int(digits)
+    return -math.inf if digits.startswith("-") else math.inf
+
+
+def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {shorten(key)} stands twice in one object")
+        found[key] = value
+    return found
+
+
+def _missing(path: Path) -> str:
+    return "is a link to a file that is not there" if path.is_symlink() else "there is no such file"
+
+
+# ---- TOML --------------------------------------------------------------------------------------------------
+
+
+MOST_TOML_BYTES = 256 * 1024
+MOST_DOTS = 256
+LONG_NUMBER = re.compile(rf"[0-9_]{{{MOST_DIGITS + 1}}}")
+"""In one line. Python's parser takes time and memory by the square of the parts of a dotted key."""
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The table that a TOML text says. Raises ValueError with a clause that says what is wrong."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.count(".") > MOST_DOTS:
+            raise ValueError(f"line {number} has more than {MOST_DOTS} dots; break it")
+        if LONG_NUMBER.search(line):
+            raise ValueError(f"line {number} holds a number of more than {MOST_DIGITS} digits")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(DEEP) from None

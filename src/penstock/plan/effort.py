@@ -1,0 +1,100 @@
+"""How much a search may look at. Work is counted, not timed: a busy machine finds what an idle one does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.config import ConfigError
+from penstock.plan.choice import Choice
+from penstock.plan.predict import timelines
+from penstock.plan.problem import Problem
+from penstock.plan.words import counted
+from penstock.schedule import Penstock
+from penstock.schedule.penstock import evaluations
+
+Effort = Literal["low", "usual"]
+
+PLACEMENTS = {"low": 30_000, "usual": 800_000}
+"""Placements in a budget of 1. A task is placed once when its cut is ordered, and once on each timeline."""
+
+PER_PLANNER = 5_000
+"""What a published planner is charged for its formulas and simulations of its own."""
+
+QUICK = 6
+"""A local search places so many tasks in the time of one: it works on plain numbers only."""
+
+MOST_BUDGET = 1000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """How much a search has looked at, and what it left out. Counts of choices, except for placements.
+
+    left_out: neither simulated nor ruled out by a lower bound. placements, allowed: tasks that were placed
+    on simulated timelines, and how many the budget allowed. stopped: the stage in which the budget was used
+    up; None = it was not. skipped: published planners whose plans were not compared.
+    """
+
+    simulated: int
+    ruled_out: int
+    left_out: int
+    placements: int
+    allowed: int
+    budget: float
+    stopped: str | None = None
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Every choice was simulated or ruled out, and no stage was cut short."""
+        return self.stopped is None and not self.left_out
+
+    @property
+    def words(self) -> str:
+        """For people; claims no more than what was done."""
+        looked = (
+            f"{counted(self.simulated, 'choice')} simulated, {self.ruled_out:,} ruled out by lower bounds"
+        )
+        if self.stopped is None:
+            return looked if not self.left_out else f"{looked}, {self.left_out:,} not looked at"
+        skipped = f" and the plans of {', '.join(self.skipped)}" if self.skipped else ""
+        return (
+            f"{looked}, {self.left_out:,}{skipped} not looked at: budget {self.budget:g} ({self.allowed:,} "
+            f"placed tasks) was used up in stage '{self.stopped}', and a larger one may find a better plan"
+        )
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """One more line to explain a plan with, where something was left out."""
+        return () if self.complete else (f"Search   {self.words}",)
+
+
+class Meter:
+    """Counts placed tasks against an allowance."""
+
+    def __init__(self, effort: Effort, budget: float) -> None:
+        check_budget("budget", budget)
+        self.allowed, self.spent = int(budget * PLACEMENTS[effort]), 0
+
+    @property
+    def used_up(self) -> bool:
+        return self.spent >= self.allowed
+
+    def note(self, problem: Problem, choice: Choice, tasks: int) -> None:
+        """One choice of so many tasks was ordered and simulated."""
+        self.spent += tasks * (1 + timelines(problem))
+        if choice.schedule == Penstock.name and choice.priority == "search":
+            self.spent += tasks * evaluations(tasks) // QUICK
+
+    def note_planner(self) -> None:
+        """A published planner has made its choice."""
+        self.spent += PER_PLANNER
+
+
+def check_budget(key: str, budget: float) -> None:
+    """Raises ConfigError for what is no budget."""
+    if not 0 < budget <= MOST_BUDGET or math.isnan(budget):
+        why = f"is how many times as much as usual a search looks at: above 0, {MOST_BUDGET:g} at most"
+        raise ConfigError(key, budget, why, "Use 1, or 4 to look at four times as much.")

@@ -1,0 +1,137 @@
+"""What a stack makes of a batch: numbers for its samples, and one size on all ranks where slots are fixed.
+
+Ranks may bring different numbers of samples, or none. Dropless routing sends what there is. With a fixed
+number of slots per expert, sizes must be known without asking, so smaller batches are filled up with samples
+that are nothing but padding: they go to no expert and count for nothing.
+Shapes: B samples of this rank, L tokens per sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from penstock.moe import SampleKeys
+from penstock.runtime.handlers import Batch
+from penstock.topology import Control, Layout
+
+NO_LABEL = -100
+
+
+@dataclass(frozen=True)
+class Samples:
+    """One rank's batch as it is given. valid_BL: bool, False for padding; None if there is none."""
+
+    tokens_BL: Tensor
+    labels_BL: Tensor
+    ids_B: Tensor
+    valid_BL: Tensor | None
+
+    def cut(self, microbatches: int, seed: int) -> Batch:
+        """The larger pieces first; empty ones where there are fewer samples than microbatches."""
+        return Batch(
+            tokens=self.tokens_BL.tensor_split(microbatches),
+            labels=self.labels_BL.tensor_split(microbatches),
+            keys=[SampleKeys(seed, ids) for ids in self.ids_B.tensor_split(microbatches)],
+            valid=None if self.valid_BL is None else self.valid_BL.tensor_split(microbatches),
+        )
+
+    def filled(self, samples: int, length: int) -> Samples:
+        """The same with padding behind it, [samples, length]."""
+        more = samples - len(self.tokens_BL)
+        if more == 0:
+            return self
+        valid_BL = self.valid_BL
+        if valid_BL is None:
+            valid_BL = torch.ones_like(self.tokens_BL, dtype=torch.bool)
+        wide = len(self.tokens_BL) > 0  # the length of no sample at all says nothing
+        tokens_BL, labels_BL, valid_BL = (
+            given if wide else given.new_empty(0, length)
+            for given in (self.tokens_BL, self.labels_BL, valid_BL)
+        )
+        return Samples(
+            tokens_BL=pad(tokens_BL, (0, 0, 0, more)),
+            labels_BL=pad(labels_BL, (0, 0, 0, more), value=NO_LABEL),
+            ids_B=pad(self.ids_B, (0, more)),
+            valid_BL=pad(valid_BL, (0, 0, 0, more), value=False),
+        )
+
+
+class SampleNumbers:
+    """Numbers for samples that come without: unique over the run, dealt to the ranks in turn.
+
+    Training counts up from 0, everything else down from -1: an evaluation between two steps does not change
+    the dropout of the second.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._next = {True: 0, False: 0}
+
+    def take(self, count: int, device: torch.device, *, training: bool) -> Tensor:
+        """The next `count` numbers of this rank, [count]. Ranks may take different numbers of them."""
+        first = self._next[training]
+        self._next[training] += count
+        mine = torch.arange(first, first + count, device=device)
+        ids_B = mine * self._layout.world_size + self._layout.rank
+        return ids_B if training else -1 - ids_B
+
+
+class Sizes(Protocol):
+    """What the ranks do about batches of different sizes."""
+
+    def settle(self, samples: Samples, largest_batch: int | None) -> Samples:
+        """The batch that this rank will run. All ranks call it."""
+        ...
+
+
+class AnySizes:
+    """Every rank runs what it has: rows are counted before they travel."""
+
+    def settle(self, samples: Samples, largest_batch: int | None) -> Samples:
+        del largest_batch
+        return samples
+
+
+class EqualSizes:
+    """Every rank runs as many samples as the largest batch has."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def settle(self, samples: Samples, largest_batch: int | None) -> Samples:
+        """Without `largest_batch` it costs an exchange of 24 bytes.
+
+        Raises ValueError on all ranks if their samples have different lengths.
+        """
+        batch, length = samples.tokens_BL.shape
+        if self._control.world_size == 1:
+            return samples
+        if largest_batch is None:
+            largest_batch, length = self._agree(batch, length)
+        if batch > largest_batch:
+            raise ValueError(
+                f"largest_batch = {largest_batch}: this rank has a batch of {batch} samples. Give the size "
+                "of the largest batch of any rank, the same on all ranks, or leave it out and ranks will ask."
+            )
+        return samples.filled(largest_batch, length)
+
+    def _agree(self, batch: int, length: int) -> tuple[int, int]:
+        """Samples of the largest batch and the length of every sample."""
+        shortest = -length if batch else -inf
+        mine = (batch, length if batch else -inf, shortest)
+        largest, longest, shortest = self._control.largest(mine, "comparing the sizes of batches")
+        if largest == 0:
+            return 0, length
+        if longest != -shortest:
+            raise ValueError(
+                f"ranks have samples of different lengths, {-shortest:.0f} to {longest:.0f} tokens: with a "
+                "fixed number of slots per expert all need the same. Fill up with padding and say so with "
+                "valid_BL, or route dropless (moe.capacity_factor = none)."
+            )
+        return int(largest), int(longest)

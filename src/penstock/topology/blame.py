@@ -1,0 +1,73 @@
+"""What to say about a failed exchange: the transport's own words, and which rank was waited for in vain."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Final
+
+# torch.distributed has it as well, but hides it from type checkers.
+from torch._C._distributed_c10d import TCPStore
+
+from penstock.topology.rollcall import ACTIVITY, MOST_REASON, RollCall, is_transport_error
+
+CULPRITS_KEY: Final = "penstock/culprits"
+"""Where ranks that our launcher started leave the numbers of those that do not answer."""
+
+
+class _Process:
+    """What this process has joined with; none in a program that did not use `join`."""
+
+    roll_call: RollCall | None = None
+    has_given_up = False
+
+
+def answer_calls(roll_call: RollCall | None) -> None:
+    """Make this the roll call of this process; None ends the one before."""
+    if _Process.roll_call is not None:
+        _Process.roll_call.close()
+    _Process.roll_call, _Process.has_given_up = roll_call, False
+
+
+def explain(error: BaseException) -> str:
+    """The reason of an error; for a broken exchange preceded by the ranks that do not answer.
+
+    Takes up to `rollcall.ANSWER_S` then, since silent ranks are given that time.
+    """
+    if not is_transport_error(error):
+        if ACTIVITY.failure is not None:
+            give_up(ACTIVITY.failure)
+        return reason(error)
+    verdict = _hear()
+    return f"{verdict} ({reason(error)})" if verdict else reason(error)
+
+
+def give_up(why: str) -> None:
+    """Tell the other ranks that this one ends for a reason of its own, if they have not been told yet."""
+    if not _Process.has_given_up:
+        ACTIVITY.failure = why[:MOST_REASON]
+        _hear()
+
+
+def _hear() -> str:
+    """Give up, and hear who is at fault."""
+    if _Process.roll_call is None:
+        return ""
+    _Process.has_given_up = True
+    roll = _Process.roll_call.give_up()
+    _tell_launcher(roll.culprits)
+    return roll.verdict()
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error without what Gloo puts around it: source file in front, advice behind."""
+    line = (str(error).strip().splitlines() or ["no reason given"])[0]
+    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", line).split(" This is typically")[0]
+
+
+def _tell_launcher(culprits: Sequence[int]) -> None:
+    """Our launcher ends ranks that do not answer; only it can, and its store outlives every rank."""
+    if culprits and os.environ.get("PENSTOCK_LAUNCHED") == "1":
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+        store.set(CULPRITS_KEY, ",".join(map(str, culprits)))

@@ -1,0 +1,256 @@
+"""Who still answers: after a failed exchange, ranks ask each other, so that a message can name the culprit.
+
+A transport only knows that its own peer was late or has gone, and that peer is often a survivor that was
+waiting itself. So every rank has a thread that answers on a port of its own, with what the rank is doing. It
+answers while the process runs: not if it is stopped, cut off or dead. A rank that gives up says so as it
+asks, so that those who ask later do not take it for the culprit. Nobody else is needed for it, neither the
+store nor whoever started the ranks, and it costs nothing until something has failed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch.distributed as dist
+
+ANSWER_S: Final = 2.0
+"""How long a rank may take to answer."""
+BUSY_S: Final = 1.0
+"""Who has been in no exchange for longer than this kept the others waiting."""
+TOKEN_BYTES: Final = 32
+MOST_BYTES: Final = 4096
+MOST_REASON: Final = 500
+
+Address = tuple[str, int]
+
+
+class Activity:
+    """What this rank is doing, for its answer. Written by every lane, so it must cost next to nothing."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, tuple[object, float]] = {}
+        self._left_s = time.monotonic()
+        self.failure: str | None = None
+
+    def begin(self, lane: str, what: object) -> None:
+        """`lane` has begun with `what`; its `str` is only made for an answer."""
+        self._now[lane] = (what, time.monotonic())
+
+    def end(self, lane: str) -> None:
+        self._now.pop(lane, None)
+        self._left_s = time.monotonic()
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """Remember why this rank stops, unless it is only what another rank's end looks like from here."""
+        if not is_transport_error(error):
+            self.failure = f"{what}: {type(error).__name__}: {error}".splitlines()[0][:MOST_REASON]
+
+    @contextmanager
+    def exchanging(self, what: str) -> Iterator[None]:
+        """In an exchange outside the steps; one may be part of another."""
+        self.begin(what, what)
+        try:
+            yield
+        finally:
+            self.end(what)
+
+    def answer(self) -> dict[str, Any]:
+        """What others are told."""
+        now, now_s = dict(self._now), time.monotonic()
+        computing = now.pop("compute", None)
+        what, since_s = computing or (None, self._left_s)
+        doing = f"in {what}" if computing else "outside every exchange and task"
+        return {
+            "exchanging": bool(now),
+            "doing": doing,
+            "busy_s": now_s - since_s,
+            "failure": self.failure,
+        }
+
+
+ACTIVITY: Final = Activity()
+
+
+@dataclass(frozen=True)
+class Roll:
+    """What a call found.
+
+    silent: ranks of which nothing is heard. answers: what the others said. gone: ranks that had given up
+    before, with the reason if it was their own.
+    """
+
+    silent: tuple[int, ...]
+    answers: Mapping[int, Mapping[str, Any]]
+    gone: Mapping[int, str | None]
+
+    @property
+    def failed(self) -> dict[int, str]:
+        """Ranks that failed for a reason of their own."""
+        known = [*self.gone.items(), *((rank, said["failure"]) for rank, said in self.answers.items())]
+        return {rank: why for rank, why in sorted(known, key=lambda each: each[0]) if why}
+
+    @property
+    def busy(self) -> dict[int, str]:
+        """Ranks that run, but have been in no exchange for long."""
+        return {
+            rank: f"{said['doing']} for {said['busy_s']:.1f} s"
+            for rank, said in self.answers.items()
+            if not said["exchanging"] and rank not in self.gone and said["busy_s"] > BUSY_S
+        }
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """Ranks that run no more, or run and do not take part."""
+        return self.silent or (() if self.failed else tuple(self.busy))
+
+    def verdict(self) -> str:
+        """One clause that names the ranks at fault; empty if every rank answers and waits as well."""
+        if self.failed:
+            return "; ".join(f"rank {rank} had failed: {why}" for rank, why in self.failed.items())
+        if self.silent:
+            verb = "does not answer, it is" if len(self.silent) == 1 else "do not answer, they are"
+            return f"{named(self.silent)} {verb} stopped, cut off or dead"
+        return "; ".join(f"rank {rank} answers, but was {what}" for rank, what in self.busy.items())
+
+
+class RollCall:
+    """This rank's part in it: answers when it is called, and calls the others.
+
+    listener: bound and listening. addresses: of all ranks. token: what a caller must know.
+    """
+
+    def __init__(
+        self, rank: int, listener: socket.socket, addresses: Sequence[Address], token: bytes
+    ) -> None:
+        self._rank, self._listener, self._addresses, self._token = rank, listener, addresses, token
+        self._gone: dict[int, str | None] = {}
+        self._thread = threading.Thread(target=self._serve, name="penstock-roll-call", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer no more."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._listener.close()
+        self._thread.join()
+
+    def give_up(self) -> Roll:
+        """Tell all other ranks that this one ends, and hear what they do; at most `ANSWER_S`."""
+        others = [rank for rank in range(len(self._addresses)) if rank != self._rank]
+        note = {"rank": self._rank, "failure": ACTIVITY.failure}
+        answers = self._ask(others, note)
+        gone = dict(self._gone)
+        return Roll(tuple(r for r in others if r not in answers and r not in gone), answers, gone)
+
+    def reaches(self, rank: int) -> bool:
+        """Whether one other rank answers."""
+        return rank in self._ask([rank], None)
+
+    def _ask(self, ranks: Sequence[int], note: Mapping[str, Any] | None) -> dict[int, Mapping[str, Any]]:
+        line = self._token + json.dumps(note).encode() + b"\n"
+        return _ask({rank: self._addresses[rank] for rank in ranks}, line)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            with connection, suppress(OSError, ValueError):  # a caller that goes away needs no answer
+                connection.settimeout(ANSWER_S)
+                line = _read_line(connection)
+                if secrets.compare_digest(line[:TOKEN_BYTES], self._token):
+                    note = json.loads(line[TOKEN_BYTES:])
+                    if note is not None:
+                        self._gone[note["rank"]] = note["failure"]
+                    connection.sendall(json.dumps(ACTIVITY.answer()).encode())
+
+
+def new_token() -> bytes:
+    """What only the ranks of one run know."""
+    return secrets.token_hex(TOKEN_BYTES // 2).encode()
+
+
+def open_listener(towards: Address) -> socket.socket:
+    """A listening socket at the address by which this host reaches `towards`, and on no other interface."""
+    family, _, _, _, address = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing: it only chooses a route
+        host = probe.getsockname()[0]
+    return socket.create_server((host, 0), family=family, backlog=1024)
+
+
+def is_transport_error(error: BaseException) -> bool:
+    """Whether an exchange with other ranks broke, or was waited for in vain."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and re.match(r"\[[^\]]*\.cc:\d+\] ", str(error)) is not None
+    )
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Such as `rank 1`, `ranks 1 and 3`, `ranks 1, 2 and 3`."""
+    numbers = [str(rank) for rank in ranks]
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def _ask(addresses: Mapping[int, Address], line: bytes) -> dict[int, Mapping[str, Any]]:
+    """The answers that come within `ANSWER_S`, by rank."""
+    deadline_s = time.monotonic() + ANSWER_S
+    answers: dict[int, Mapping[str, Any]] = {}
+    with selectors.DefaultSelector() as waiting:
+        for rank, address in addresses.items():
+            connection = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+            connection.setblocking(False)
+            connection.connect_ex(address)
+            waiting.register(connection, selectors.EVENT_WRITE, (rank, bytearray()))
+        while waiting.get_map() and (left_s := deadline_s - time.monotonic()) > 0:
+            for key, _ in waiting.select(left_s):
+                rank, heard = key.data
+                if _proceed(waiting, key, line, heard) and heard:
+                    with suppress(ValueError):  # a stranger that has the port of a dead rank
+                        answers[rank] = json.loads(heard.decode())
+        for key in list(waiting.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]  # all of them are sockets
+    return answers
+
+
+def _proceed(
+    waiting: selectors.BaseSelector, key: selectors.SelectorKey, line: bytes, heard: bytearray
+) -> bool:
+    """One step of a conversation: say the line, or hear more of the answer. True when it is over."""
+    connection = key.fileobj
+    assert isinstance(connection, socket.socket)
+    try:
+        if key.events == selectors.EVENT_WRITE:
+            connection.sendall(line)
+            waiting.modify(connection, selectors.EVENT_READ, key.data)
+            return False
+        piece = connection.recv(MOST_BYTES)
+        heard += piece
+        over = not piece
+    except OSError:  # refused or reset: nobody is there
+        heard.clear()
+        over = True
+    if over:
+        waiting.unregister(connection)
+        connection.close()
+    return over
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    found = b""
+    while not found.endswith(b"\n") and len(found) < MOST_BYTES and (piece := connection.recv(MOST_BYTES)):
+        found += piece
+    return found

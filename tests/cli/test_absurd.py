@@ -1,0 +1,135 @@
+"""Absurd settings and files on the command line: one sentence and exit code 2, before any process starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import ranks as ranks_module
+from penstock.cli import train as train_module
+from tests.support.runs import clean_environ, command, refused, write_config
+
+BIG, DIGITS = "1000000007", "9" * 5000
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not refused would start processes; here it fails instead."""
+
+    def started(*_: object, **__: object) -> int:
+        raise AssertionError("this was accepted, and ranks would have started")
+
+    monkeypatch.setattr(ranks_module, "launch", started)
+    monkeypatch.setattr(train_module, "_be_rank", started)
+
+
+SETTINGS = [
+    "model.hidden_size=100000007",
+    f"model.hidden_size={BIG}",
+    "model.hidden_size=1048576",
+    f"model.num_layers={BIG}",
+    "model.num_layers=1024 model.hidden_size=65536",
+    f"model.num_heads={BIG}",
+    f"model.seq_len={BIG}",
+    f"model.vocab_size={BIG}",
+    f"moe.num_experts={BIG}",
+    f"moe.top_k={BIG}",
+    "moe.num_experts=65536 moe.moe_ffn_hidden_size=1048576",
+    f"parallel.processes={BIG}",
+    f"parallel.ep_size={BIG}",
+    "schedule.all_reduce_chunk_bytes=0",
+    "schedule.all_reduce_chunk_bytes=-1",
+    f"schedule.microbatches={BIG}",
+    f"data.batch_per_device={BIG}",
+    "data.batch_per_device=1048576 model.seq_len=16777216",
+    f"train.steps={BIG}",
+    f"train.seed={DIGITS}",
+    f"model.hidden_size={DIGITS}",
+    "model.hidden_size=0x" + "f" * 5000,
+    "optimizer.lr=nan",
+    "optimizer.lr=1e999",
+    "moe.aux_loss_coeff=-inf",
+    "model.moe_layers=" + "[" * 3000,
+    "model.moe_layers=[" + "0," * 5000 + "0]",
+    "parallel.timeout_s=nan",
+    f"output.trace_steps={BIG}",
+    "a." * 20_000 + "a=1",
+]
+
+
+@pytest.mark.parametrize("given", SETTINGS, ids=lambda text: text[:50])
+def test_train_refuses_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str) -> None:
+    said = refused(capsys, "train", write_config(tmp_path), *given.split())
+    assert said.startswith("penstock: ") and said.count("\n") == 1 and len(said) < 1000
+    assert given.split("=", maxsplit=1)[0].rpartition(".")[2][:8] in said or "chars" in said or "GiB" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--nodes", BIG],
+        ["--nodes", "1048576", "--ranks-per-node", "1048576"],
+        ["--layers", BIG],
+        ["--batch", BIG],
+        ["--seq-len", BIG],
+        ["--num-experts", BIG],
+        ["--top-k", BIG],
+        ["--ep-size", BIG],
+        ["--imbalance", "nan"],
+        ["--memory-gib", "1e999"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_plan_refuses_in_a_sentence(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    said = refused(capsys, "plan", "--model", "GPT2-Tiny-MoE", "--cluster", "flowmoe-cluster-1", *words)
+    assert said.count("\n") == 1 and len(said) < 1000 and words[0] in said
+
+
+COMMANDS: dict[str, Callable[[str], list[str]]] = {
+    "train CONFIG": lambda path: ["train", path],
+    "plan --cluster": lambda path: ["plan", "--model", "GPT2-Tiny-MoE", "--cluster", path],
+    "plan --show": lambda path: ["plan", "--show", path],
+    "plan CONFIG": lambda path: ["plan", path, "--cluster", "flowmoe-cluster-1"],
+    "bench --config": lambda path: ["bench", "--config", path],
+    "profile CONFIG": lambda path: ["profile", path],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "folder", "deep", "digits"])
+def test_no_command_waits_for_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
+) -> None:
+    path = tmp_path / "file.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "deep":
+        path.write_text("[" * 50_000)
+    elif kind == "digits":
+        path.write_text(DIGITS)
+    said = refused(capsys, *COMMANDS[name]("/dev/zero" if kind == "/dev/zero" else str(path)))
+    assert said.count("\n") == 1 and len(said) < 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["data.path=/dev/zero", "data.path=PIPE", "plan.source=/dev/zero"])
+def test_a_run_does_not_wait_for_its_text(tmp_path: Path, setting: str) -> None:
+    """Found out by the ranks, as they open it."""
+    os.mkfifo(tmp_path / "pipe")
+    given = setting.replace("PIPE", str(tmp_path / "pipe"))
+    done = subprocess.run(
+        command("train", write_config(tmp_path), given),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=clean_environ(),
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("penstock: ") == 1 and "not a file" in done.stderr

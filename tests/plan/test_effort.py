@@ -1,0 +1,116 @@
+"""What a search may look at is counted, so no clock changes its answer, and it says what it left out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import count, pairwise
+
+import pytest
+
+from penstock.config import ConfigError
+from penstock.cost.clusters import find_cluster
+from penstock.plan import Choice, FoundPlan, Problem, evaluate, find_plan, published_problem
+from penstock.plan.effort import PLACEMENTS, QUICK, Effort, Meter, Searched
+from penstock.plan.published import PUBLISHED
+from penstock.plan.starts import first_choices
+from penstock.plan.subject import Overrides
+from penstock.schedule.penstock import MOST_PLACEMENTS, evaluations
+from tests.plan.problems import problem
+
+BUDGETS = (1e-4, 0.01, 0.03, 0.1, 0.3, 1.0)
+
+
+def tiny() -> Problem:
+    """FlowMoE's small model, whose search a clock used to end."""
+    return published_problem("GPT2-Tiny-MoE", find_cluster("flowmoe-cluster-1"), Overrides(layers=4)).problem
+
+
+def test_a_machine_on_which_nothing_gets_done_finds_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every look at the clock came an hour after the one before."""
+    usual = find_plan(tiny(), budget=0.1)
+    hours = count(0, 3600)
+    for clock in ("monotonic", "time", "perf_counter", "process_time"):
+        monkeypatch.setattr(time, clock, lambda: float(next(hours)))
+    slow = find_plan(tiny(), budget=0.1)
+    assert slow.best.choice == usual.best.choice
+    assert slow.best.plan.schedule.digest == usual.best.plan.schedule.digest
+    assert slow.searched == usual.searched
+
+
+@pytest.mark.parametrize("layers", [2, 12])
+def test_a_larger_budget_never_finds_a_worse_plan(layers: int) -> None:
+    """Nor a worse one than those it begins with. 12 layers are searched through a short model."""
+    each = problem((True,) * layers)
+    seconds = [find_plan(each, budget=budget).best.predicted_s for budget in BUDGETS]
+    assert all(later <= earlier for earlier, later in pairwise(seconds))
+    assert seconds[-1] < seconds[0], "no budget made a difference"
+    assert seconds[0] <= min(evaluate(each, choice).predicted_s for choice in first_choices(each))
+
+
+def test_the_usual_budget_leaves_no_published_planner_out() -> None:
+    """However large the model: its plans alone may be more than the budget."""
+    each = problem((True,) * 12)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PLACEMENTS, "usual", 10)
+        found = find_plan(each)
+    assert found.searched.stopped is not None and found.searched.skipped == ()
+    for planner in PUBLISHED.values():
+        assert found.best.predicted_s <= evaluate(each, planner(each)).predicted_s
+
+
+@pytest.mark.parametrize("effort", ["low", "usual"])
+def test_work_ends_soon_after_the_budget(effort: Effort) -> None:
+    """The last simulation may exceed it, or the last order that is searched for, and nothing else."""
+    each = problem((True,) * 12)
+    searched = find_plan(each, budget=0.2, effort=effort).searched
+    assert searched.allowed == PLACEMENTS[effort] // 5 and searched.stopped is not None
+    assert searched.placements <= searched.allowed + MOST_PLACEMENTS // QUICK + 10_000
+
+
+def test_what_was_left_out_is_said() -> None:
+    found = find_plan(tiny(), budget=1e-4)
+    searched = found.searched
+    assert not searched.complete and searched.left_out > 100
+    assert searched.stopped == "better cuts" and searched.skipped == tuple(PUBLISHED)
+    for words in (
+        "budget 0.0001 (80 placed tasks) was used up",
+        "fsmoe, flowmoe not looked at",
+        "better cuts",
+    ):
+        assert words in searched.words
+    assert searched.lines == (f"Search   {searched.words}",)
+
+
+def test_what_is_complete_claims_nothing_more() -> None:
+    searched = find_plan(problem((True,)), budget=100).searched
+    assert searched.complete and searched.stopped is None and searched.lines == ()
+    assert searched.left_out == 0 and "not looked at" not in searched.words and "enough" not in searched.words
+
+
+def looked(found: FoundPlan) -> Searched:
+    return replace(found.searched, budget=0, allowed=0, stopped=None)
+
+
+def test_every_choice_is_counted_once() -> None:
+    """Simulated, ruled out and left out are all there are, whatever the budget; some are not in the space."""
+    each = problem((True, True))
+    sums = []
+    for budget in (0.01, 0.1, 10.0):
+        found = looked(find_plan(each, budget=budget))
+        sums.append(found.simulated + found.ruled_out + found.left_out)
+    assert max(sums) - min(sums) <= len(first_choices(each)) + len(PUBLISHED) + 10
+
+
+def test_work_is_counted_by_tasks_and_timelines() -> None:
+    each, meter = tiny(), Meter("usual", 1.0)
+    meter.note(each, Choice(schedule="lina"), 100)
+    assert meter.spent == 200  # ordered and simulated
+    meter.note(each, Choice(schedule="penstock", priority="search"), 100)
+    assert meter.spent == 400 + 100 * evaluations(100) // QUICK
+
+
+@pytest.mark.parametrize("budget", [0.0, -1.0, float("nan"), float("inf"), 1e6])
+def test_no_budget_at_all_is_refused(budget: float) -> None:
+    with pytest.raises(ConfigError, match="how many times as much as usual"):
+        find_plan(problem(), budget=budget)

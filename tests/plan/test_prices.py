@@ -1,0 +1,81 @@
+"""Costs that are finite in the file and absurd in a step: one line that names the task, never a traceback."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config import ConfigError
+from penstock.cost import ClusterConfig, ProfiledCluster
+from penstock.plan import explain, find_plan
+from tests.plan.problems import FILE, problem
+
+RATES = (
+    "flops_per_s",
+    "memory_bytes_per_s",
+    "link_latency_s",
+    "link_bytes_per_s",
+    "intra_latency_s",
+    "intra_bytes_per_s",
+    "task_overhead_s",
+)
+
+
+def rated(rates: Mapping[str, float]) -> ClusterConfig:
+    """A cluster with rates that no file may have: what is fitted or scaled is not read."""
+    made = ClusterConfig()
+    for key, value in rates.items():
+        object.__setattr__(made, key, value)
+    return made
+
+
+def on(rates: ClusterConfig) -> ProfiledCluster:
+    return ProfiledCluster.build(replace(FILE, rates=rates))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "task"),
+    [
+        ("link_latency_s", 1e308, "L0.N.m0.F"),
+        ("link_bytes_per_s", 1e-308, "L0.N.m0.F"),
+        ("task_overhead_s", 1e300, "L0.EM.m0.F"),
+        ("flops_per_s", 1e-300, "L0.AT.m0.F"),
+        ("link_latency_s", 1e12, "L0.N.m0.F"),
+    ],
+)
+def test_the_longest_task_is_named(key: str, value: float, task: str) -> None:
+    each = problem(cluster=on(rated({key: value})))
+    with pytest.raises(ConfigError, match="no step does") as caught:
+        find_plan(each)
+    assert task in str(caught.value) and "cluster file" in str(caught.value)
+
+
+def test_a_step_that_takes_no_time_is_refused() -> None:
+    """Every rate as large as floats are: ratios of such times mean nothing."""
+    fast = rated({key: 1e-300 if key.endswith("_s") and "per" not in key else 1e300 for key in RATES})
+    with pytest.raises(ConfigError, match="no step does"):
+        find_plan(problem(cluster=on(fast)))
+
+
+EXTREME = st.sampled_from((5e-324, 1e-300, 1e-30, 1e-6, 1.0, 1e9, 1e30, 1e300, 1.7e308))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.tuples(*[EXTREME] * len(RATES)), st.booleans())
+def test_any_positive_numbers_end_in_a_plan_or_in_a_line(values: tuple[float, ...], plain: bool) -> None:
+    rates = rated(dict(zip(RATES, values, strict=True)))
+    each = problem((True,), cluster=rates if plain else on(rates), dispatches=("flat", "hierarchical_2d"))
+    try:
+        found = find_plan(each, budget=0.01)
+        lines = explain(each, found).lines
+    except ConfigError as error:
+        assert "cluster" in str(error)
+        return
+    assert 0 < found.best.predicted_s < math.inf
+    assert not any(word in line for word, line in product((" nan", " inf "), lines))

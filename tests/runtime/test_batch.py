@@ -1,0 +1,184 @@
+"""Batches of different sizes, or of none: every rank takes part, and the step is that of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import cycle, product
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.schedule import SCHEDULES
+from tests.runtime.test_moe_parity import ACCEPTED, DISPATCHES, case
+from tests.support.parity import Case, batch_of, check_parity, merge, result_of, run_step, stack_of
+from tests.support.ranks import Pools
+
+UNEVEN = ((3, 0), (1, 5))
+NAMES = sorted(SCHEDULES)
+
+
+def uneven(
+    gate: str,
+    order: str,
+    schedule: str,
+    batches: tuple[int, ...],
+    microbatches: int,
+    dispatch: str = "flat",
+    **moe: Any,
+) -> Case:
+    """`batch` is what the configuration is told; what the ranks bring is `batches`."""
+    base = case(len(batches), gate, order, dispatch, "swiglu", schedule)
+    cut = replace(base.schedule, microbatches=microbatches)
+    return replace(base, schedule=cut, batches=batches, batch=4, moe=replace(base.moe, **moe))
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("batches", UNEVEN)
+def test_every_schedule_with_few_and_no_samples(
+    ranks: Pools, schedule: str, batches: tuple[int, int]
+) -> None:
+    for microbatches in (2, 4):
+        check_parity(ranks, uneven("softmax", "sort", schedule, batches, microbatches))
+
+
+@pytest.mark.parametrize(("gate", "order"), ACCEPTED)
+def test_every_gate_and_order_with_few_and_no_samples(ranks: Pools, gate: str, order: str) -> None:
+    """With fixed slots, which are counted by the largest batch, as well."""
+    turns = cycle(NAMES)
+    for batches in UNEVEN:
+        check_parity(ranks, uneven(gate, order, next(turns), batches, 4))
+
+
+@pytest.mark.parametrize("order", ["sort", "index"])
+def test_one_process_with_fewer_samples_than_microbatches(ranks: Pools, order: str) -> None:
+    check_parity(ranks, uneven("noisy", order, "flowmoe", (1,), 4))
+
+
+@pytest.mark.parametrize("group", ["sequence", "microbatch"])
+def test_balance_without_samples(ranks: Pools, group: str) -> None:
+    check_parity(ranks, uneven("softmax", "sort", "flowmoe", (3, 0), 2, aux_loss_group=group))
+
+
+@pytest.mark.parametrize("order", ["merged", "index"])
+def test_padding_and_few_samples(ranks: Pools, order: str) -> None:
+    check_parity(ranks, replace(uneven("softmax", order, "penstock", (1, 3), 2), padding=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_every_dispatch_with_few_and_no_samples(ranks: Pools, dispatch: str) -> None:
+    for (gate, order), batches in product(
+        [("deepseek", "sort"), ("noisy", "merged"), ("softmax", "index")], [(2, 0, 1, 5), (0, 0, 0, 3)]
+    ):
+        check_parity(ranks, uneven(gate, order, "penstock", batches, 2, dispatch))
+
+
+@pytest.mark.slow
+def test_replicated_experts_with_few_and_no_samples(ranks: Pools) -> None:
+    for batches in ((2, 0, 1, 5), (0, 0, 0, 3)):
+        check_parity(
+            ranks, replace(uneven("softmax", "sort", "flowmoe", batches, 2), ep_size=2, node_size=None)
+        )
+
+
+def test_dropout_follows_the_samples(ranks: Pools) -> None:
+    """Masks belong to samples: the same step however they are dealt to the ranks."""
+    losses = []
+    for batches in ((3, 0), (1, 2), (3,)):
+        step = uneven("noisy", "sort", "flowmoe", batches, 2)
+        step = replace(step, model=replace(step.model, dropout=0.3, num_layers=1))
+        losses.append(merge(ranks(len(batches)).run(run_step, step)).loss)
+    assert max(losses) - min(losses) <= 1e-10 * losses[0]
+
+
+def evaluated(rank: int, step: Case) -> tuple[float, float]:
+    """The loss without a backward, and that of a training step."""
+    stack = stack_of(rank, step)
+    tokens, labels = (whole[step.mine(rank)] for whole in batch_of(step))
+    with torch.no_grad():
+        loss = stack.eval()(tokens, labels).item()
+    return loss, result_of(stack.train(), rank, step).loss
+
+
+@pytest.mark.parametrize("order", ["sort", "index"])
+@pytest.mark.parametrize("batches", UNEVEN)
+def test_evaluation_with_few_and_no_samples(ranks: Pools, order: str, batches: tuple[int, int]) -> None:
+    step = uneven("softmax", order, "flowmoe", batches, 4)
+    results = ranks(2).run(evaluated, step)
+    assert results[0] == results[1]
+    assert results[0][0] == results[0][1]
+
+
+def without_samples(rank: int, step: Case) -> tuple[float, float]:
+    stack = stack_of(rank, step)
+    nothing = torch.zeros(0, step.model.seq_len - rank, dtype=torch.int64)
+    loss = stack(nothing, nothing)
+    loss.backward()
+    gradients = [p.grad for p in stack.parameters()]
+    assert all(g is not None and g.isfinite().all() for g in gradients)
+    return loss.item(), max(float(g.abs().max()) for g in gradients if g is not None)
+
+
+@pytest.mark.parametrize(
+    ("gate", "order"), [("softmax", "sort"), ("softmax", "index"), ("soft", "soft slots")]
+)
+def test_a_batch_of_no_samples_at_all_is_a_loss_of_zero(ranks: Pools, gate: str, order: str) -> None:
+    step = uneven(gate, order, "penstock", (0, 0), 2)
+    assert ranks(2).run(without_samples, step) == [(0.0, 0.0)] * 2
+
+
+def other_lengths(rank: int, step: Case) -> str:
+    stack = stack_of(rank, step)
+    tokens = torch.zeros(2, step.model.seq_len - rank, dtype=torch.int64)
+    try:
+        loss = stack(tokens, tokens)
+    except ValueError as error:
+        stack(tokens[:, :3], tokens[:, :3]).backward()  # the ranks are still in step
+        return str(error)
+    loss.backward()
+    return "no error"
+
+
+def test_fixed_slots_need_samples_of_one_length(ranks: Pools) -> None:
+    """Said on all ranks at once; dropless routing takes any."""
+    for message in ranks(2).run(other_lengths, uneven("softmax", "index", "flowmoe", (2, 2), 2)):
+        assert "samples of different lengths, 4 to 5 tokens" in message
+        assert "moe.capacity_factor = none" in message
+    found = ranks(2).run(other_lengths, uneven("softmax", "sort", "flowmoe", (2, 2), 2))
+    assert found == ["no error"] * 2
+
+
+def told_the_largest(rank: int, step: Case) -> tuple[float, float]:
+    """The loss where ranks ask each other, and where they are told."""
+    tokens, labels = (whole[step.mine(rank)] for whole in batch_of(step))
+    asked, told = (stack_of(rank, step).eval() for _ in range(2))
+    return asked(tokens, labels).item(), told(tokens, labels, largest_batch=3).item()
+
+
+def test_the_largest_batch_may_be_told(ranks: Pools) -> None:
+    step = uneven("softmax", "index", "flowmoe", (3, 1), 2)
+    for asked, told in ranks(2).run(told_the_largest, step):
+        assert asked == told
+
+
+def told_too_little(rank: int, step: Case) -> str:
+    stack = stack_of(rank, step)
+    tokens = torch.zeros(3, step.model.seq_len, dtype=torch.int64)
+    with pytest.raises(ValueError, match="largest_batch = 2: this rank has a batch of 3") as caught:
+        stack(tokens, tokens, largest_batch=2)
+    return str(caught.value)
+
+
+def test_a_largest_batch_that_is_too_small_is_refused(ranks: Pools) -> None:
+    ranks(2).run(told_too_little, uneven("softmax", "index", "flowmoe", (3, 3), 2))
+
+
+@pytest.mark.parametrize("shapes", [((3,), (3,)), ((3, 5), (3, 4)), ((3, 5), (2, 5))])
+def test_tokens_and_labels_of_other_shapes_are_refused(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> None:
+    stack = stack_of(0, uneven("softmax", "sort", "flowmoe", (3,), 2))
+    tokens, labels = (torch.zeros(shape, dtype=torch.int64) for shape in shapes)
+    with pytest.raises(ValueError, match="tokens and labels must both be"):
+        stack(tokens, labels)

@@ -1,0 +1,64 @@
+"""`penstock train` with one rank that gets into trouble at a known place: PLACE RANK, then the command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from penstock.cli import main
+from penstock.runtime.compute import ComputeHandlers
+from penstock.train import checkpoint
+from penstock.train.batches import BatchStream
+from penstock.train.stopping import StopRequests
+
+AT_STEP = 3
+
+
+def stop(*given: Any) -> None:
+    """Stop this process, as a signal from outside would."""
+    del given
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def loop(*given: Any) -> None:
+    """Run, and never come back."""
+    del given
+    while True:
+        time.sleep(0.1)
+
+
+def fail(*given: Any) -> None:
+    del given
+    raise ZeroDivisionError("a fault of this rank alone")
+
+
+def before(owner: Any, name: str, trouble: Any, *, calls: int) -> None:
+    """Call `trouble` before the `calls`-th call of a method or function."""
+    original, seen = getattr(owner, name), [0]
+
+    def replaced(*given: Any, **more: Any) -> Any:
+        seen[0] += 1
+        if seen[0] == calls:
+            trouble()
+        return original(*given, **more)
+
+    setattr(owner, name, replaced)
+
+
+PLACES = {
+    "stopped in a step": (ComputeHandlers, "head", stop, AT_STEP),
+    "stopped at the vote": (StopRequests, "agreed", stop, AT_STEP),
+    "stopped in a save": (checkpoint, "save", stop, 1),
+    "loading for ever": (BatchStream, "batch", loop, AT_STEP),
+    "fails in a task": (ComputeHandlers, "head", fail, AT_STEP),
+}
+
+if __name__ == "__main__":
+    place, rank = sys.argv[1:3]
+    if os.environ["RANK"] == rank:
+        owner, name, trouble, calls = PLACES[place]
+        before(owner, name, trouble, calls=calls)
+    sys.exit(main(sys.argv[3:]))

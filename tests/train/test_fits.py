@@ -1,0 +1,79 @@
+"""What a run needs of memory, and what is refused before anything is allocated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.config import ConfigError
+from penstock.models import GPT, ModelConfig
+from penstock.moe import MoEConfig
+from penstock.topology import Layout
+from penstock.train.fits import (
+    RANK_BYTES,
+    STATE_COPIES,
+    check_memory,
+    check_processes,
+    host_bytes,
+    rank_memory,
+)
+
+MODELS = [
+    (ModelConfig(num_layers=3), MoEConfig()),
+    (ModelConfig(num_layers=5, moe_layers=(1, 4), ffn_hidden_size=96), MoEConfig(expert="gelu")),
+    (ModelConfig(num_layers=1, hidden_size=64, vocab_size=500), MoEConfig(gate="cosine", gate_proj_size=32)),
+    (ModelConfig(num_layers=2, moe_layers=(1,)), MoEConfig(shared_ffn_hidden_size=48, expert_bias_rate=0.1)),
+]
+
+
+@pytest.mark.parametrize(("model", "moe"), MODELS)
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_the_state_is_that_of_the_real_model(model: ModelConfig, moe: MoEConfig, ep_size: int) -> None:
+    layout = Layout(world_size=2, ep_size=ep_size, rank=0)
+    real = GPT(model, moe, ep_size=ep_size, ep_rank=0)
+    state_bytes = STATE_COPIES * sum(parameter.nbytes for parameter in real.parameters())
+    assert rank_memory(model, moe, 4, layout).state_bytes == state_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "moe", "batch", "key"),
+    [
+        (ModelConfig(hidden_size=65536, num_heads=64, num_layers=1024), MoEConfig(), 1, "model.hidden_size"),
+        (ModelConfig(vocab_size=1 << 24, hidden_size=8192), MoEConfig(), 1, "model.vocab_size"),
+        (ModelConfig(), MoEConfig(num_experts=1 << 16, moe_ffn_hidden_size=1 << 20), 1, "moe.num_experts"),
+        (ModelConfig(seq_len=1 << 20), MoEConfig(), 1 << 20, "data.batch_per_device"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_once(
+    model: ModelConfig, moe: MoEConfig, batch: int, key: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"each of 2 ranks needs .* GiB at the least .* 8\.0 GiB in all"
+    ) as caught:
+        check_memory(
+            model, moe, batch, Layout(world_size=2, ep_size=2, rank=0), there_bytes=8 << 30, sharing=2
+        )
+    assert caught.value.key == key
+
+
+def test_what_fits_is_accepted_to_the_byte() -> None:
+    model, moe, layout = ModelConfig(), MoEConfig(), Layout(world_size=2, ep_size=2, rank=0)
+    need = rank_memory(model, moe, 4, layout).total_bytes
+    check_memory(model, moe, 4, layout, there_bytes=2 * need, sharing=2)
+    with pytest.raises(ConfigError):
+        check_memory(model, moe, 4, layout, there_bytes=2 * need - 1, sharing=2)
+
+
+def test_more_processes_than_memory_are_refused() -> None:
+    most = host_bytes() // RANK_BYTES
+    check_processes(most)
+    with pytest.raises(ConfigError, match=f"Use {most} or fewer"):
+        check_processes(most + 1)
+
+
+def test_the_estimate_allocates_nothing() -> None:
+    """Weights of a terabyte are counted on a machine that has none of it."""
+    model = ModelConfig(hidden_size=1 << 17, num_heads=1, num_layers=4)
+    need = rank_memory(model, MoEConfig(), 1, Layout(world_size=1, ep_size=1, rank=0))
+    assert need.total_bytes > 1 << 40
+    assert torch.get_default_device().type == "cpu"
