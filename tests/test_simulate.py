@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.graph import Graph, Lane, Phase, Task
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.graph import Graph, Lane, Phase, Task
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
 from penstock.schedule import SCHEDULES, Schedule, plan_step

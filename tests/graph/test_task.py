@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from penstock.graph import Lane, Phase, ScheduleError, Task
-
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.graph import Lane, Phase, ScheduleError, Task
 from penstock.mesh import Group
 from penstock.ops import OPS, Op
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.runtime.results import Outcome
 
 from penstock.graph import Graph, Lane, Phase, Task
 from penstock.models import ModelConfig
@@ -18,7 +19,6 @@ from penstock.ops import Op
 from penstock.runtime import TaskError
 from penstock.runtime.executor import Execution, Inputs
 from penstock.runtime.lanes import ThreadLanes
-from penstock.runtime.results import Outcome
 from penstock.schedule import Schedule, ScheduleConfig, StepPlan, freeze
 from penstock.step import StepShape, build_graph
 from tests.steps import example_plan, random_orders, random_seconds

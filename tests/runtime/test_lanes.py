@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.graph import Graph, Lane, Task
-
 import signal
 import threading
 import time
@@ -16,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
+from penstock.runtime.results import Outcome
 
+from penstock.graph import Graph, Lane, Task
 from penstock.mesh import Group
 from penstock.runtime.lanes import LaneError, ThreadLanes, tensors_in
-from penstock.runtime.results import Outcome
 from penstock.runtime.transport import GlooTransport
 from penstock.step import StepShape, build_graph
 from penstock.topology import Layout, lane_groups

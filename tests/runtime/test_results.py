@@ -7,9 +7,9 @@ import weakref
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.runtime.results import Outcome, ResultTable
 
 from penstock.graph import Graph, Phase, Task
-from penstock.runtime.results import Outcome, ResultTable
 from penstock.step import StepShape, build_graph
 from tests.steps import seeds, shapes
 

@@ -122,7 +122,9 @@ def seconds(task: Task) -> float:
 def seconds_by_rank(task: Task) -> Seconds:
     """The same with a difference of up to a half between ranks."""
     ranks = range(MESH.world_size)
-    return np.array([seconds(task) * (1 + crc32(f"{recorded_name(task)} on {rank}".encode()) / 2**33) for rank in ranks])
+    return np.array(
+        [seconds(task) * (1 + crc32(f"{recorded_name(task)} on {rank}".encode()) / 2**33) for rank in ranks]
+    )
 
 
 def plan_of(case: Case, system: System) -> StepPlan:

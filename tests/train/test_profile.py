@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.graph import Lane
-
 import math
 from dataclasses import replace
 
@@ -14,6 +12,7 @@ import torch
 from penstock.config import load
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import LinkModel
+from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.plan import Choice
 from penstock.topology import Layout

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.graph import Lane, Phase, Task
-
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 from penstock.cost import StepCost, Workload, split_sizes
 from penstock.cost.legs import busiest_share
 from penstock.dispatch import DISPATCHES
+from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.ops.transfers import TRANSFERS

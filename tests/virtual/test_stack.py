@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.graph import Lane, Task
-
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.cost import ClusterConfig
+from penstock.graph import Lane, Task
 from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
