@@ -28,7 +28,7 @@ inter    N   exchange of tokens per expert
          D   tokens to their experts
          C   expert outputs back home
 A name starts a task, ━ continues it, · is idle. X0 and X0.1
-are chunks 0 and 1 of microbatch 0, AR3.0 is chunk 0 of
+are chunks 0 and 1 of microbatch 0, AR3.0 is piece 0 of
 layer 3. Where a name does not fit, its first letter stands
 for it; of several tasks in one column the largest is shown.
 """

@@ -14,7 +14,7 @@ from penstock.bench.published import PublishedResult, grids, joint_plan_s, rende
 from penstock.bench.published.layers import fsmoe_problem, one_lane
 from penstock.bench.published.study import FSMOE_BASELINE, Gain, Grid
 from penstock.graph import Phase
-from penstock.ops import Op
+from penstock.ops.transfers import FLAT
 from penstock.plan import Choice, Problem
 from penstock.plan.published import PUBLISHED, Durations
 
@@ -52,7 +52,7 @@ def test_one_lane_carries_what_two_did() -> None:
     grid = GRIDS["fsmoe-testbed-b"]
     asked = fsmoe_problem(grid.specs[100], grid.cluster)
     narrow = one_lane(asked)
-    assert narrow.shape.dispatch == (Op.DISPATCH,)
+    assert narrow.shape.dispatch == FLAT
     plain = [p.simulate(Choice(), p.plan(Choice())).iteration_s for p in (asked, narrow)]
     assert plain[0] == pytest.approx(plain[1])
 
