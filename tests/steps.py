@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from hypothesis import strategies as st
 
 from penstock.dispatch import DISPATCHES
-from penstock.graph import Graph, Lane, Phase, Task
-from penstock.ops import Op
+from penstock.graph import Graph, Lane, Name, Phase, Task
+from penstock.mesh import Group
+from penstock.ops import Kind, Op, spec_of
+from penstock.ops.transfers import FLAT
 from penstock.schedule import SCHEDULES, Pieces, StepPlan, plan_step, unit_cost
 from penstock.step import StepShape
 
@@ -38,7 +40,7 @@ def shapes(
 
     plain: what the published systems know, without shared experts and legs inside nodes.
     """
-    legs = [(Op.DISPATCH,)] if plain else [dispatch.ops for dispatch in DISPATCHES.values()]
+    legs = [FLAT] if plain else [dispatch.hops for dispatch in DISPATCHES.values()]
     kinds = st.booleans() if dense else st.just(True)
     moe_layers = draw(st.lists(kinds, min_size=1, max_size=layers))
     per_layer = st.tuples(*[st.integers(0, 3)] * len(moe_layers))
@@ -53,6 +55,24 @@ def shapes(
         dispatch=draw(st.sampled_from(legs)),
         shared_experts=not plain and draw(st.booleans()),
     )
+
+
+def task_at(graph: Graph, text: str) -> Task:
+    """The task of that name."""
+    return graph.by_name[Name.parse(text)]
+
+
+def lone_task(text: str) -> Task:
+    """A task outside any graph, which reads nothing, on the lane and with the group of a flat dispatch."""
+    name = Name.parse(text)
+    if spec_of(name.op).kind is not Kind.COLLECTIVE:
+        return Task(name, Lane.COMPUTE)
+    summed = {
+        Op.EXPERT_ALL_REDUCE: Group.EXPERT_REPLICAS,
+        Op.ALL_REDUCE: Group.WORLD,
+        Op.STATISTICS: Group.WORLD,
+    }
+    return Task(name, Lane.INTER, summed.get(name.op, Group.EXPERT))
 
 
 def random_seconds(graph: Graph, seed: int) -> dict[Task, float]:

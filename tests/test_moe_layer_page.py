@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.graph import Lane
-
 import math
 import re
 from dataclasses import dataclass, fields
@@ -17,7 +15,8 @@ import penstock.dispatch
 import penstock.moe
 from penstock import MoELayer, clip_grad_norm_
 from penstock.cli import main
-from penstock.dispatch import HierarchicalDispatch2D
+from penstock.dispatch import DISPATCHES, HierarchicalDispatch2D
+from penstock.graph import Lane
 from penstock.models import ModelConfig
 from penstock.moe import (
     Bfloat16Rows,
@@ -31,9 +30,8 @@ from penstock.moe import (
     SwiGLUExperts,
     Tokens,
 )
-from penstock.ops import OPS, Op
 from penstock.schedule import SCHEDULES, Pieces, ScheduleConfig, plan_step, unit_cost
-from penstock.step import StepShape
+from penstock.step import StepShape, build_graph
 from penstock.train.assemble import build_stack
 from penstock.train.config import RunConfig
 from tests.support.pages import CHOICES, EXPERTS, HIDDEN, MOE_LAYER, ROOT, blocks, run_block
@@ -141,7 +139,7 @@ def test_the_refusal_is_a_real_one(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_picture_is_a_real_one() -> None:
     shape = StepShape(
-        moe_layers=(True,), dispatch=HierarchicalDispatch2D().ops, shared_experts=True, exchange_counts=True
+        moe_layers=(True,), dispatch=HierarchicalDispatch2D().hops, shared_experts=True, exchange_counts=True
     )
     pieces = Pieces(
         microbatches=2,
@@ -161,13 +159,22 @@ def rows_of(heading: str) -> list[list[str]]:
     return [[cell.strip(" `") for cell in row] for row in rows]
 
 
+def lanes_of_ops() -> dict[str, Lane]:
+    """The lane of every op of an MoE layer, in any of the dispatches."""
+    shapes = (
+        StepShape(moe_layers=(True,), dispatch=d.hops, shared_experts=True) for d in DISPATCHES.values()
+    )
+    return {task.op: task.lane for shape in shapes for task in build_graph(shape).tasks}
+
+
 def test_the_parts_exist_and_tasks_are_on_their_lanes() -> None:
+    lanes = lanes_of_ops()
     for _, name, _, _, where in rows_of("Parts")[2:]:
         assert hasattr(penstock.moe, name) or hasattr(penstock.dispatch, name), name
         for part in where.split(";"):
             *ops, lane = re.split(r", | and ", re.sub(r" \(and W\)", "", part.strip()))
             if lane in set(Lane):
-                assert {OPS[Op(op)].lane for op in ops} == {lane}, (name, part)
+                assert {lanes[op] for op in ops} == {lane}, (name, part)
 
 
 def test_defaults_of_the_configuration() -> None:

@@ -2,63 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Graph, Lane, Phase, Task
-from penstock.mesh import Axes, Group
+from penstock.dispatch import DISPATCHES
+from penstock.graph import Graph, Lane, Name, Phase, Task
+from penstock.mesh import Axes, Group, Mesh, Seconds
 from penstock.ops import Op
-from penstock.schedule import SCHEDULES, Schedule, plan_step
-from penstock.simulate import LowerBound, Ranks, Seconds, lower_bound, overlap_efficiency, simulate
+from penstock.schedule import SCHEDULES, Schedule, plan_step, unit_cost
+from penstock.simulate import LowerBound, lower_bound, overlap_efficiency, simulate
 from penstock.step import StepShape, build_graph
-from tests.steps import example_plan, pieces_for, random_orders, random_seconds, seeds, shapes
+from tests.steps import example_plan, pieces_for, random_orders, random_seconds, seeds, shapes, task_at
 
 # ---- a published closed form -------------------------------------------------------------------------------
 
 
-class IntraTask(Task):
-    """A collective inside a node, under the name of a task that meets nobody."""
-
-    @property
-    def lane(self) -> Lane:
-        return Lane.INTRA
-
-
-@dataclass(frozen=True)
-class HandmadeGraph(Graph):
-    """A graph whose dependencies are written down instead of derived."""
-
-    edges: Mapping[Task, tuple[Task, ...]] = field(default_factory=dict)
-
-    @cached_property
-    def needs(self) -> Mapping[Task, tuple[Task, ...]]:
-        return {task: self.edges.get(task, ()) for task in self.tasks}
-
-
 def fsmoe(pieces: int) -> tuple[Graph, Schedule]:
     """The MoE part of one layer as FSMoE runs it: D, AG, X, RS, C of every piece, and one all-reduce."""
-    numbers = range(pieces)
-    dispatch = [Task(0, Op.DISPATCH, Phase.BACKWARD, 0, i) for i in numbers]
-    gather: list[Task] = [IntraTask(0, Op.UNORDER, Phase.BACKWARD, 0, i) for i in numbers]
-    experts = [Task(0, Op.EXPERTS, Phase.BACKWARD, 0, i) for i in numbers]
-    scatter: list[Task] = [IntraTask(0, Op.UNORDER, Phase.BACKWARD, 1, i) for i in numbers]
-    combine = [Task(0, Op.COMBINE, Phase.BACKWARD, 0, i) for i in numbers]
-    reduce = Task(0, Op.ALL_REDUCE, Phase.BACKWARD, None, 0)
-    stages: list[list[Task]] = [dispatch, gather, experts, scatter, combine]
-    edges = {task: (need,) for i in range(1, 5) for task, need in zip(stages[i], stages[i - 1], strict=True)}
+    stages: list[list[Task]] = []
+    for op, lane in (
+        (Op.DISPATCH, Lane.INTER),
+        ("AG", Lane.INTRA),
+        (Op.EXPERTS, Lane.COMPUTE),
+        ("RS", Lane.INTRA),
+        (Op.COMBINE, Lane.INTER),
+    ):
+        before = [{"rows": (task.name,)} for task in stages[-1]] if stages else [{}] * pieces
+        names = [Name(0, op, Phase.BACKWARD, 0, chunk) for chunk in range(pieces)]
+        stages.append([Task(name, lane, (), read) for name, read in zip(names, before, strict=True)])
+    dispatch, gather, experts, scatter, combine = stages
+    reduce = Task(Name(0, Op.ALL_REDUCE, Phase.BACKWARD, piece=0), Lane.INTER)
     lanes = {
         Lane.INTER: (*dispatch, reduce, *combine),
         Lane.INTRA: (*gather, *scatter),
         Lane.COMPUTE: tuple(experts),
     }
-    tasks = (*(task for stage in stages for task in stage), reduce)
-    return HandmadeGraph(StepShape(moe_layers=(True,)), tasks, edges), Schedule("fsmoe", lanes)
+    return Graph.of([*(task for stage in stages for task in stage), reduce]), Schedule("fsmoe", lanes)
 
 
 durations = st.integers(0, 100)
@@ -70,9 +51,7 @@ def test_fsmoe_takes_what_its_exact_formula_says(pieces: int, a: int, g: int, s:
     graph, schedule = fsmoe(pieces)
 
     def cost(task: Task) -> int:
-        if isinstance(task, IntraTask):
-            return s if task.microbatch else g
-        return {Op.DISPATCH: a, Op.COMBINE: a, Op.EXPERTS: e, Op.ALL_REDUCE: r}[task.op]
+        return {Op.DISPATCH: a, Op.COMBINE: a, "AG": g, "RS": s, Op.EXPERTS: e, Op.ALL_REDUCE: r}[task.op]
 
     exact = max(
         2 * pieces * a + r,
@@ -86,72 +65,71 @@ def test_fsmoe_takes_what_its_exact_formula_says(pieces: int, a: int, g: int, s:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> Ranks:
-    node_size = draw(st.integers(1, 3))
-    ep_size = node_size * draw(st.integers(1, 3))
-    told = draw(st.booleans()) or node_size != ep_size  # 0 says the same as ep_size
-    return Ranks(ep_size * draw(st.integers(1, 3)), ep_size, node_size if told else 0)
+def worlds(draw: st.DrawFn) -> Mesh:
+    local_size = draw(st.integers(1, 3))
+    ep_size = local_size * draw(st.integers(1, 3))
+    told = draw(st.booleans()) or local_size != ep_size  # 0 says the same as ep_size
+    world_size = ep_size * draw(st.integers(1, 3))
+    return Mesh(world_size=world_size, ep_size=ep_size, ep_local_size=local_size if told else 0)
 
 
-def members(group: Axes, rank: int, ranks: Ranks) -> list[int]:
+def members(group: Axes, rank: int, mesh: Mesh) -> list[int]:
     """Expert groups and nodes are consecutive ranks; a rail has one of every node of an expert group."""
-    everyone, size = range(ranks.world_size), ranks.node_size or ranks.ep_size
+    everyone, size, ep_size = range(mesh.world_size), mesh.local_size, mesh.ep_size
     together = {
         Group.ALONE: lambda other: other == rank,
-        Group.EXPERT: lambda other: other // ranks.ep_size == rank // ranks.ep_size,
-        Group.EXPERT_REPLICAS: lambda other: other % ranks.ep_size == rank % ranks.ep_size,
+        Group.EXPERT: lambda other: other // ep_size == rank // ep_size,
+        Group.EXPERT_REPLICAS: lambda other: other % ep_size == rank % ep_size,
         Group.NODE: lambda other: other // size == rank // size,
-        Group.RAIL: lambda other: (
-            other // ranks.ep_size == rank // ranks.ep_size and other % size == rank % size
-        ),
+        Group.RAIL: lambda other: other // ep_size == rank // ep_size and other % size == rank % size,
         Group.WORLD: lambda other: True,
     }
     return [other for other in everyone if together[group](other)]
 
 
-@given(worlds(), seeds, st.sampled_from(Axes))
-def test_a_group_meets_at_the_latest_of_its_members(ranks: Ranks, seed: int, group: Axes) -> None:
-    times = np.random.default_rng(seed).random(ranks.world_size)
-    met = ranks.meet(group, times)
+@given(worlds(), seeds, st.sampled_from([Group.ALONE, *Group.NAMES.values()]))
+def test_a_group_meets_at_the_latest_of_its_members(mesh: Mesh, seed: int, group: Axes) -> None:
+    times = np.random.default_rng(seed).random(mesh.world_size)
+    met = mesh.latest(times, group)
     assert met.tolist() == [
-        max(times[m] for m in members(group, rank, ranks)) for rank in range(ranks.world_size)
+        max(times[m] for m in members(group, rank, mesh)) for rank in range(mesh.world_size)
     ]
 
 
 def test_groups_of_six_ranks() -> None:
-    ranks, times = Ranks(6, 3), np.array([1.0, 5.0, 2.0, 4.0, 3.0, 6.0])
-    assert ranks.meet(Group.EXPERT, times).tolist() == [5, 5, 5, 6, 6, 6]
-    assert ranks.meet(Group.EXPERT_REPLICAS, times).tolist() == [4, 5, 6, 4, 5, 6]
-    assert ranks.meet(Group.WORLD, times).tolist() == [6] * 6
-    assert ranks.meet(Group.ALONE, times).tolist() == times.tolist()
+    mesh, times = Mesh(world_size=6, ep_size=3), np.array([1.0, 5.0, 2.0, 4.0, 3.0, 6.0])
+    assert mesh.latest(times, Group.EXPERT).tolist() == [5, 5, 5, 6, 6, 6]
+    assert mesh.latest(times, Group.EXPERT_REPLICAS).tolist() == [4, 5, 6, 4, 5, 6]
+    assert mesh.latest(times, Group.WORLD).tolist() == [6] * 6
+    assert mesh.latest(times, Group.ALONE).tolist() == times.tolist()
 
 
-def rank_seconds(graph: Graph, ranks: Ranks, seed: int) -> dict[Task, Seconds]:
+def rank_seconds(graph: Graph, mesh: Mesh, seed: int) -> dict[Task, Seconds]:
     rng = np.random.default_rng(seed)
-    return {task: rng.random(ranks.world_size) for task in graph.tasks}
+    return {task: rng.random(mesh.world_size) for task in graph.tasks}
 
 
 @given(shapes(layers=2), worlds(), seeds)
-def test_every_rank_keeps_the_rule_and_groups_end_together(shape: StepShape, ranks: Ranks, seed: int) -> None:
+def test_every_rank_keeps_the_rule_and_groups_end_together(shape: StepShape, mesh: Mesh, seed: int) -> None:
     """On every rank a task starts when its inputs and its lane are free, and not before or after."""
     graph = build_graph(shape)
     schedule = Schedule("random", random_orders(graph, seed))
-    seconds = rank_seconds(graph, ranks, seed)
-    times = simulate(schedule, graph, seconds.__getitem__, ranks).times
+    seconds = rank_seconds(graph, mesh, seed)
+    times = simulate(schedule, graph, seconds.__getitem__, mesh).times
     for order in schedule.lanes.values():
         for i, task in enumerate(order):
             before = [*graph.needs[task], *order[i - 1 : i]]
-            for rank in range(ranks.world_size):
+            for rank in range(mesh.world_size):
                 start = max((times[other].end[rank] for other in before), default=0.0)
                 assert times[task].start[rank] == start
-                group = members(task.axes, rank, ranks)
+                group = members(task.axes, rank, mesh)
                 ends = [times[task].start[m] + seconds[task][m] for m in group]
                 assert times[task].end[rank] == max(ends)
 
 
 def test_a_thousand_ranks_cost_no_more_python_than_one() -> None:
     asked: list[Task] = []
-    ranks = Ranks(1024, 64)
+    mesh = Mesh(world_size=1024, ep_size=64)
     shape = StepShape(moe_layers=(True,) * 4, expert_all_reduce_chunks=(1,) * 4)
     plan = plan_step(SCHEDULES["flowmoe"], shape, pieces_for(shape), lambda _: lambda task: 1.0)
 
@@ -159,7 +137,7 @@ def test_a_thousand_ranks_cost_no_more_python_than_one() -> None:
         asked.append(task)
         return np.full(1024, 1.0)
 
-    timeline = simulate(plan.schedule, plan.graph, cost, ranks)
+    timeline = simulate(plan.schedule, plan.graph, cost, mesh)
     alone = simulate(plan.schedule, plan.graph, lambda task: 1.0)
     assert sorted(asked, key=plan.graph.position.__getitem__) == list(plan.graph.tasks)
     assert timeline.iteration_s == alone.iteration_s
@@ -171,21 +149,37 @@ def test_a_thousand_ranks_cost_no_more_python_than_one() -> None:
 def test_a_slow_rank_holds_up_its_expert_group_first_and_the_world_later() -> None:
     plan = example_plan("sequential")
     slow = np.array([1.0, 1.0, 1.0, 2.0])
-    times = simulate(plan.schedule, plan.graph, lambda _: slow, Ranks(4, 2)).times
-    assert times[Task.parse("L0.AT.m0.F")].end.tolist() == [2, 2, 2, 4]
-    assert times[Task.parse("L0.N.m0.F")].end.tolist() == [3, 3, 6, 6]
-    assert len(set(times[Task.parse("L1.ST.F")].end.tolist())) == 1
+    times = simulate(plan.schedule, plan.graph, lambda _: slow, Mesh(world_size=4, ep_size=2)).times
+    assert times[task_at(plan.graph, "L0.AT.m0.F")].end.tolist() == [2, 2, 2, 4]
+    assert times[task_at(plan.graph, "L0.N.m0.F")].end.tolist() == [3, 3, 6, 6]
+    assert len(set(times[task_at(plan.graph, "L1.ST.F")].end.tolist())) == 1
+
+
+def test_a_leg_along_rails_waits_for_its_rail_alone() -> None:
+    """Two nodes of two ranks: slow experts on rank 0 hold up rank 2, which has the same place in its node."""
+    shape = StepShape(moe_layers=(True,), exchange_counts=False, dispatch=DISPATCHES["hierarchical_2d"].hops)
+    plan = plan_step(SCHEDULES["sequential"], shape, pieces_for(shape), lambda _: unit_cost)
+    slow, usual = np.array([5.0, 1.0, 1.0, 1.0]), np.ones(4)
+
+    def cost(task: Task) -> Seconds:
+        return slow if task.op == Op.EXPERTS else usual
+
+    mesh = Mesh(world_size=4, ep_size=4, ep_local_size=2)
+    times = simulate(plan.schedule, plan.graph, cost, mesh).times
+    assert times[task_at(plan.graph, "L0.D.m0.c0.F")].end.tolist() == [4, 4, 4, 4]
+    assert times[task_at(plan.graph, "L0.C.m0.c0.F")].end.tolist() == [10, 6, 10, 6]
+    assert times[task_at(plan.graph, "L0.CS.m0.c0.F")].end.tolist() == [11, 11, 11, 11]
 
 
 # ---- timeline and bounds -----------------------------------------------------------------------------------
 
 
 @given(shapes(layers=2), worlds(), seeds)
-def test_no_order_beats_the_lower_bound(shape: StepShape, ranks: Ranks, seed: int) -> None:
+def test_no_order_beats_the_lower_bound(shape: StepShape, mesh: Mesh, seed: int) -> None:
     graph = build_graph(shape)
     schedule = Schedule("random", random_orders(graph, seed))
-    cost = rank_seconds(graph, ranks, seed).__getitem__
-    bound, iteration_s = lower_bound(graph, cost, ranks), simulate(schedule, graph, cost, ranks).iteration_s
+    cost = rank_seconds(graph, mesh, seed).__getitem__
+    bound, iteration_s = lower_bound(graph, cost, mesh), simulate(schedule, graph, cost, mesh).iteration_s
     assert bound.seconds <= iteration_s * (1 + 1e-12)
     assert 0 < overlap_efficiency(bound, iteration_s) <= 1 + 1e-12
 
@@ -207,9 +201,9 @@ def test_a_chain_of_tasks_reaches_the_critical_path(seed: int, is_moe: bool) -> 
 
 @given(shapes(), seeds)
 def test_the_bound_of_a_lane_is_its_work_on_the_slowest_rank(shape: StepShape, seed: int) -> None:
-    graph, ranks = build_graph(shape), Ranks(2, 1)
-    seconds = rank_seconds(graph, ranks, seed)
-    bound = lower_bound(graph, seconds.__getitem__, ranks)
+    graph, mesh = build_graph(shape), Mesh(world_size=2)
+    seconds = rank_seconds(graph, mesh, seed)
+    bound = lower_bound(graph, seconds.__getitem__, mesh)
     work = {
         lane: max(sum(float(seconds[t][rank]) for t in graph.tasks if t.lane is lane) for rank in range(2))
         for lane in (Lane.COMPUTE, Lane.INTRA, Lane.INTER)
@@ -225,9 +219,9 @@ def test_an_iteration_without_time_is_perfect() -> None:
 
 
 def test_records_hold_every_task_of_every_rank_once() -> None:
-    plan, ranks = example_plan("moe_pipeline"), Ranks(2, 1)
+    plan, mesh = example_plan("moe_pipeline"), Mesh(world_size=2)
     seconds = np.array([1.0, 2.0])
-    timeline = simulate(plan.schedule, plan.graph, lambda _: seconds, ranks)
+    timeline = simulate(plan.schedule, plan.graph, lambda _: seconds, mesh)
     found = {(record.task, record.rank): record for record in timeline.records()}
     assert set(found) == {(task, rank) for task in plan.graph.tasks for rank in range(2)}
     assert len(timeline.records()) == len(found)

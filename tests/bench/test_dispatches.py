@@ -69,7 +69,7 @@ def found(ranks: Pools) -> DispatchTimes:
 
 def told_by(leg: Leg, layout: Layout, row_bytes: int) -> Counter[int]:
     """Bytes that this rank sends along a leg, out and home, by receiving rank."""
-    members = next(group for group in layout.members(leg.group) if layout.rank in group)
+    members = next(group for group in layout.mesh.groups(leg.axes) if layout.rank in group)
     both = zip(members, leg.input_splits, leg.output_splits, strict=True)
     return Counter({peer: (out + home) * row_bytes for peer, out, home in both if peer != layout.rank})
 

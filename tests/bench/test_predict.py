@@ -11,24 +11,26 @@ from hypothesis import strategies as st
 
 from penstock.bench.predict import ComputeTimes, PredictedCost, predict
 from penstock.cost import AlphaBeta, FittedCluster, StepCost, Workload
-from penstock.graph import Interval, Lane, Phase, Task
+from penstock.graph import Interval, Lane, Phase
+from penstock.mesh import Mesh
 from penstock.ops import Op
 from penstock.plan.predict import company
 from penstock.schedule import SCHEDULES, StepPlan, unit_cost
-from penstock.simulate import Ranks, Timeline
+from penstock.simulate import Timeline
 from penstock.step import StepShape, build_graph
 from penstock.trace import TaskRecord
+from tests.steps import lone_task, task_at
 
 F, B = Phase.FORWARD, Phase.BACKWARD
-ALL_REDUCE = Task.parse("L1.AR.c0.B")
-ATTENTION = Task.parse("L0.AT.m0.B")
+ALL_REDUCE = "L1.AR.p0.B"
+ATTENTION = "L0.AT.m0.B"
 
 # ---- measured durations ------------------------------------------------------------------------------------
 
 TABLES = {
-    Task.parse("L0.X.m0.c0.F"): [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]],
-    Task.parse("L0.X.m1.c0.F"): [[7.0, 8.0], [9.0, 10.0], [11.0, 12.0]],
-    Task.parse("L0.X.m0.c0.B"): [[30.0, 10.0], [20.0, 40.0], [60.0, 50.0]],
+    lone_task("L0.X.m0.c0.F"): [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]],
+    lone_task("L0.X.m1.c0.F"): [[7.0, 8.0], [9.0, 10.0], [11.0, 12.0]],
+    lone_task("L0.X.m0.c0.B"): [[30.0, 10.0], [20.0, 40.0], [60.0, 50.0]],
 }
 """Three rounds, two ranks."""
 
@@ -41,7 +43,7 @@ def test_records_in_any_order_become_a_table_of_rounds_and_ranks(rng: random.Ran
         for number, ranks in enumerate(rounds)
         for rank, seconds in enumerate(ranks)
     ]
-    records += [TaskRecord(ALL_REDUCE, rank, 0.0, 1.0, step=10) for rank in range(2)]
+    records += [TaskRecord(lone_task(ALL_REDUCE), rank, 0.0, 1.0, step=10) for rank in range(2)]
     rng.shuffle(records)
     found = ComputeTimes.from_records(records).seconds
     assert found.keys() == TABLES.keys(), "transfers are left out"
@@ -50,7 +52,7 @@ def test_records_in_any_order_become_a_table_of_rounds_and_ranks(rng: random.Ran
 
 
 def test_a_round_that_lacks_a_task_is_no_table() -> None:
-    task = ATTENTION
+    task = lone_task(ATTENTION)
     records = [
         TaskRecord(task, 0, 0.0, 1.0, 0),
         TaskRecord(task, 1, 0.0, 1.0, 0),
@@ -70,8 +72,9 @@ def test_what_is_typical_is_the_median_over_pieces_rounds_and_ranks() -> None:
 
 def plan_of(name: str, layers: int) -> StepPlan:
     """Dense layers: computation, an empty ST, and one all-reduce for every layer."""
-    graph = build_graph(StepShape(moe_layers=(False,) * layers, exchange_counts=False))
-    return StepPlan(graph, SCHEDULES[name].order(graph, unit_cost))
+    shape = StepShape(moe_layers=(False,) * layers, exchange_counts=False)
+    graph = build_graph(shape)
+    return StepPlan(graph, SCHEDULES[name].order(graph, unit_cost), shape)
 
 
 def transfers(shape: StepShape, seconds: float) -> StepCost:
@@ -115,27 +118,33 @@ SCATTERED = [[2.0, 1.0], [1.25, 1.75]]
 
 @given(st.floats(0, 1))
 def test_a_task_costs_what_its_share_of_company_says(share: float) -> None:
-    cost = cost_of(plan_of("flowmoe", 2), reduce_s=2.0, slowed=1.5, alone_s=1.0, beside=SCATTERED)
-    assert cost.seconds(ATTENTION, share) == pytest.approx(1.0 + 0.5 * share)
-    assert cost.seconds(ALL_REDUCE, share) == pytest.approx(2.0 + 1.0 * share)
-    assert cost(ATTENTION) == 1.5 and cost(ALL_REDUCE) == 3.0, "orders are made for full company"
+    plan = plan_of("flowmoe", 2)
+    cost = cost_of(plan, reduce_s=2.0, slowed=1.5, alone_s=1.0, beside=SCATTERED)
+    attention, all_reduce = (task_at(plan.graph, name) for name in (ATTENTION, ALL_REDUCE))
+    assert cost.seconds(attention, share) == pytest.approx(1.0 + 0.5 * share)
+    assert cost.seconds(all_reduce, share) == pytest.approx(2.0 + 1.0 * share)
+    assert cost(attention) == 1.5 and cost(all_reduce) == 3.0, "orders are made for full company"
 
 
 @given(st.floats(0, 1), st.integers(0, 1))
 def test_ranks_scatter_as_much_as_they_have_company(share: float, number: int) -> None:
-    cost = cost_of(plan_of("flowmoe", 2), reduce_s=2.0, slowed=1.5, alone_s=1.0, beside=SCATTERED)
-    typical_s = cost.seconds(ATTENTION, share)
+    plan = plan_of("flowmoe", 2)
+    cost = cost_of(plan, reduce_s=2.0, slowed=1.5, alone_s=1.0, beside=SCATTERED)
+    attention, all_reduce = (task_at(plan.graph, name) for name in (ATTENTION, ALL_REDUCE))
+    typical_s = cost.seconds(attention, share)
     wanted = [typical_s * (1 + share * (seconds / 1.5 - 1)) for seconds in SCATTERED[number]]
-    assert np.asarray(cost.drawn(ATTENTION, share, number)).tolist() == pytest.approx(wanted)
-    assert cost.drawn(ALL_REDUCE, share, number) == cost.seconds(ALL_REDUCE, share)
+    assert np.asarray(cost.drawn(attention, share, number)).tolist() == pytest.approx(wanted)
+    assert cost.drawn(all_reduce, share, number) == cost.seconds(all_reduce, share)
 
 
 def test_alone_nothing_scatters_and_in_full_company_the_round_is_as_measured() -> None:
-    cost = cost_of(plan_of("flowmoe", 2), reduce_s=2.0, slowed=1.5, alone_s=1.0, beside=SCATTERED)
+    plan = plan_of("flowmoe", 2)
+    cost = cost_of(plan, reduce_s=2.0, slowed=1.5, alone_s=1.0, beside=SCATTERED)
+    attention = task_at(plan.graph, ATTENTION)
     assert cost.rounds == 2
     for number, ranks in enumerate(SCATTERED):
-        assert np.asarray(cost.drawn(ATTENTION, 0.0, number)).tolist() == [1.0, 1.0]
-        assert np.asarray(cost.drawn(ATTENTION, 1.0, number)).tolist() == pytest.approx(ranks)
+        assert np.asarray(cost.drawn(attention, 0.0, number)).tolist() == [1.0, 1.0]
+        assert np.asarray(cost.drawn(attention, 1.0, number)).tolist() == pytest.approx(ranks)
 
 
 # ---- company -----------------------------------------------------------------------------------------------
@@ -153,10 +162,10 @@ def test_shares_of_a_timeline() -> None:
         "L0.ST.F": (20.5, 20.5),  # an instant has no time in which others could be busy
     }
     times = {
-        Task.parse(name): Interval(np.array([start, 99.0]), np.array([end, 100.0]))
+        lone_task(name): Interval(np.array([start, 99.0]), np.array([end, 100.0]))
         for name, (start, end) in spans.items()
     }
-    shares = company(Timeline(times, Ranks(2, 2)))
+    shares = company(Timeline(times, Mesh(world_size=2, ep_size=2)))
     assert {str(task): share for task, share in shares.items()} == pytest.approx(
         {
             "L0.AT.m0.F": 0.25,
@@ -179,7 +188,7 @@ def test_a_step_without_overlap_is_a_sum_of_what_was_measured_alone(beside: list
     """Forward and backward of EM, AT and HD, one after another, then the all-reduce."""
     plan = plan_of("sequential", 1)
     cost = cost_of(plan, reduce_s=4.0, slowed=1.5, alone_s=1.0, beside=beside)
-    assert predict(plan, cost, Ranks()) == 6 * 1.0 + 4.0
+    assert predict(plan, cost, Mesh()) == 6 * 1.0 + 4.0
 
 
 def test_a_step_in_which_two_tasks_have_company() -> None:
@@ -189,7 +198,7 @@ def test_a_step_in_which_two_tasks_have_company() -> None:
     """
     plan = plan_of("flowmoe", 2)
     cost = cost_of(plan, reduce_s=2.0, slowed=1.5, alone_s=1.0, beside=[[1.5]])
-    assert predict(plan, cost, Ranks()) == pytest.approx(6 * 1.0 + 3.0 + 2.0)
+    assert predict(plan, cost, Mesh()) == pytest.approx(6 * 1.0 + 3.0 + 2.0)
 
 
 def test_the_slower_rank_of_every_round_counts() -> None:
@@ -199,7 +208,8 @@ def test_the_slower_rank_of_every_round_counts() -> None:
     """
     plan = plan_of("flowmoe", 2)
     cost = cost_of(plan, reduce_s=2.0, slowed=1.5, alone_s=1.0, beside=SCATTERED)
-    assert predict(plan, cost, Ranks(2, 2)) == pytest.approx((6 + 4.0 + 2.0 + 6 + 3.5 + 2.0) / 2)
+    mesh = Mesh(world_size=2, ep_size=2)
+    assert predict(plan, cost, mesh) == pytest.approx((6 + 4.0 + 2.0 + 6 + 3.5 + 2.0) / 2)
 
 
 def test_company_depends_on_durations_that_depend_on_company() -> None:
@@ -207,4 +217,4 @@ def test_company_depends_on_durations_that_depend_on_company() -> None:
     plan = plan_of("flowmoe", 2)
     cost = cost_of(plan, reduce_s=1.0, slowed=1.0, alone_s=1.0, beside=[[2.0]])
     golden = (1 + 5**0.5) / 2
-    assert predict(plan, cost, Ranks()) == pytest.approx(6 * 1.0 + golden + 1.0 + 1.0, abs=0.03)
+    assert predict(plan, cost, Mesh()) == pytest.approx(6 * 1.0 + golden + 1.0 + 1.0, abs=0.03)

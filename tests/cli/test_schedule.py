@@ -7,7 +7,9 @@ import json
 import pytest
 
 from penstock.cli import main
-from penstock.schedule import SCHEDULES, Schedule
+from penstock.graph import Lane
+from penstock.schedule import SCHEDULES
+from penstock.schedule.schedule import parse_orders
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
@@ -21,7 +23,9 @@ def test_prints_grid_and_timeline(name: str, capsys: pytest.CaptureFixture[str])
 def test_json_holds_the_schedule_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "flowmoe", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert Schedule.parse(found["schedule_text"]).name == "flowmoe"
+    name, orders = parse_orders(found["schedule_text"])
+    assert name == "flowmoe"
+    assert list(map(str, orders[Lane.COMPUTE][:2])) == ["L0.EM.m0.F", "L0.EM.m1.F"]
 
 
 def test_degrees_of_both_directions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.graph import Lane
-
 import math
 from dataclasses import fields, replace
 from fractions import Fraction
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.config import ConfigError, from_dict
 from penstock.cost import AlphaBeta, ClusterConfig, Span
+from penstock.graph import Lane
 from penstock.ops import OPS, Op
 
 UNIT = ClusterConfig(link_latency_s=1.0, link_bytes_per_s=1.0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.graph import Lane, Phase
-
 import json
 import math
 import subprocess
@@ -18,8 +16,9 @@ from penstock.config import ConfigError, from_dict
 from penstock.cost import ClusterConfig, ProfiledCluster, Span, StepCost
 from penstock.cost.cluster_file import ClusterFile, Fit, KernelModel, LinkModel, Machine, TaskModel
 from penstock.cost.clusters import find_cluster, names
-from penstock.mesh import Axes
-from penstock.ops import Op
+from penstock.graph import Lane, Phase
+from penstock.mesh import Group
+from penstock.ops import OPS
 from penstock.schedule import SCHEDULES, ScheduleConfig
 from penstock.step import StepShape, build_graph
 from tests.cost.test_step import workload
@@ -258,11 +257,11 @@ def test_a_misspelt_name_is_answered_with_the_nearest(
 
 
 def test_every_name_that_a_profile_writes_is_taken() -> None:
-    for group, lane, op in product(Axes, Lane, ("", *Op)):
-        link = replace(MEASURED.links[0], group=str(group), lane=str(lane), op=str(op))
+    for group, lane, op in product(Group.NAMES, Lane, ("", *OPS)):
+        link = replace(MEASURED.links[0], group=group, lane=str(lane), op=op)
         assert replace(MEASURED, links=(link,)).links == (link,)
-    for op, phase in product(str, Phase):
-        replace(MEASURED.tasks[0], op=str(op), phase=str(phase))
+    for op, phase in product(OPS, Phase):
+        replace(MEASURED.tasks[0], op=op, phase=str(phase))
 
 
 def test_cluster_files_need_no_torch() -> None:

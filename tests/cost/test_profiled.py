@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.graph import Phase
-
 from dataclasses import replace
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from penstock.cost import AlphaBeta, ProfiledCluster, Span, StepCost
 from penstock.cost.cluster_file import Collective, LinkModel, TaskModel
 from penstock.cost.clusters import find_cluster
+from penstock.graph import Phase
 from penstock.ops import Op
 from penstock.step import StepShape, build_graph
 from tests.cost.test_clusters import HERE

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.graph import Lane, Phase, Task
-
 from collections import defaultdict
 from dataclasses import replace
 
@@ -14,11 +12,12 @@ from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, Span, StepCost, UnevenRanks, Workload
 from penstock.dispatch import DISPATCHES
+from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.ops.transfers import HOME, TRANSFERS
+from penstock.ops.transfers import TRANSFERS
 from penstock.step import StepShape, build_graph
-from tests.steps import shapes
+from tests.steps import shapes, task_at
 
 CLUSTER = ClusterConfig(
     flops_per_s=1e9, memory_bytes_per_s=1e8, link_latency_s=1e-3, link_bytes_per_s=1e7, task_overhead_s=1e-2
@@ -28,7 +27,7 @@ CLUSTER = ClusterConfig(
 def workload(shape: StepShape, *, ep_size: int = 2, capacity_factor: float | None = None) -> Workload:
     """Two nodes per expert group where the shape's dispatch has legs inside them."""
     layers = range(shape.num_layers)
-    names = {dispatch.ops: name for name, dispatch in DISPATCHES.items()}
+    names = {dispatch.hops: name for name, dispatch in DISPATCHES.items()}
     return Workload(
         batch=5,
         seq_len=131,  # enough for every slice to hold some tokens
@@ -123,12 +122,12 @@ def test_one_rank_communicates_for_nothing() -> None:
 
 def test_seconds_written_out() -> None:
     shape = StepShape(moe_layers=(True, False), chunks=5, all_reduce_chunks=(3, 1))
-    cost = cost_of(shape)
+    cost, graph = cost_of(shape), build_graph(shape)
     tokens, hidden_bytes = 5 * 131, 16 * 4
     rows = tokens // 5 * 2
 
     def seconds(name: str) -> float:
-        return cost(Task.parse(name))
+        return cost(task_at(graph, name))
 
     assert seconds("L0.D.m0.c0.F") == pytest.approx(1e-3 + rows * hidden_bytes / 2 / 1e7)
     assert seconds("L0.C.m0.c4.B") == seconds("L0.D.m0.c0.F")
@@ -136,24 +135,24 @@ def test_seconds_written_out() -> None:
     expert = 6 * 16 * 24 * rows / 1e9 + 2 * rows * hidden_bytes / 1e8
     assert seconds("L0.X.m0.c1.F") == pytest.approx(1e-2 + expert)
     assert seconds("L0.X.m0.c1.B") == pytest.approx(1e-2 + 2 * expert)
-    assert seconds("L0.AR.c0.B") == pytest.approx(6e-3 + 1.5 * 4 * 334 / 1e7)
-    assert seconds("L0.AR.c2.B") == pytest.approx(6e-3 + 1.5 * 4 * 333 / 1e7)
+    assert seconds("L0.AR.p0.B") == pytest.approx(6e-3 + 1.5 * 4 * 334 / 1e7)
+    assert seconds("L0.AR.p2.B") == pytest.approx(6e-3 + 1.5 * 4 * 333 / 1e7)
     assert seconds("L1.ST.F") == pytest.approx(6e-3 + 1.5 * (1 * 2 * 4 * 8) / 1e7)
 
 
 def test_a_dense_block_computes_its_feed_forward_part_itself() -> None:
     shape = StepShape(moe_layers=(True, False))
     cost = StepCost(shape, replace(workload(shape), dense_ffn_hidden_size=40), CLUSTER)
-    moe, dense = (cost(Task(layer, Op.ATTENTION, Phase.FORWARD, 0)) for layer in (0, 1))
+    moe, dense = (cost(task_at(build_graph(shape), f"L{layer}.AT.m0.F")) for layer in (0, 1))
     assert dense - moe == pytest.approx(5 * 131 * 2 * 2 * 16 * 40 / 1e9)
 
 
 def test_legs_of_four_nodes_of_two() -> None:
     """Bytes over the busiest rank's link, worked out by hand for 800 bytes of rows per rank."""
     seen = {
-        (name, str(op)): CLUSTER.leg(name, op, Span.regular(4, 2)).seconds(800)
+        (name, hop.op): CLUSTER.leg(name, hop.op, Span.regular(4, 2)).seconds(800)
         for name, dispatch in DISPATCHES.items()
-        for op in dispatch.ops
+        for hop in dispatch.hops
     }
     link, inside = CLUSTER.link_latency_s, CLUSTER.intra_latency_s
     rate, inside_rate = CLUSTER.link_bytes_per_s, CLUSTER.intra_bytes_per_s
@@ -170,16 +169,16 @@ def test_legs_of_four_nodes_of_two() -> None:
         }
     )
     for name, dispatch in DISPATCHES.items():
-        for op in dispatch.ops:
-            back = CLUSTER.leg(name, HOME[op], Span.regular(4, 2))
-            assert back == CLUSTER.leg(name, op, Span.regular(4, 2))
+        for hop in dispatch.hops:
+            back = CLUSTER.leg(name, hop.home.op, Span.regular(4, 2))
+            assert back == CLUSTER.leg(name, hop.op, Span.regular(4, 2))
 
 
 def test_rows_under_way_may_be_smaller_than_hidden_states() -> None:
     shape = StepShape(moe_layers=(True,))
     work = workload(shape, ep_size=4)
     plain, small = (StepCost(shape, w, CLUSTER) for w in (work, replace(work, wire_row_bytes=20)))
-    move, experts = Task.parse("L0.D.m0.c0.F"), Task.parse("L0.X.m0.c0.F")
+    move, experts = (task_at(build_graph(shape), name) for name in ("L0.D.m0.c0.F", "L0.X.m0.c0.F"))
     alpha = CLUSTER.all_to_all(work.span(Group.EXPERT)).alpha_s
     assert (small(move) - alpha) / (plain(move) - alpha) == pytest.approx(20 / 64)
     assert small(experts) == plain(experts)

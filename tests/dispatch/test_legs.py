@@ -13,7 +13,7 @@ from penstock.dispatch import DISPATCHES, Dispatch, Leg, Place
 from penstock.dispatch.base import place_in
 from penstock.graph import Lane
 from penstock.mesh import Axes, Group
-from penstock.ops import OPS, Op
+from penstock.ops import Op
 
 Row = tuple[int, int, int]
 """Source rank, target rank, number."""
@@ -52,9 +52,9 @@ def exchanged(
         inbox: list[Row] = []
         mine = legs[rank]
         wanted = mine.input_splits if back else mine.output_splits
-        for number, peer in enumerate(members(mine.group, place)):
+        for number, peer in enumerate(members(mine.axes, place)):
             splits = legs[peer].output_splits if back else legs[peer].input_splits
-            own = place_in(mine.group, place)
+            own = place_in(mine.axes, place)
             start = sum(splits[:own])
             part = outboxes[peer][start : start + splits[own]]
             assert len(part) == wanted[number], f"rank {rank} expects {wanted[number]} rows of {peer}"
@@ -83,14 +83,14 @@ def test_rows_arrive_sorted_by_source_and_come_home_as_they_were(
     home = [[(s, t, n) for t in range(len(table)) for n in range(table[s, t])] for s in range(len(table))]
     legs = [dispatch.legs(table, place) for place in places]
     rows = home
-    for number in range(len(dispatch.ops)):
+    for number in range(len(dispatch.hops)):
         now = [mine[number] for mine in legs]
         rows = exchanged(
             [permuted(r, leg) for r, leg in zip(rows, now, strict=True)], now, places, back=False
         )
     for target, held in enumerate(rows):
         assert held == [(s, target, n) for s in range(len(table)) for n in range(table[s, target])]
-    for number in reversed(range(len(dispatch.ops))):
+    for number in reversed(range(len(dispatch.hops))):
         now = [mine[number] for mine in legs]
         received = exchanged(rows, now, places, back=True)
         rows = [unpermuted(r, leg) for r, leg in zip(received, now, strict=True)]
@@ -105,14 +105,15 @@ def test_legs_stay_on_their_lanes(dispatch: Dispatch) -> None:
     crossing = 0
     for rank in range(ranks):
         place = Place(rank, ranks, size)
-        for op, leg in zip(dispatch.ops, dispatch.legs(table, place), strict=True):
-            peers = members(leg.group, place)
+        for hop, leg in zip(dispatch.hops, dispatch.legs(table, place), strict=True):
+            assert hop.axes == leg.axes
+            peers = members(leg.axes, place)
             away = [
                 n for peer, n in zip(peers, leg.input_splits, strict=True) if peer // size != rank // size
             ]
             crossing += sum(away)
-            if OPS[op].lane is Lane.INTRA:
-                assert sum(away) == 0, f"{op} of rank {rank}"
+            if hop.lane is Lane.INTRA:
+                assert sum(away) == 0, f"{hop.op} of rank {rank}"
     node = np.arange(ranks) // size
     assert crossing == table[node[:, None] != node[None, :]].sum()
 
@@ -126,8 +127,9 @@ def test_messages_between_nodes() -> None:
         sent[name] = []
         for rank in range(ranks):
             place = Place(rank, ranks, size)
-            leg = dispatch.legs(table, place)[dispatch.ops.index(Op.DISPATCH)]
-            peers = members(leg.group, place)
+            number = [hop.op for hop in dispatch.hops].index(Op.DISPATCH)
+            leg = dispatch.legs(table, place)[number]
+            peers = members(leg.axes, place)
             sent[name] += [
                 n for p, n in zip(peers, leg.input_splits, strict=True) if n and p // size != rank // size
             ]

@@ -12,7 +12,7 @@ from hypothesis import given
 from penstock.graph import Graph, Lane, ScheduleError, Task, longest_path
 from penstock.graph.paths import issue_order
 from penstock.step import StepShape, build_graph
-from tests.steps import random_orders, seeds, shapes
+from tests.steps import random_orders, seeds, shapes, task_at
 
 Orders = Mapping[Lane, Sequence[Task]]
 
@@ -97,8 +97,8 @@ def test_issue_order_keeps_lanes_and_dependencies(shape: StepShape, seed: int) -
 def test_two_lanes_that_wait_for_each_other_are_both_named() -> None:
     graph = build_graph(StepShape(moe_layers=(True,), exchange_counts=False))
     orders = {
-        Lane.COMPUTE: [Task.parse(name) for name in ("L0.EM.m0.F", "L0.X.m0.c0.F", "L0.AT.m0.F")],
-        Lane.INTER: [Task.parse("L0.D.m0.c0.F")],
+        Lane.COMPUTE: [task_at(graph, name) for name in ("L0.EM.m0.F", "L0.X.m0.c0.F", "L0.AT.m0.F")],
+        Lane.INTER: [task_at(graph, "L0.D.m0.c0.F")],
     }
     with pytest.raises(ScheduleError) as caught:
         list(issue_order(orders, lambda task: graph.needs[task]))

@@ -8,6 +8,8 @@ from penstock.config import ConfigError
 from penstock.cost import ClusterConfig
 from penstock.report import ScheduleDescription, describe_schedule
 from penstock.schedule import SCHEDULES, Schedule
+from penstock.schedule.schedule import parse_orders
+from penstock.step import build_graph
 
 SETTING = """\
 model        1 MoE layer, hidden 512, 8 GELU experts of 1024, top-2, dropless, vocabulary 256
@@ -76,7 +78,9 @@ def test_every_schedule_is_described_within_its_bounds(name: str) -> None:
     assert description.iteration_s >= description.bound.seconds * (1 - 1e-9)
     assert 0 < description.efficiency <= description.order_efficiency <= 1 + 1e-9
     assert -1e-12 < description.exposed_communication_s < description.communication_s + 1e-12
-    assert Schedule.parse(description.schedule_text).name == name
+    title, orders = parse_orders(description.schedule_text)
+    assert title == name
+    assert sum(map(len, orders.values())) == len(build_graph(description.shape).tasks)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -112,7 +116,8 @@ def test_dict_is_plain_data() -> None:
     assert data["lower_bound"]["busiest_lane"] == "compute"
     assert data["lower_bound"]["seconds"] == description.bound.seconds
     assert data["shape"]["microbatches"] == 2
-    assert Schedule.parse(data["schedule_text"]).text() == description.schedule_text
+    graph = build_graph(description.shape)
+    assert Schedule.parse(data["schedule_text"], graph).text() == description.schedule_text
 
 
 @pytest.mark.parametrize(

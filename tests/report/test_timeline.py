@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Lane, Phase, Task
+from penstock.graph import Lane, Phase
 from penstock.report import duration_text, render_timeline, timeline
 from penstock.report.timeline import IDLE
 from penstock.trace import TaskRecord, occupation
+from tests.steps import lone_task
 
 PICTURE = """\
 iteration, 0 to 80 ms, one column = 1.78 ms
@@ -27,7 +28,7 @@ inter    N   exchange of tokens per expert
          D   tokens to their experts
          C   expert outputs back home
 A name starts a task, ━ continues it, · is idle. X0 and X0.1
-are chunks 0 and 1 of microbatch 0, AR3.0 is chunk 0 of
+are chunks 0 and 1 of microbatch 0, AR3.0 is piece 0 of
 layer 3. Where a name does not fit, its first letter stands
 for it; of several tasks in one column the largest is shown.
 """
@@ -48,7 +49,7 @@ s          └1             └2             └3
 
 
 def record(name: str, start_s: float, end_s: float) -> TaskRecord:
-    return TaskRecord(Task.parse(name), 0, start_s, end_s)
+    return TaskRecord(lone_task(name), 0, start_s, end_s)
 
 
 ITERATION = [
@@ -97,7 +98,7 @@ def test_forward_and_backward_are_drawn_apart_when_names_would_not_fit() -> None
         record("L0.D.m0.c0.B", 2.0, 2.3),
         record("L0.AT.m1.B", 2.0, 2.4),
         record("L0.AT.m0.B", 2.4, 2.8),
-        record("L0.AR.c0.B", 2.8, 3.2),
+        record("L0.AR.p0.B", 2.8, 3.2),
     ]
     assert render_timeline(records, width=50).startswith(SPLIT + "\n")
     assert render_timeline(records, width=100).startswith("iteration, 0 to 3.2 s")
@@ -171,7 +172,7 @@ def runs(draw: st.DrawFn) -> list[TaskRecord]:
         clock_s = draw(st.floats(0, 2))
         for number, name in enumerate(names):
             phase = Phase.FORWARD if 2 * number < len(names) else Phase.BACKWARD
-            task = Task.parse(f"L{number}.{name.format(m=number % 3, c=number % 2)}.{phase}")
+            task = lone_task(f"L{number}.{name.format(m=number % 3, c=number % 2)}.{phase}")
             start_s = clock_s + draw(st.sampled_from((0.0, 0.0, 0.001, 0.3)))
             clock_s = start_s + draw(st.floats(1e-6, 0.5))
             records.append(TaskRecord(task, 0, start_s, clock_s))

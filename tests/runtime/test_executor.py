@@ -10,18 +10,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.runtime.results import Outcome
 
 from penstock.graph import Graph, Lane, Phase, Task
+from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.ops import Op
+from penstock.ops import spec_of
 from penstock.runtime import TaskError
-from penstock.runtime.executor import Execution, Inputs
+from penstock.runtime.executor import Execution
+from penstock.runtime.handlers import Inputs, Outputs
 from penstock.runtime.lanes import ThreadLanes
 from penstock.schedule import Schedule, ScheduleConfig, StepPlan, freeze
 from penstock.step import StepShape, build_graph
-from tests.steps import example_plan, random_orders, random_seconds
+from tests.runtime.programs import program_of
+from tests.steps import example_plan, random_orders, random_seconds, task_at
 from tests.support.parity import (
     Case,
     StepResult,
@@ -62,16 +64,15 @@ cuts = st.builds(
 def random_plan(shape: StepShape, cut: Cut) -> StepPlan:
     """The same on every rank, since it follows from the seed."""
     replicas = tuple(cut.all_reduce_chunks if n else 0 for n in shape.expert_all_reduce_chunks)
-    graph = build_graph(
-        replace(
-            shape,
-            microbatches=cut.microbatches,
-            chunks=cut.chunks,
-            all_reduce_chunks=(cut.all_reduce_chunks,) * shape.num_layers,
-            expert_all_reduce_chunks=replicas,
-        )
+    shape = replace(
+        shape,
+        microbatches=cut.microbatches,
+        chunks=cut.chunks,
+        all_reduce_chunks=(cut.all_reduce_chunks,) * shape.num_layers,
+        expert_all_reduce_chunks=replicas,
     )
-    return StepPlan(graph, random_schedule(graph, cut))
+    graph = build_graph(shape)
+    return StepPlan(graph, random_schedule(graph, cut), shape)
 
 
 def random_schedule(graph: Graph, cut: Cut) -> Schedule:
@@ -131,41 +132,56 @@ def test_any_valid_order_gives_the_same_loss_and_gradients(
 
 
 class Recorder:
-    """Handlers that hand on who was read, and fail at one task."""
+    """A handler that leaves under every name whose output it is, notes what it got, and fails at one task."""
 
     def __init__(
         self, plan: StepPlan, failing: Task | None = None, error: BaseException | None = None
     ) -> None:
         self.plan, self.failing, self.error = plan, failing, error
-        self.seen: dict[Task, list[Any]] = {}
+        self.seen: dict[Task, Inputs] = {}
+        self.contexts: list[Any] = []
 
-    def __call__(self, task: Task, inputs: Inputs) -> Outcome:
-        self.seen[task] = [inputs[need] for need in self.plan.graph.needs[task]]
+    def __call__(self, context: Any, task: Task, inputs: Inputs) -> Outputs:
+        self.seen[task] = inputs
+        self.contexts.append(context)
         if task == self.failing:
             assert self.error is not None
             raise self.error
-        return Outcome(f"value of {task}", f"saved by {task}")
+        return Everything(task)
 
-    def table(self) -> dict[tuple[str, Phase], Any]:
-        return {(op, phase): self for op in Op for phase in Phase}
+
+class Everything(dict[str, str]):
+    """The outputs of a task: whatever is asked for."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def get(self, name: str, default: Any = None) -> Any:
+        del default
+        return f"{name} of {self._task}"
 
 
 def execution_of(recorder: Recorder, *, training: bool = True) -> tuple[Execution, ThreadLanes]:
-    lanes = ThreadLanes(lambda: None)
-    return Execution(recorder.plan, lanes, recorder.table(), 3, training=training), lanes
+    lanes, program = ThreadLanes(lambda: None), program_of(recorder.plan, recorder, training=training)
+    return Execution(recorder.plan, program, lanes, "context", 3), lanes
 
 
 @pytest.mark.parametrize("name", ["sequential", "moe_pipeline", "flowmoe"])
 def test_handlers_get_the_results_of_their_dependencies(name: str) -> None:
     recorder = Recorder(example_plan(name))
     execution, lanes = execution_of(recorder)
-    for forward in (True, False):
-        execution.run(forward=forward)
+    execution.run()
+    assert {task.phase for task in recorder.seen} == {Phase.FORWARD}
+    execution.run()
     lanes.close()
-    for task, needs in recorder.plan.graph.needs.items():
-        wanted = [f"value of {n}" if n.phase is task.phase else f"saved by {n}" for n in needs]
+    for task in recorder.plan.graph.tasks:
+        wanted = {
+            role: tuple(f"{role.removeprefix('d_')} of {name}" for name in names)
+            for role, names in task.inputs.items()
+        }
         assert recorder.seen[task] == wanted
-    assert len(execution.results) == 0
+    assert set(recorder.contexts) == {"context"}
+    assert execution.values == [None] * len(execution.values)
     records = execution.records(step=7)
     assert sorted(str(r.task) for r in records) == sorted(str(t) for t in recorder.plan.graph.tasks)
     assert {(r.rank, r.step) for r in records} == {(3, 7)}
@@ -175,43 +191,61 @@ def test_handlers_get_the_results_of_their_dependencies(name: str) -> None:
 def test_evaluation_runs_the_forward_tasks_and_keeps_nothing() -> None:
     recorder = Recorder(example_plan("flowmoe"))
     execution, lanes = execution_of(recorder, training=False)
-    execution.run(forward=True)
+    execution.run()
     lanes.close()
     assert {task.phase for task in recorder.seen} == {Phase.FORWARD}
-    assert len(execution.results) == 0
+    assert execution.values == [None] * len(execution.values)
+
+
+def test_a_role_may_have_one_output_several_or_none() -> None:
+    recorder = Recorder(example_plan("flowmoe"))
+    execution, lanes = execution_of(recorder)
+    execution.run()
+    lanes.close()
+    sums = recorder.seen[task_at(recorder.plan.graph, "L1.ST.F")]
+    assert sums.all("loss") == ("loss of L1.HD.m0.F", "loss of L1.HD.m1.F")
+    assert sums.all("shared") == () and sums.maybe("shared") is None
+    order = recorder.seen[task_at(recorder.plan.graph, "L1.U.m0.F")]
+    assert order.one("order") == order.maybe("order") == "order of L1.AT.m0.F"
+    with pytest.raises(ValueError, match="unpack"):
+        sums.one("loss")
 
 
 # ---- failures ----------------------------------------------------------------------------------------------
 
-FAILING = ["L0.AT.m1.F", "L1.D.m0.c0.F", "L1.ST.F", "L0.X.m0.c0.B", "L1.AR.c1.B"]
+FAILING = ["L0.AT.m1.F", "L1.D.m0.c0.F", "L1.ST.F", "L0.X.m0.c0.B", "L1.AR.p1.B"]
 
 
 @pytest.mark.parametrize("name", FAILING)
 def test_a_failure_names_task_rank_and_cell(name: str) -> None:
-    task, error = Task.parse(name), OSError("the cable\nis cut")
-    recorder = Recorder(example_plan("flowmoe"), task, error)
+    plan, error = example_plan("flowmoe"), OSError("the cable\nis cut")
+    task = task_at(plan.graph, name)
+    recorder = Recorder(plan, task, error)
     execution, lanes = execution_of(recorder)
     with pytest.raises(TaskError) as caught:
-        for forward in (True, False):
-            execution.run(forward=forward)
+        for _ in range(2):
+            execution.run()
     lanes.close()
     assert (caught.value.task, caught.value.rank) == (task, 3)
     assert caught.value.__cause__ is error
     first, _, grid = str(caught.value).partition("\n\n")
-    assert first.startswith(f"rank 3: task {task} ({task.spec.title}) failed on lane {task.lane}")
+    assert first.startswith(f"rank 3: task {task} ({spec_of(task.op).title}) failed on lane {task.lane}")
     assert first.endswith("OSError: the cable")
     assert grid == recorder.plan.schedule.grid(recorder.plan.graph, mark=task)
     assert grid.count(f">{task.cell}<") == 1
     if task.lane is Lane.INTER:
-        assert f"with the {task.axes} group" in first
+        assert f"with the {Group.name(task.axes)} group" in first
+    else:
+        assert "group" not in first
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(2)], ids=repr)
 def test_an_interrupt_stays_an_interrupt(error: BaseException) -> None:
-    recorder = Recorder(example_plan("flowmoe"), Task.parse(FAILING[1]), error)
+    plan = example_plan("flowmoe")
+    recorder = Recorder(plan, task_at(plan.graph, FAILING[1]), error)
     execution, lanes = execution_of(recorder)
     with pytest.raises(type(error)) as caught:
-        execution.run(forward=True)
+        execution.run()
     lanes.close()
     assert caught.value is error
 

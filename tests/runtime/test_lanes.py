@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,22 +14,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
-from penstock.runtime.results import Outcome
 
-from penstock.graph import Graph, Lane, Task
+from penstock.graph import Lane, Task
 from penstock.mesh import Group
-from penstock.runtime.lanes import LaneError, ThreadLanes, tensors_in
+from penstock.runtime.handlers import Inputs
+from penstock.runtime.lanes import LaneError, ThreadLanes, _ThreadRun, tensors_in
+from penstock.runtime.program import Call
 from penstock.runtime.transport import GlooTransport
-from penstock.step import StepShape, build_graph
+from penstock.schedule import StepPlan
+from penstock.step import StepShape
 from penstock.topology import Layout, lane_groups
-from tests.steps import random_orders, seeds, shapes
+from tests.runtime.programs import plan_in, program_of, span_of
+from tests.steps import lone_task, random_orders, seeds, shapes
 from tests.support.ranks import Pools
 
 PATIENCE_S = 60.0
 """For waits that end at once unless something is broken."""
 
-COMPUTE = Task.parse("L0.AT.m0.F"), Task.parse("L0.X.m0.c0.F")
-INTER = Task.parse("L0.D.m0.c0.F"), Task.parse("L0.C.m0.c0.F")
+COMPUTE = lone_task("L0.AT.m0.F"), lone_task("L0.X.m0.c0.F")
+INTER = lone_task("L0.D.m0.c0.F"), lone_task("L0.C.m0.c0.F")
 
 
 @dataclass
@@ -56,15 +59,14 @@ def lanes(spy: Spy) -> Iterator[ThreadLanes]:
     made.close()
 
 
-def independent(task: Task) -> tuple[Task, ...]:
-    del task
-    return ()
-
-
-def run(lanes: ThreadLanes, handlers: dict[Task, Callable[[], Any]], needs: Any = independent) -> list[Task]:
+def run(
+    lanes: ThreadLanes,
+    handlers: dict[Task, Callable[[], Any]],
+    needs: Mapping[Task, tuple[Task, ...]] | None = None,
+) -> list[Task]:
     """Run the tasks of `handlers`, on their lanes, in their order; returns those that ended."""
-    orders = {lane: [t for t in handlers if t.lane is lane] for lane in Lane}
-    return [ran.task for ran in lanes.run(orders, needs, lambda task: handlers[task]())()]
+    span = span_of({lane: [t for t in handlers if t.lane is lane] for lane in Lane}, needs)
+    return [ran.task for ran in lanes.run(span, lambda call: handlers[call.task]())()]
 
 
 def raising(error: BaseException) -> Callable[[], None]:
@@ -77,33 +79,32 @@ def raising(error: BaseException) -> Callable[[], None]:
 # ---- order -------------------------------------------------------------------------------------------------
 
 
-def events_of(graph: Graph, orders: dict[Lane, tuple[Task, ...]]) -> list[tuple[str, Task]]:
-    """Starts and ends of all tasks as they happened."""
+def events_of(plan: StepPlan) -> list[tuple[str, Task]]:
+    """Starts and ends of all tasks as they happened, span by span."""
     lanes, events = ThreadLanes(lambda: None), list[tuple[str, Task]]()
 
-    def execute(task: Task) -> None:
-        events.append(("start", task))
-        events.append(("end", task))
+    def execute(call: Call) -> None:
+        events.append(("start", call.task))
+        events.append(("end", call.task))
 
     try:
-        ran = lanes.run(orders, graph.needs.__getitem__, execute)()
+        ran = [r for span in program_of(plan).spans for r in lanes.run(span, execute)()]
     finally:
         lanes.close()
-    assert sorted(map(str, (r.task for r in ran))) == sorted(map(str, graph.tasks))
+    assert sorted(map(str, (r.task for r in ran))) == sorted(map(str, plan.graph.tasks))
     return events
 
 
 @settings(max_examples=30)
 @given(shapes(layers=2), seeds)
 def test_every_lane_runs_its_list_and_nothing_starts_before_its_inputs(shape: StepShape, seed: int) -> None:
-    graph = build_graph(shape)
-    orders = random_orders(graph, seed)
-    events = events_of(graph, orders)
-    for lane, order in orders.items():
+    plan = plan_in(shape, lambda graph: random_orders(graph, seed))
+    events, needs = events_of(plan), plan.graph.needs
+    for lane, order in plan.schedule.lanes.items():
         assert tuple(t for what, t in events if what == "start" and t.lane is lane) == order
     place = {event: i for i, event in enumerate(events)}
-    for task in graph.tasks:
-        for need in graph.needs[task]:
+    for task in plan.graph.tasks:
+        for need in needs[task]:
             assert place["end", need] < place["start", task]
 
 
@@ -132,13 +133,9 @@ def test_computation_stays_on_the_thread_of_the_caller(lanes: ThreadLanes) -> No
         assert threading.main_thread() not in communication
 
 
-def test_inputs_from_an_earlier_run_are_not_waited_for(lanes: ThreadLanes) -> None:
-    assert run(lanes, {COMPUTE[1]: lambda: None}, lambda _: (INTER[0],)) == [COMPUTE[1]]
-
-
 def test_times_are_ordered(lanes: ThreadLanes) -> None:
-    orders = {Lane.COMPUTE: COMPUTE, Lane.INTER: INTER}
-    ran = {r.task: r for r in lanes.run(orders, independent, lambda _: None)()}
+    span = span_of({Lane.COMPUTE: COMPUTE, Lane.INTER: INTER})
+    ran = {r.task: r for r in lanes.run(span, lambda _: None)()}
     for first, second in (COMPUTE, INTER):
         assert ran[first].start_s <= ran[first].end_s <= ran[second].start_s <= ran[second].end_s
 
@@ -149,11 +146,16 @@ def test_times_are_ordered(lanes: ThreadLanes) -> None:
 def test_an_error_in_communication_reaches_the_caller(lanes: ThreadLanes, spy: Spy) -> None:
     """The compute lane waits for the task that fails; it is stopped, and nothing behind it runs."""
     error, ran = OSError("cable"), list[Task]()
-    needs = {COMPUTE[0]: (), COMPUTE[1]: (INTER[0],), INTER[0]: (COMPUTE[0],), INTER[1]: ()}
+    needs: dict[Task, tuple[Task, ...]] = {
+        COMPUTE[0]: (),
+        COMPUTE[1]: (INTER[0],),
+        INTER[0]: (COMPUTE[0],),
+        INTER[1]: (),
+    }
     handlers: dict[Task, Callable[[], Any]] = {t: partial(ran.append, t) for t in needs}
     handlers[INTER[0]] = raising(error)
     with pytest.raises(LaneError) as caught:
-        run(lanes, handlers, needs.__getitem__)
+        run(lanes, handlers, needs)
     assert caught.value.task == INTER[0]
     assert caught.value.__cause__ is error
     assert caught.value.waited_s >= 0
@@ -237,9 +239,9 @@ def interrupting(spy: Spy) -> Callable[[], None]:
 
 @pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_while_computation_waits_for_an_input_stops_all_lanes(lanes: ThreadLanes, spy: Spy) -> None:
-    needs = {INTER[0]: (), COMPUTE[1]: (INTER[0],)}
+    needs: dict[Task, tuple[Task, ...]] = {COMPUTE[1]: (INTER[0],)}
     with pytest.raises(LaneError) as caught:
-        run(lanes, {INTER[0]: interrupting(spy), COMPUTE[1]: lambda: None}, needs.__getitem__)
+        run(lanes, {INTER[0]: interrupting(spy), COMPUTE[1]: lambda: None}, needs)
     assert isinstance(caught.value.__cause__, KeyboardInterrupt)
     assert spy.calls == 1
 
@@ -251,6 +253,25 @@ def test_ctrl_c_while_only_communication_is_left_stops_all_lanes(lanes: ThreadLa
         run(lanes, {COMPUTE[0]: lambda: None, INTER[0]: interrupting(spy)})
     assert spy.calls == 1, "the communication thread was left in its collective"
     assert run(lanes, {INTER[1]: lambda: None}) == [INTER[1]]
+
+
+def test_an_interrupt_where_nothing_is_computed_stops_all_lanes(
+    lanes: ThreadLanes, spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the instant before the caller waits for the others; it has no task of its own to name."""
+    walk = _ThreadRun.walk
+
+    def interrupted(run: _ThreadRun, lane: Lane) -> None:
+        if lane is Lane.COMPUTE:
+            raise KeyboardInterrupt
+        walk(run, lane)
+
+    monkeypatch.setattr(_ThreadRun, "walk", interrupted)
+    with pytest.raises(LaneError) as caught:
+        run(lanes, {INTER[0]: lambda: spy.failed.wait(PATIENCE_S)})
+    assert caught.value.task == INTER[0]
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+    assert spy.calls == 1
 
 
 # ---- a real receive ----------------------------------------------------------------------------------------
@@ -294,7 +315,15 @@ def test_an_error_in_computation_ends_a_gloo_receive(ranks: Pools) -> None:
 # ---- tensors inside results --------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Holder:
+    """A result of a handler's own."""
+
+    one: Any
+    other: Any
+
+
 def test_tensors_in_finds_every_tensor_of_a_result() -> None:
-    first, second, third = (torch.full((1,), float(i)) for i in range(3))
-    found = list(tensors_in([first, (Outcome(second, None), "text"), Outcome({"ignored": 1}, [third]), 5]))
-    assert [id(t) for t in found] == [id(first), id(second), id(third)]
+    first, second, third, fourth = (torch.full((1,), float(i)) for i in range(4))
+    inputs = Inputs(rows=(first, (Holder(second, None), "text")), saved=(Holder({3: third}, [fourth]), 5))
+    assert [id(t) for t in tensors_in(inputs)] == [id(t) for t in (first, second, third, fourth)]

@@ -69,7 +69,7 @@ def legs(rank: int, name: str) -> dict[tuple[str, str], AlphaBeta]:
 @pytest.mark.parametrize("name", ["hierarchical_1d", "hierarchical_2d"])
 def test_every_leg_of_a_dispatch_is_measured(ranks: Pools, name: str) -> None:
     first, *others = ranks(4).run(legs, name)
-    assert list(first) == [(name, op) for op in DISPATCHES[name].ops]
+    assert list(first) == [(name, hop.op) for hop in DISPATCHES[name].hops]
     assert all(model.seconds(1 << 20) > 0 for model in first.values())
     assert all(other == first for other in others)
 

@@ -102,7 +102,7 @@ def reduce_in(rank: int, world_size: int, ep_size: int, group: Axes) -> tuple[li
 @pytest.mark.parametrize("group", [Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS])
 def test_all_reduce_sums_over_its_group(ranks: Pools, world_size: int, ep_size: int, group: Axes) -> None:
     results = ranks(world_size).run(reduce_in, world_size, ep_size, group)
-    for members in layout_of(0, world_size, ep_size).members(group):
+    for members in layout_of(0, world_size, ep_size).mesh.groups(group):
         for rank in members:
             assert results[rank] == ([sum(10.0**r for r in members), float(len(members))], len(members))
 

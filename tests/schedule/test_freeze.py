@@ -14,7 +14,7 @@ from penstock.ops import Op
 from penstock.schedule import Schedule, freeze
 from penstock.simulate import simulate
 from penstock.step import StepShape, build_graph
-from tests.steps import Times, random_seconds, ready_s, seeds, shapes
+from tests.steps import Times, random_seconds, ready_s, seeds, shapes, task_at
 
 Key = Callable[[Task], tuple[int, ...]]
 
@@ -84,7 +84,7 @@ def test_a_rank_that_is_slow_counts_for_all(shape: StepShape, seed: int) -> None
 def test_durations_decide_the_order() -> None:
     """The longer the computation before an all-to-all, the more all-reduce chunks fit under it."""
     graph = build_graph(StepShape(moe_layers=(True, True), all_reduce_chunks=(0, 2)))
-    gap, after = Task.parse("L0.U.m0.B"), Task.parse("L0.C.m0.c0.B")
+    gap, after = task_at(graph, "L0.U.m0.B"), task_at(graph, "L0.C.m0.c0.B")
 
     def chunks_in_the_gap(gap_s: float) -> list[str]:
         order = freeze(
@@ -92,5 +92,5 @@ def test_durations_decide_the_order() -> None:
         ).lanes[Lane.INTER]
         return [str(task) for task in order[: order.index(after)] if task.op == Op.ALL_REDUCE]
 
-    assert chunks_in_the_gap(1.0) == ["L1.AR.c0.B"]
-    assert chunks_in_the_gap(1.5) == ["L1.AR.c0.B", "L1.AR.c1.B"]
+    assert chunks_in_the_gap(1.0) == ["L1.AR.p0.B"]
+    assert chunks_in_the_gap(1.5) == ["L1.AR.p0.B", "L1.AR.p1.B"]

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Lane, Phase, Task
+from penstock.graph import Lane, Phase
 from penstock.schedule import Schedule
 from penstock.step import StepShape, build_graph
-from tests.steps import example_plan, of_phase, random_orders, seeds, shapes
+from tests.steps import example_plan, of_phase, random_orders, seeds, shapes, task_at
 
 GOLDEN = {
     "sequential": """\
@@ -56,7 +56,7 @@ def test_golden_pictures(name: str) -> None:
 
 def test_a_marked_task_stands_in_brackets_and_nothing_else_changes() -> None:
     plan = example_plan("sequential", exchange_counts=False)
-    lines = plan.schedule.grid(plan.graph, mark=Task.parse("L1.X.m0.c0.B")).splitlines()
+    lines = plan.schedule.grid(plan.graph, mark=task_at(plan.graph, "L1.X.m0.c0.B")).splitlines()
     golden = GOLDEN["sequential"].splitlines()
     assert lines[:6] == golden[:6]
     assert lines[6:] == [

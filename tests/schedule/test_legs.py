@@ -42,7 +42,7 @@ PICTURES = {
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_intra_and_inter_legs_run_at_the_same_time_and_shared_experts_under_them(name: str) -> None:
-    shape = StepShape(moe_layers=(True,), dispatch=DISPATCHES[name].ops, shared_experts=True)
+    shape = StepShape(moe_layers=(True,), dispatch=DISPATCHES[name].hops, shared_experts=True)
     pieces = Pieces(
         microbatches=2,
         chunks=1,

@@ -19,6 +19,6 @@ def test_the_recording_holds_every_schedule_of_every_case() -> None:
     assert len(lines) == 72 * 8 + 8
 
 
-@pytest.mark.parametrize(("number", "case"), enumerate(cases()))
+@pytest.mark.parametrize(("number", "case"), list(enumerate(cases())))
 def test_orders_and_simulated_times_are_as_recorded(number: int, case: Case) -> None:
     assert recording(number, case) == recorded(number)

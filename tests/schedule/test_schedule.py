@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
 from penstock.schedule import Schedule, StepPlan
 from penstock.step import StepShape, build_graph
-from tests.steps import example_plan, random_orders, seeds, shapes
+from tests.steps import example_plan, lone_task, random_orders, seeds, shapes
 
 
 def random_plan(shape: StepShape, seed: int) -> StepPlan:
     graph = build_graph(shape)
-    return StepPlan(graph, Schedule(f"random {seed}", random_orders(graph, seed)))
+    return StepPlan(graph, Schedule(f"random {seed}", random_orders(graph, seed)), shape)
 
 
 @st.composite
@@ -44,7 +44,7 @@ def refuses(schedule: Schedule, graph: Graph, why: str) -> None:
 
 @given(plans())
 def test_text_round_trips(plan: StepPlan) -> None:
-    assert Schedule.parse(plan.schedule.text()) == plan.schedule
+    assert Schedule.parse(plan.schedule.text(), plan.graph) == plan.schedule
 
 
 @given(plans())
@@ -57,7 +57,7 @@ def test_text_has_one_line_per_lane(plan: StepPlan) -> None:
 
 def test_an_empty_lane_round_trips() -> None:
     schedule = Schedule("nothing", {Lane.COMPUTE: (), Lane.INTRA: ()})
-    assert Schedule.parse(schedule.text()) == schedule
+    assert Schedule.parse(schedule.text(), Graph(())) == schedule
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,25 @@ def test_an_empty_lane_round_trips() -> None:
 )
 def test_what_cannot_be_read_is_named(text: str, why: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(why)):
-        Schedule.parse(text)
+        Schedule.parse(text, example_plan("sequential").graph)
 
 
 def test_an_unknown_lane_is_answered_with_the_lanes_there_are() -> None:
     with pytest.raises(ScheduleError, match=r"compute.*intra.*inter.*host"):
-        Schedule.parse("schedule s\nnetwork: L0.ST.F")
+        Schedule.parse("schedule s\nnetwork: L0.ST.F", Graph(()))
+
+
+def test_a_name_that_the_graph_lacks_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=re.escape("L7.AT.m0.F is on lane compute but not in the graph")):
+        Schedule.parse("schedule s\ncompute: L0.EM.m0.F L7.AT.m0.F", example_plan("sequential").graph)
+
+
+@given(plans())
+def test_what_is_read_are_the_tasks_of_the_graph(plan: StepPlan) -> None:
+    """With all their facts, of which the text form tells the names only."""
+    read = Schedule.parse(plan.schedule.text(), plan.graph)
+    own = {id(task) for task in plan.graph.tasks}
+    assert all(id(task) in own for order in read.lanes.values() for task in order)
 
 
 # ---- digest ------------------------------------------------------------------------------------------------
@@ -103,8 +116,8 @@ def test_two_tasks_swapped_change_the_digest(plan: StepPlan, seed: int) -> None:
 
 
 def test_digest_survives_the_text_form() -> None:
-    schedule = example_plan("flowmoe").schedule
-    assert Schedule.parse(schedule.text()).digest == schedule.digest
+    plan = example_plan("flowmoe")
+    assert Schedule.parse(plan.schedule.text(), plan.graph).digest == plan.schedule.digest
 
 
 # ---- check -------------------------------------------------------------------------------------------------
@@ -136,13 +149,13 @@ def test_a_task_on_another_lane_is_named(plan: StepPlan, seed: int, lane: Lane) 
     order = [task for task in plan.schedule.lanes[moved.lane] if task != moved]
     schedule = with_lane(plan.schedule, moved.lane, order)
     schedule = with_lane(schedule, lane, [*plan.schedule.lanes.get(lane, ()), moved])
-    why = f"{moved} is on lane {lane}; op {moved.op} runs on lane {moved.lane}"
+    why = f"{moved} is on lane {lane}; it runs on lane {moved.lane}"
     refuses(schedule, plan.graph, why)
 
 
 @given(plans())
 def test_a_task_that_the_graph_lacks_is_named(plan: StepPlan) -> None:
-    stranger = Task.parse(f"L{plan.shape.num_layers}.AT.m0.F")
+    stranger = lone_task(f"L{plan.shape.num_layers}.AT.m0.F")
     order = [*plan.schedule.lanes[Lane.COMPUTE], stranger]
     refuses(with_lane(plan.schedule, Lane.COMPUTE, order), plan.graph, f"{stranger} is on lane compute but")
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Lane, Phase, ScheduleError, Task
+from penstock.graph import Lane, Name, Phase, ScheduleError, Task
 from penstock.ops import Op
 from penstock.schedule import (
     SCHEDULES,
@@ -41,6 +41,7 @@ from tests.steps import (
     ready_s,
     seeds,
     shapes,
+    task_at,
 )
 
 F, B = Phase.FORWARD, Phase.BACKWARD
@@ -116,7 +117,7 @@ def test_whole_all_reduces_come_after_the_last_backward_computation(
     computed = max(end for task, (_, end) in times.items() if task.lane is Lane.COMPUTE)
     reduced = [task for task in plan.graph.tasks if is_all_reduce(task)]
     assert all(times[task][0] >= computed for task in reduced)
-    assert [(t.layer, t.op) for t in reduced if t.chunk != 0] == []
+    assert [(t.layer, t.op) for t in reduced if t.piece != 0] == []
     with_gradients = {i for i, chunks in enumerate(uncut(shape).all_reduce_chunks) if chunks}
     assert {t.layer for t in reduced if t.op == Op.ALL_REDUCE} == with_gradients
 
@@ -184,7 +185,8 @@ def test_dense_overlap_hides_an_all_reduce_that_is_as_long_as_attention() -> Non
     reduced = plan_step(SCHEDULES["dense_overlap"], shape, pieces_for(shape), lambda _: unit_cost)
     times = simulate(reduced.schedule, reduced.graph, unit_cost).times
     for upper in (1, 2):
-        attention, all_reduce = (Task(upper - 1, Op.ATTENTION, B, 0), Task(upper, Op.ALL_REDUCE, B, None, 0))
+        names = (f"L{upper - 1}.AT.m0.B", f"L{upper}.AR.p0.B")
+        attention, all_reduce = (task_at(reduced.graph, name) for name in names)
         assert times[attention].start == times[all_reduce].start
 
 
@@ -227,8 +229,8 @@ def test_fsmoe_puts_every_portion_into_its_gap(
     assert plan.shape.all_reduce_parts == partition.parts
     inside = between_all_to_alls(plan)
     for layer, portions in enumerate(partition.portions):
-        for chunk, portion in enumerate(portions):
-            gaps = [q for t, q in inside if t == Task(layer, Op.ALL_REDUCE, B, None, chunk)]
+        for piece, portion in enumerate(portions):
+            gaps = [q for t, q in inside if t.name == Name(layer, Op.ALL_REDUCE, B, piece=piece)]
             assert gaps == ([portion.slot.layer] if portion.slot.part == "moe" else [])
 
 
@@ -251,14 +253,14 @@ def test_flowmoe_computes_and_exchanges_in_the_published_order(
     up, down = range(microbatches), range(microbatches - 1, -1, -1)
     layers = range(shape.num_layers)
 
-    def served(lane: Lane, phase: Phase, *ops: str) -> list[Task]:
-        return [task for task in of_phase(plan.schedule.lanes[lane], phase) if task.op in ops]
+    def served(lane: Lane, phase: Phase, *ops: str) -> list[Name]:
+        return [task.name for task in of_phase(plan.schedule.lanes[lane], phase) if task.op in ops]
 
-    def forward(op: str, layer: int) -> list[Task]:
-        return [Task(layer, op, F, m, 0 if op != Op.ATTENTION else None) for m in up]
+    def forward(op: str, layer: int) -> list[Name]:
+        return [Name(layer, op, F, m, 0 if op != Op.ATTENTION else None) for m in up]
 
-    def backward(op: str, layer: int) -> list[Task]:
-        return [Task(layer, op, B, m, 0 if op != Op.ATTENTION else None) for m in down]
+    def backward(op: str, layer: int) -> list[Name]:
+        return [Name(layer, op, B, m, 0 if op != Op.ATTENTION else None) for m in down]
 
     compute, exchange = (Op.ATTENTION, Op.EXPERTS), (Op.DISPATCH, Op.COMBINE)
     assert served(Lane.COMPUTE, F, *compute) == [t for n in layers for op in compute for t in forward(op, n)]
@@ -316,7 +318,7 @@ def test_flowmoe_serves_an_all_reduce_in_order_of_its_chunks() -> None:
     served: dict[int, list[int | None]] = defaultdict(list)
     for task in plan.schedule.lanes[Lane.INTER]:
         if is_all_reduce(task):
-            served[task.layer].append(task.chunk)
+            served[task.layer].append(task.piece)
     assert served == {0: [0, 1, 2], 1: [0, 1], 2: [0, 1]}
 
 

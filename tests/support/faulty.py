@@ -8,8 +8,9 @@ import sys
 import time
 from typing import Any
 
-from penstock.cli import main
 from penstock.runtime.compute import ComputeHandlers
+
+from penstock.cli import main
 from penstock.train import checkpoint
 from penstock.train.batches import BatchStream
 from penstock.train.stopping import StopRequests

@@ -83,8 +83,8 @@ def test_the_error_says_what_must_divide(ep_size: int | None, text: str) -> None
 
 @given(layouts())
 def test_every_kind_of_group_partitions_the_world(layout: Layout) -> None:
-    for group in Group:
-        members = layout.members(group)
+    for group in (Group.ALONE, *Group.NAMES.values()):
+        members = layout.mesh.groups(group)
         assert sorted(rank for ranks in members for rank in ranks) == list(range(layout.world_size))
         sizes = {
             Group.WORLD: layout.world_size,
@@ -104,10 +104,10 @@ def test_groups_hold_what_their_names_say(layout: Layout) -> None:
         Layout(world_size=layout.world_size, ep_size=layout.ep_size, rank=rank).ep_rank
         for rank in range(layout.world_size)
     ]
-    for ranks in layout.members(Group.EXPERT):
-        assert ranks == list(range(ranks[0], ranks[0] + layout.ep_size))
+    for ranks in layout.mesh.groups(Group.EXPERT):
+        assert ranks == tuple(range(ranks[0], ranks[0] + layout.ep_size))
         assert [ep_ranks[rank] for rank in ranks] == list(range(layout.ep_size))
-    for ranks in layout.members(Group.EXPERT_REPLICAS):
+    for ranks in layout.mesh.groups(Group.EXPERT_REPLICAS):
         assert len({ep_ranks[rank] for rank in ranks}) == 1
     assert layout.edp_size * layout.ep_size == layout.world_size
 
@@ -115,10 +115,10 @@ def test_groups_hold_what_their_names_say(layout: Layout) -> None:
 @given(layouts())
 def test_nodes_and_rails_are_rows_and_columns_of_an_expert_group(layout: Layout) -> None:
     """Every node meets every rail of its expert group in exactly one rank."""
-    nodes, rails = layout.members(Group.NODE), layout.members(Group.RAIL)
-    for ranks in layout.members(Group.EXPERT):
+    nodes, rails = layout.mesh.groups(Group.NODE), layout.mesh.groups(Group.RAIL)
+    for ranks in layout.mesh.groups(Group.EXPERT):
         mine = [node for node in nodes if set(node) <= set(ranks)]
-        assert [rank for node in mine for rank in node] == ranks
+        assert tuple(rank for node in mine for rank in node) == ranks
         for rail in [rail for rail in rails if rail[0] in ranks]:
             assert [len(set(rail) & set(node)) for node in mine] == [1] * layout.ep_nodes
     if 0 < layout.node_size < layout.ep_size and layout.ep_size % layout.node_size == 0:
@@ -160,5 +160,5 @@ def test_process_groups_follow_the_layout(ranks: Pools, ep_size: int) -> None:
         layout = Layout(world_size=4, ep_size=ep_size, rank=rank)
         assert set(groups) == {Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS}
         for kind, members in groups.items():
-            assert members in layout.members(kind)
+            assert tuple(members) in layout.mesh.groups(kind)
             assert rank in members

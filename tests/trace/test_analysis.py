@@ -14,8 +14,9 @@ from penstock.graph import Lane, Task
 from penstock.mesh import Group
 from penstock.step import StepShape, build_graph
 from penstock.trace import Occupation, TaskRecord, compare, occupation, overhead_s, write_comparison
+from tests.steps import lone_task
 
-COMPUTE, NETWORK = Task.parse("L0.AT.m0.F"), Task.parse("L0.D.m0.c0.F")
+COMPUTE, NETWORK = lone_task("L0.AT.m0.F"), lone_task("L0.D.m0.c0.F")
 
 
 @st.composite
@@ -85,7 +86,7 @@ def test_a_written_comparison_is_a_table(tmp_path: Path) -> None:
 
 def test_overhead_is_standing_still_although_everything_is_ready() -> None:
     """The second compute task waits for the network (no overhead), the third for nothing (0.5 s overhead)."""
-    first, second, third = (Task.parse(f"L{i}.AT.m0.F") for i in range(3))
+    first, second, third = (lone_task(f"L{i}.AT.m0.F") for i in range(3))
     needs: Mapping[Task, tuple[Task, ...]] = {
         first: (),
         NETWORK: (first,),

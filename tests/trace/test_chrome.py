@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.mesh import Mesh
 from penstock.ops import spec_of
-from penstock.simulate import Ranks, simulate
+from penstock.simulate import simulate
 from penstock.trace import TaskRecord, write_chrome_trace
 from tests.steps import example_plan
 
 PLAN = example_plan("flowmoe")
 RANKS = 2
-RECORDS = simulate(PLAN.schedule, PLAN.graph, lambda _: 0.25, Ranks(RANKS, RANKS)).records()
+RECORDS = simulate(PLAN.schedule, PLAN.graph, lambda _: 0.25, Mesh(world_size=RANKS, ep_size=RANKS)).records()
 
 
 def events(folder: Path, runs: Mapping[str, Sequence[TaskRecord]]) -> list[dict[str, Any]]:

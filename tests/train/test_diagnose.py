@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.graph import Lane, Task
-from penstock.mesh import Group
+from penstock.mesh import Group, Mesh
 from penstock.ops import Op
+from penstock.ops.transfers import Hop
 from penstock.schedule import StepPlan, plan_step, unit_cost
 from penstock.schedule.flowmoe import FlowMoE
-from penstock.simulate import Ranks, simulate
+from penstock.simulate import simulate
 from penstock.step import StepShape
 from penstock.trace import TaskRecord
 from penstock.train.diagnose import Diagnosis, diagnose
@@ -21,7 +22,9 @@ from tests.steps import pieces_for
 
 RANKS, THRESHOLD = 2, 0.15
 SHAPE = StepShape(
-    moe_layers=(True, False, True), dispatch=(Op.DISPATCH, Op.DISPATCH_SCATTER), all_reduce_chunks=(2, 1, 3)
+    moe_layers=(True, False, True),
+    dispatch=(Hop(Op.DISPATCH, Group.EXPERT, Lane.INTER), Hop(Op.DISPATCH_SCATTER, Group.NODE)),
+    all_reduce_chunks=(2, 1, 3),
 )
 
 Steps = list[list[TaskRecord]]
@@ -45,7 +48,8 @@ def run(lanes: dict[Lane, float], compute: tuple[float, ...] = (1.0,) * RANKS) -
             return np.array(compute)
         return 0.5 * lanes.get(task.lane, 1.0)
 
-    timeline = simulate(step_plan.schedule, step_plan.graph, cost, Ranks(RANKS, RANKS, 1))
+    mesh = Mesh(world_size=RANKS, ep_size=RANKS, ep_local_size=1)
+    timeline = simulate(step_plan.schedule, step_plan.graph, cost, mesh)
     for record in timeline.records():
         found[record.rank] += [replace(record, step=step) for step in range(3)]
     return found
@@ -83,8 +87,7 @@ def test_small_differences_are_none(inter: float, compute: float) -> None:
 
 
 def test_groups_in_which_nothing_is_sent_say_nothing() -> None:
-    silent = [group for group in Group if group != Group.ALONE]
-    found = diagnose(run({}), run({Lane.INTER: 9.0}), THRESHOLD, silent)
+    found = diagnose(run({}), run({Lane.INTER: 9.0}), THRESHOLD, Group.NAMES.values())
     assert found.transfers == {} and found.text == ""
 
 

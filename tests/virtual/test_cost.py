@@ -18,10 +18,10 @@ from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.ops.transfers import TRANSFERS
 from penstock.schedule import SCHEDULES, plan_step
-from penstock.simulate import Ranks, lower_bound, simulate
+from penstock.simulate import lower_bound, simulate
 from penstock.step import StepShape, build_graph
 from penstock.virtual import Routing, VirtualCost
-from tests.steps import pieces_for
+from tests.steps import pieces_for, task_at
 from tests.virtual.strategies import CLUSTER, steps
 
 Step = tuple[StepShape, Workload, Routing]
@@ -34,6 +34,11 @@ def cost_of(step: Step) -> VirtualCost:
 
 def moves(shape: StepShape) -> list[Task]:
     return [task for task in build_graph(shape).tasks if task.op in (Op.DISPATCH, Op.COMBINE)]
+
+
+def renamed(task: Task, **changes: Any) -> Task:
+    """The same piece of the step under another name."""
+    return replace(task, name=task.name._replace(**changes))
 
 
 def splits_of(cost: VirtualCost, task: Task, rank: int) -> tuple[list[int], list[int]]:
@@ -93,11 +98,11 @@ def test_what_came_goes_back_and_gradients_go_the_other_way(step: Step) -> None:
         for rank in range(work.world_size):
             there = splits_of(cost, task, rank)
             back = there[1], there[0]
-            assert splits_of(cost, replace(task, op=Op.COMBINE), rank) == back
+            assert splits_of(cost, renamed(task, op=Op.COMBINE), rank) == back
             if shape.backward_chunks == shape.chunks:
-                backward = replace(task, phase=Phase.BACKWARD)
+                backward = renamed(task, phase=Phase.BACKWARD)
                 assert splits_of(cost, backward, rank) == back
-                assert splits_of(cost, replace(backward, op=Op.COMBINE), rank) == there
+                assert splits_of(cost, renamed(backward, op=Op.COMBINE), rank) == there
 
 
 @given(steps())
@@ -107,10 +112,13 @@ def test_every_chunk_has_what_its_slices_have(step: Step) -> None:
     fine = VirtualCost(
         replace(shape, chunks=shape.slices, degree_backward=0), work, CLUSTER, routing.counts(0)
     )
+    fine_tasks = build_graph(fine.shape).by_name
     assert (fine.rows == cost.rows).all()
     for task in (t for t in build_graph(shape).tasks if t.op in TRANSFERS):
         assert task.chunk is not None
-        slices = [replace(task, chunk=s) for s in shape.slices_of(task.chunk, task.phase)]
+        held = shape.slices_of(task.chunk, task.phase)
+        assert held == task.cut.held
+        slices = [fine_tasks[task.name._replace(chunk=s)] for s in held]
         for rank in range(work.world_size):
             parts = [splits_of(fine, s, rank) for s in slices]
             for mine, theirs in zip(splits_of(cost, task, rank), zip(*parts, strict=True), strict=True):
@@ -139,7 +147,8 @@ def test_exchanged_counts_say_the_splits(step: Step) -> None:
     (shape, work, routing), cost = step, cost_of(step)
     shape = replace(shape, exchange_counts=True)
     cost = VirtualCost(shape, work, CLUSTER, routing.counts(0))
-    for task in (t for t in build_graph(shape).tasks if t.op == Op.COUNTS):
+    own = build_graph(shape).by_name
+    for task in (t for t in own.values() if t.op == Op.COUNTS):
         for rank in range(work.world_size):
             sent, received = cost.exchanged_counts(task, rank)
             assert (
@@ -152,7 +161,7 @@ def test_exchanged_counts_say_the_splits(step: Step) -> None:
                 )
             )
             for chunk in range(shape.chunks):
-                dispatch = Task(task.layer, Op.DISPATCH, task.phase, task.microbatch, chunk)
+                dispatch = own[task.name._replace(op=Op.DISPATCH, chunk=chunk)]
                 splits, held = splits_of(cost, dispatch, rank), list(shape.slices_of(chunk, task.phase))
                 assert sent[:, held].sum(axis=(1, 2)).tolist() == splits[0]
                 assert received[:, held].sum(axis=(1, 2)).tolist() == splits[1]
@@ -199,20 +208,25 @@ def written_out() -> VirtualCost:
 
 def test_seconds_written_out() -> None:
     cost = written_out()
+    graph = build_graph(cost.shape)
+
+    def task(name: str) -> Task:
+        return task_at(graph, name)
+
     row_s = 2 * 2 * 10 * 100 / 1e9 + 2 * 10 * 4 / 1e8
-    assert cost(Task.parse("L1.X.m0.c0.F")) == pytest.approx([1e-2 + row_s, 1e-2 + 7 * row_s])
-    assert cost(Task.parse("L1.X.m1.c0.B")) == pytest.approx([1e-2 + 8 * row_s, 1e-2 + 8 * row_s])
+    assert cost(task("L1.X.m0.c0.F")) == pytest.approx([1e-2 + row_s, 1e-2 + 7 * row_s])
+    assert cost(task("L1.X.m1.c0.B")) == pytest.approx([1e-2 + 8 * row_s, 1e-2 + 8 * row_s])
     # Rank 0 sends four rows to rank 1 and gets one; then four and four.
-    assert cost(Task.parse("L1.D.m0.c0.F")) == pytest.approx([1e-3 + 160 / 1e7] * 2)
-    assert cost(Task.parse("L1.C.m1.c0.B")) == pytest.approx([1e-3 + 160 / 1e7] * 2)
-    assert splits_of(cost, Task.parse("L1.D.m0.c0.F"), 0) == ([0, 4], [0, 1])
-    assert splits_of(cost, Task.parse("L1.C.m0.c0.F"), 0) == ([0, 1], [0, 4])
+    assert cost(task("L1.D.m0.c0.F")) == pytest.approx([1e-3 + 160 / 1e7] * 2)
+    assert cost(task("L1.C.m1.c0.B")) == pytest.approx([1e-3 + 160 / 1e7] * 2)
+    assert splits_of(cost, task("L1.D.m0.c0.F"), 0) == ([0, 4], [0, 1])
+    assert splits_of(cost, task("L1.C.m0.c0.F"), 0) == ([0, 1], [0, 4])
 
 
 def test_a_transfer_of_nothing_costs_nothing() -> None:
     cost = written_out()
     stay = replace(cost, counts_PBYE=np.array([[[[4, 0]], [[4, 0]]], [[[0, 4]], [[0, 4]]]]))
-    assert stay(Task.parse("L1.D.m0.c0.F")).tolist() == [0.0, 0.0]
+    assert stay(task_at(build_graph(stay.shape), "L1.D.m0.c0.F")).tolist() == [0.0, 0.0]
 
 
 def test_alone_is_the_sum_of_the_computation() -> None:
@@ -233,7 +247,7 @@ def test_the_simulator_predicts_it(step: Step, name: str) -> None:
         SCHEDULES[name], shape, pieces, lambda cut: VirtualCost(cut, work, CLUSTER, routing.counts(0))
     )
     cost = VirtualCost(plan.shape, work, CLUSTER, routing.counts(0))
-    ranks = Ranks(work.world_size, work.ep_size)
+    ranks = work.mesh
     timeline = simulate(plan.schedule, plan.graph, cost, ranks)
     assert timeline.iteration_s >= lower_bound(plan.graph, cost, ranks).seconds * (1 - 1e-9)
     assert timeline.iteration_s >= cost.alone_s(plan.graph.tasks).max() * (1 - 1e-9)
@@ -245,7 +259,7 @@ def test_with_a_capacity_the_busiest_rank_of_a_leg_costs_what_the_plan_assumes(
     name: str, step: Step, node_size: int
 ) -> None:
     shape, work, routing = step
-    shape = replace(shape, dispatch=DISPATCHES[name].ops)
+    shape = replace(shape, dispatch=DISPATCHES[name].hops)
     work = replace(work, dispatch=name, node_size=min(node_size, work.ep_size))
     cost, even = VirtualCost(shape, work, CLUSTER, routing.counts(0)), StepCost(shape, work, CLUSTER)
     for task in build_graph(shape).tasks:
@@ -261,12 +275,12 @@ def test_legs_end_where_flat_ones_do(name: str, step: Step) -> None:
     """Whatever the way, a rank gets the same number of rows for its experts."""
     shape, work, routing = step
     flat = VirtualCost(shape, work, CLUSTER, routing.counts(0))
-    shape = replace(shape, dispatch=DISPATCHES[name].ops)
+    shape = replace(shape, dispatch=DISPATCHES[name].hops)
     work = replace(work, dispatch=name, node_size=max(work.ep_size // 2, 1))
     cost = VirtualCost(shape, work, CLUSTER, routing.counts(0))
     for task in build_graph(flat.shape).tasks:
         if task.op == Op.DISPATCH and task.forward:
-            last = replace(task, op=shape.dispatch[-1])
+            last = renamed(task, op=shape.dispatch[-1].op)
             for rank in range(work.world_size):
                 received = sum(cost.move(last, rank).output_splits)
                 assert received == sum(flat.move(task, rank).output_splits)

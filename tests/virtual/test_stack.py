@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.graph import Lane, Task
-from penstock.mesh import Group
-from penstock.ops import Op
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,8 +13,11 @@ import torch
 import torch.distributed as dist
 
 from penstock.cost import ClusterConfig
+from penstock.graph import Lane, Task
+from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
+from penstock.ops import Op
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.buckets import Buckets
 from penstock.schedule import SCHEDULES, Schedule, ScheduleConfig, StepPlan
@@ -89,13 +88,13 @@ def expected_traffic(rank: int, stack: VirtualStack, number: int) -> Counter[int
         if task.op in (Op.DISPATCH, Op.COMBINE, Op.COUNTS):
             local = work.num_experts // work.ep_size
             row = cost.shape.slices * local * 8 if task.op == Op.COUNTS else work.hidden_size * 4
-            group = next(g for g in layout.members(Group.EXPERT) if rank in g)
+            group = next(g for g in layout.mesh.groups(Group.EXPERT) if rank in g)
             once = (1,) * work.ep_size
             splits = once if task.op == Op.COUNTS else cost.move(task, rank).input_splits
             for peer, rows in zip(group, splits, strict=True):
                 sent[peer] += rows * row if peer != rank else 0
         elif task.lane is Lane.INTER:
-            group = next(g for g in layout.members(task.axes) if rank in g)
+            group = next(g for g in layout.mesh.groups(task.axes) if rank in g)
             size = 2 * (len(group) - 1) * reduced_bytes(task, stack) // len(group)
             sent[group[(group.index(rank) + 1) % len(group)]] += size
     return +sent
@@ -109,8 +108,8 @@ def reduced_bytes(task: Task, stack: VirtualStack) -> int:
     sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
     pieces = shape.all_reduce_chunks if replicated else shape.expert_all_reduce_chunks
     slices = torch.empty(sizes[task.layer] // 4).tensor_split(pieces[task.layer])
-    assert task.chunk is not None
-    return slices[task.chunk].nbytes
+    assert task.piece is not None
+    return slices[task.piece].nbytes
 
 
 def check_ran(result: Ran) -> None:
@@ -336,7 +335,7 @@ def adopt_another_order(rank: int, case: Case) -> str:
     if rank == case.world_size - 1:
         lanes[Lane.COMPUTE] = (second, first, *rest)
     try:
-        stack.adopt(StepPlan(plan.graph, Schedule(plan.schedule.name, lanes)))
+        stack.adopt(StepPlan(plan.graph, Schedule(plan.schedule.name, lanes), plan.shape))
     except ScheduleMismatchError as error:
         return str(error)
     return "no error"

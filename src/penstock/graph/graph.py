@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ class Graph:
         """A graph of these tasks. Raises ScheduleError for two of one name."""
         graph = Graph(tuple(tasks))
         if len(graph.by_name) != len(graph.tasks):
-            twice = next(task for task in graph.tasks if graph.by_name[task.name] is not task)
+            ((twice, _),) = Counter(task.name for task in graph.tasks).most_common(1)
             raise ScheduleError(f"two tasks are called {twice}")
         return graph
 

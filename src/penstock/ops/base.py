@@ -66,8 +66,9 @@ OPS: dict[str, OpSpec] = {}
 def register(*specs: OpSpec) -> None:
     """Add ops. Raises ScheduleError for a name that is taken by another op, or that no task can carry."""
     for spec in specs:
-        if not (spec.name.isalnum() and spec.name.isupper() and spec.name[0].isalpha()):
-            raise ScheduleError(f"op {spec.name!r}: use upper-case letters and digits, a letter first")
+        name = spec.name
+        if not (name.isascii() and name.isalnum() and name.isupper() and name[0].isalpha()):
+            raise ScheduleError(f"op {name!r}: use upper-case letters and digits, a letter first")
         if OPS.get(spec.name, spec) != spec:
             raise ScheduleError(f"op {spec.name} is registered already: {OPS[spec.name].title}")
         OPS[spec.name] = spec

@@ -184,7 +184,7 @@ class _ThreadRun:
 
     def interrupt(self, lane: Lane, error: BaseException) -> None:
         """Stop all lanes for something that came from outside while `lane` was under way."""
-        lane = lane if lane in self._span else next(iter(self._span))
+        lane = lane if self._span.get(lane) else next(each for each, calls in self._span.items() if calls)
         calls, done = self._span[lane], self._lanes[lane].done
         self._fail(calls[min(done, len(calls) - 1)].task, 0.0, error)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.graph import Phase
-
 import json
 import subprocess
 import sys
@@ -16,7 +14,8 @@ from penstock.bench.published import PublishedResult, grids, joint_plan_s, rende
 from penstock.bench.published.layers import fsmoe_problem, one_lane
 from penstock.bench.published.study import FSMOE_BASELINE, Gain, Grid
 from penstock.cost.clusters import find_cluster
-from penstock.ops import Op
+from penstock.graph import Phase
+from penstock.ops.transfers import FLAT
 from penstock.plan import Choice, Problem
 from penstock.plan.published import PUBLISHED, Durations
 
@@ -54,7 +53,7 @@ def test_one_lane_carries_what_two_did() -> None:
     grid = GRIDS["fsmoe-testbed-b"]
     asked = fsmoe_problem(grid.specs[100], grid.cluster)
     narrow = one_lane(asked)
-    assert narrow.shape.dispatch == (Op.DISPATCH,)
+    assert narrow.shape.dispatch == FLAT
     plain = [p.simulate(Choice(), p.plan(Choice())).iteration_s for p in (asked, narrow)]
     assert plain[0] == pytest.approx(plain[1])
 

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Phase, Task, longest_path
+from penstock.graph import Lane, Phase, Task, longest_path
+from penstock.mesh import Group
 from penstock.ops import Op
+from penstock.ops.transfers import Hop
 from penstock.plan.published import (
     DEGREE_PLANNERS,
     Degree,
@@ -32,7 +34,8 @@ from tests.plan.published.layers import parts, random_linear, random_part, rando
 
 CASES, SOLVED = 10_000, 60
 DEGREES = range(1, 9)
-LEGS = (Op.DISPATCH, Op.DISPATCH_SCATTER)
+LEGS = (Hop(Op.DISPATCH, Group.EXPERT, Lane.INTER), Hop(Op.DISPATCH_SCATTER, Group.NODE))
+CHAIN = (Op.DISPATCH, Op.DISPATCH_SCATTER, Op.EXPERTS, Op.COMBINE_GATHER, Op.COMBINE)
 F, B = Phase.FORWARD, Phase.BACKWARD
 
 Seconds = npt.NDArray[np.float64]
@@ -66,7 +69,7 @@ def simulated_s(cases: list[tuple[MoEPart, float]], degree: int, phase: Phase) -
         expert_all_reduce_bytes=(0, 0),
     )
     plan = plan_step(FSMoE(), shape, pieces, lambda _: unit_cost)
-    chain = plan.shape.moe_chain if phase is F else tuple(reversed(plan.shape.moe_chain))
+    chain = CHAIN if phase is F else tuple(reversed(CHAIN))
     chunks = [part.chunk(degree) for part, _ in cases]
     of_chain = [[chunk.a2a_s, chunk.ag_s, chunk.experts_s, chunk.rs_s, chunk.a2a_s] for chunk in chunks]
     seconds = {(op, phase): column for op, column in zip(chain, np.array(of_chain).T, strict=True)}

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, Workload
 from penstock.dispatch import DISPATCHES
-from penstock.graph import Phase, Task
+from penstock.graph import Phase
+from penstock.mesh import Group
 from penstock.ops import Op
+from penstock.ops.transfers import FLAT, Hop
 from penstock.plan import Choice, Problem
 from penstock.plan.published import (
     DEGREE_PLANNERS,
@@ -31,8 +33,9 @@ from penstock.plan.published.degree import DEGREES, total_s
 from penstock.plan.published.table import apart
 from penstock.schedule import ScheduleConfig
 from penstock.schedule.catalogue import MOST_SLICES
-from penstock.step import StepShape
+from penstock.step import StepShape, build_graph
 from tests.plan.published.layers import random_part
+from tests.steps import task_at
 
 SLOW_LINK = ClusterConfig(
     flops_per_s=1e12, link_bytes_per_s=2e9, link_latency_s=2e-5, intra_bytes_per_s=8e9, intra_latency_s=1e-5
@@ -44,7 +47,7 @@ def problem(
     *,
     batch: int = 4,
     cluster: ClusterConfig = SLOW_LINK,
-    dispatch: tuple[str, ...] = (Op.DISPATCH,),
+    dispatch: tuple[Hop, ...] = FLAT,
     shard_size: int = 1,
     all_reduce_bytes: int = 4 << 20,
 ) -> Problem:
@@ -99,7 +102,8 @@ def test_every_choice_is_a_plan_that_runs(name: str, moe_layers: tuple[bool, ...
 @pytest.mark.parametrize("degree", [1, 2, 3, 5])
 def test_the_formula_is_what_a_problem_simulates(phase: Phase, degree: int) -> None:
     """On three lanes, with chunks that are all equal."""
-    asked = problem((True,), dispatch=(Op.DISPATCH, Op.DISPATCH_SCATTER), shard_size=2)
+    legs = (*FLAT, Hop(Op.DISPATCH_SCATTER, Group.NODE))
+    asked = problem((True,), dispatch=legs, shard_size=2)
     choice = Choice(schedule="moe_pipeline", chunks=degree, backward_chunks=degree)
     times = asked.simulate(choice, asked.plan(choice)).times
     chain = {Op.DISPATCH, Op.DISPATCH_SCATTER, Op.EXPERTS, Op.COMBINE_GATHER, Op.COMBINE}
@@ -126,9 +130,9 @@ def test_the_way_back_has_gaps_with_what_is_computed_in_them() -> None:
     assert [gap.layer for gap in backward.gaps] == [2, 0]
     assert [[made.layer for made in gap.made] for gap in backward.gaps] == [[2, 1], [0]]
     assert backward.above == ()
-    cost = asked.cost(Choice(), asked.shape)
-    attention_s = [cost(Task(layer, Op.ATTENTION, Phase.BACKWARD, 0)) for layer in range(3)]
-    unorder_s = cost(Task(0, Op.UNORDER, Phase.BACKWARD, 0))
+    cost, graph = asked.cost(Choice(), asked.shape), build_graph(asked.shape)
+    attention_s = [cost(task_at(graph, f"L{layer}.AT.m0.B")) for layer in range(3)]
+    unorder_s = cost(task_at(graph, "L0.U.m0.B"))
     assert backward.gaps[0].dense_s == pytest.approx(attention_s[2] + attention_s[1] + unorder_s)
 
 
@@ -203,7 +207,7 @@ def test_no_more_chunks_than_tokens() -> None:
 
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 def test_a_dispatch_with_legs_on_both_sides_is_planned_as_an_estimate(dispatch: str) -> None:
-    asked = problem((True, True), dispatch=DISPATCHES[dispatch].ops)
+    asked = problem((True, True), dispatch=DISPATCHES[dispatch].hops)
     nodes = replace(asked.workload, dispatch=dispatch, node_size=2)
     asked = replace(asked, workload=nodes, dispatches=(dispatch,))
     for plan in PUBLISHED.values():

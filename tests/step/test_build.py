@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from itertools import pairwise
@@ -14,10 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
-from penstock.ops import Op
-from penstock.step import StepShape, build_graph
-from tests.steps import shapes
+from penstock.dispatch import DISPATCHES
+from penstock.graph import Graph, Lane, Name, Phase, ScheduleError, Task
+from penstock.mesh import Group
+from penstock.ops import Kind, Op, spec_of
+from penstock.ops.transfers import TRANSFERS, Hop
+from penstock.step import Stage, StepShape, build_graph
+from tests.step.support import Rewriting, ancestors, needs
+from tests.steps import shapes, task_at
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 COMPUTING = {Op.EMBED, Op.ATTENTION, Op.SHARED, Op.EXPERTS, Op.UNORDER, Op.HEAD}
@@ -26,51 +30,34 @@ TWINS = COMPUTING | INSIDE | {Op.DISPATCH, Op.COMBINE}
 """Ops that run in both phases."""
 
 
-def task(name: str) -> Task:
-    return Task.parse(name)
-
-
-def needs(graph: Graph, name: str) -> set[str]:
-    return {str(need) for need in graph.needs[task(name)]}
-
-
-def ancestors(graph: Graph, start: Task) -> set[Task]:
-    found: set[Task] = set()
-    queue = [start]
-    while queue:
-        new = [need for need in graph.needs[queue.pop()] if need not in found]
-        found.update(new)
-        queue += new
-    return found
-
-
-def expected_tasks(shape: StepShape) -> Iterator[Task]:
-    """Every task, written down in no order from what a step is."""
+def expected_names(shape: StepShape) -> Iterator[Name]:
+    """Every task's name, written down in no order from what a step is."""
+    legs = [op for hop in shape.dispatch for op in (hop.op, hop.home.op)]
     for m in range(shape.microbatches):
         for phase in (F, B):
-            yield Task(0, Op.EMBED, phase, m)
-            yield Task(shape.num_layers - 1, Op.HEAD, phase, m)
+            yield Name(0, Op.EMBED, phase, m)
+            yield Name(shape.num_layers - 1, Op.HEAD, phase, m)
             for layer, is_moe in enumerate(shape.moe_layers):
-                yield Task(layer, Op.ATTENTION, phase, m)
+                yield Name(layer, Op.ATTENTION, phase, m)
                 if is_moe:
-                    yield Task(layer, Op.UNORDER, phase, m)
+                    yield Name(layer, Op.UNORDER, phase, m)
                     if shape.shared_experts:
-                        yield Task(layer, Op.SHARED, phase, m)
-                    for op in (*shape.dispatch, Op.EXPERTS, *shape.combine):
-                        yield from (Task(layer, op, phase, m, c) for c in range(shape.chunks_of(phase)))
+                        yield Name(layer, Op.SHARED, phase, m)
+                    for op in (*legs, Op.EXPERTS):
+                        yield from (Name(layer, op, phase, m, c) for c in range(shape.chunks_of(phase)))
         if shape.exchange_counts:
-            yield from (Task(layer, Op.COUNTS, F, m) for layer, moe in enumerate(shape.moe_layers) if moe)
-    yield Task(shape.num_layers - 1, Op.STATISTICS, F)
+            yield from (Name(layer, Op.COUNTS, F, m) for layer, moe in enumerate(shape.moe_layers) if moe)
+    yield Name(shape.num_layers - 1, Op.STATISTICS, F)
     for layer, is_moe in enumerate(shape.moe_layers):
-        yield from (Task(layer, Op.ALL_REDUCE, B, None, c) for c in range(shape.all_reduce_chunks[layer]))
+        yield from (Name(layer, Op.ALL_REDUCE, B, piece=c) for c in range(shape.all_reduce_chunks[layer]))
         if is_moe:
             replicas = range(shape.expert_all_reduce_chunks[layer])
-            yield from (Task(layer, Op.EXPERT_ALL_REDUCE, B, None, c) for c in replicas)
+            yield from (Name(layer, Op.EXPERT_ALL_REDUCE, B, piece=c) for c in replicas)
 
 
 @given(shapes())
 def test_every_task_stands_once(shape: StepShape) -> None:
-    assert Counter(build_graph(shape).tasks) == Counter(expected_tasks(shape))
+    assert Counter(t.name for t in build_graph(shape).tasks) == Counter(expected_names(shape))
 
 
 @given(shapes())
@@ -116,6 +103,29 @@ def test_lanes(shape: StepShape) -> None:
 
 
 @given(shapes())
+def test_computing_is_done_alone_and_communicating_is_not(shape: StepShape) -> None:
+    for each in build_graph(shape).tasks:
+        assert each.meets == (spec_of(each.op).kind is Kind.COLLECTIVE) == (each.lane is not Lane.COMPUTE)
+
+
+@given(shapes(), st.booleans())
+def test_names_carry_the_indices_of_their_op(shape: StepShape, split_experts: bool) -> None:
+    for each in build_graph(replace(shape, split_experts=split_experts)).tasks:
+        indices = {"m": each.microbatch, "c": each.chunk, "p": each.piece}
+        assert {letter for letter, index in indices.items() if index is not None} == set(
+            spec_of(each.op).indices
+        )
+
+
+@given(shapes())
+def test_legs_of_combine_meet_whom_those_of_dispatch_do(shape: StepShape) -> None:
+    wanted = {op: (hop.axes, hop.lane) for hop in shape.dispatch for op in (hop.op, hop.home.op)}
+    for each in build_graph(shape).tasks:
+        if each.op in TRANSFERS:
+            assert (each.axes, each.lane) == wanted[each.op]
+
+
+@given(shapes())
 def test_backward_mirrors_forward(shape: StepShape) -> None:
     """A hidden state that flows from a to b forward is a gradient that flows from b to a backward.
 
@@ -126,12 +136,12 @@ def test_backward_mirrors_forward(shape: StepShape) -> None:
     for reader in graph.tasks:
         for need in graph.needs[reader]:
             if need.phase is reader.phase is F and {need.op, reader.op} <= TWINS:
-                first = (shape.dispatch[0], Op.SHARED, Op.UNORDER)
+                first = (shape.dispatch[0].op, Op.SHARED, Op.UNORDER)
                 if need.op != Op.ATTENTION or reader.op in (*first, Op.ATTENTION, Op.HEAD):
-                    forward.add((need, reader))
+                    forward.add((need.name, reader.name))
             elif need.phase is reader.phase is B and {need.op, reader.op} <= TWINS:
-                backward.add((need, reader))
-    assert backward == {(replace(b, phase=B), replace(a, phase=B)) for a, b in forward}
+                backward.add((need.name, reader.name))
+    assert backward == {(b.back, a.back) for a, b in forward}
 
 
 @given(shapes())
@@ -139,7 +149,7 @@ def test_backward_computation_reads_what_its_forward_kept(shape: StepShape) -> N
     graph = build_graph(shape)
     for each in graph.tasks:
         if each.phase is B and each.lane is Lane.COMPUTE and each.op != Op.EXPERTS:  # those: see below
-            assert replace(each, phase=F) in graph.needs[each]
+            assert each.name._replace(phase=F) in {need.name for need in graph.needs[each]}
 
 
 @given(shapes())
@@ -161,7 +171,7 @@ def test_an_all_reduce_waits_for_every_gradient_of_its_layer(shape: StepShape) -
 def test_no_gradient_before_all_statistics(shape: StepShape) -> None:
     """Loss and balance terms are divided by sums over all microbatches and ranks."""
     graph = build_graph(shape)
-    statistics = Task(shape.last, Op.STATISTICS, F)
+    statistics = task_at(graph, f"L{shape.last}.ST.F")
     known = ancestors(graph, statistics)
     assert {t for t in graph.tasks if t.op in (Op.HEAD, Op.ATTENTION) and t.phase is F} <= known
     for each in graph.tasks:
@@ -229,7 +239,7 @@ def test_parts_say_how_many_chunks_an_all_reduce_has() -> None:
 
 
 def test_legs_inside_nodes_stand_around_the_leg_between_them() -> None:
-    legs = (Op.DISPATCH_GATHER, Op.DISPATCH, Op.DISPATCH_SCATTER)
+    legs = DISPATCHES["hierarchical_1d"].hops
     graph = build_graph(StepShape(moe_layers=(True,), chunks=2, dispatch=legs, split_experts=True))
     forward = ["L0.AT.m0.F", *(f"L0.{op}.m0.c1.F" for op in ("DG", "D", "DS", "X", "CG", "C", "CS"))]
     for before, after in pairwise(forward):
@@ -249,13 +259,13 @@ def test_shared_experts_wait_for_no_transfer() -> None:
     assert "L0.S.m0.F" in needs(graph, "L0.U.m0.F")
     assert needs(graph, "L0.S.m0.B") == {"L0.S.m0.F", "L0.U.m0.B"}
     assert "L0.S.m0.B" in needs(graph, "L0.AT.m0.B")
-    assert not any(t.lane is not Lane.COMPUTE for t in graph.readers[task("L0.S.m0.F")])
+    assert not any(t.lane is not Lane.COMPUTE for t in graph.readers[task_at(graph, "L0.S.m0.F")])
 
 
-@pytest.mark.parametrize("legs", [(), (Op.COMBINE,), (Op.EXPERTS,)])
+@pytest.mark.parametrize("legs", [(), ("C",), ("X",), ("DG", "DS"), ("D", "D"), ("DG", "DG", "D")])
 def test_legs_that_are_none(legs: tuple[str, ...]) -> None:
     with pytest.raises(ScheduleError, match="the legs of a dispatch are DG, D, DS"):
-        StepShape(moe_layers=(True,), dispatch=legs)
+        StepShape(moe_layers=(True,), dispatch=tuple(Hop(op, Group.EXPERT) for op in legs))
 
 
 def test_first_and_last_layer() -> None:
@@ -265,13 +275,13 @@ def test_first_and_last_layer() -> None:
     assert needs(graph, "L1.HD.m1.B") == {"L1.HD.m1.F", "L1.ST.F"}
     assert needs(graph, "L1.U.m1.B") == {"L1.U.m1.F", "L1.HD.m1.B"}
     assert needs(graph, "L0.U.m1.B") == {"L0.U.m1.F", "L1.AT.m1.B"}
-    assert needs(graph, "L1.AR.c0.B") == {"L1.AT.m0.B", "L1.AT.m1.B"}
-    assert needs(graph, "L0.AR.c0.B") == {"L0.AT.m0.B", "L0.AT.m1.B", "L0.EM.m0.B", "L0.EM.m1.B"}
+    assert needs(graph, "L1.AR.p0.B") == {"L1.AT.m0.B", "L1.AT.m1.B"}
+    assert needs(graph, "L0.AR.p0.B") == {"L0.EM.m0.B", "L0.EM.m1.B"}  # behind AT, which adds, too
 
 
 def test_a_dense_block_is_its_attention_alone() -> None:
     graph = build_graph(StepShape(moe_layers=(True, False, False)))
-    assert [str(t) for t in graph.tasks if t.layer == 1] == ["L1.AT.m0.F", "L1.AT.m0.B", "L1.AR.c0.B"]
+    assert [str(t) for t in graph.tasks if t.layer == 1] == ["L1.AT.m0.F", "L1.AT.m0.B", "L1.AR.p0.B"]
     assert needs(graph, "L1.AT.m0.F") == {"L0.U.m0.F"}
     assert needs(graph, "L2.AT.m0.F") == {"L1.AT.m0.F"}
     assert needs(graph, "L2.HD.m0.F") == {"L2.AT.m0.F"}
@@ -308,17 +318,26 @@ def test_a_shape_that_is_no_step_is_refused(changes: dict[str, Any], why: str) -
         StepShape(**{"moe_layers": (True, True), **changes})
 
 
-@pytest.mark.parametrize(
-    ("program", "why"),
-    [
-        ("L0.EM.m0.F L0.EM.m0.F", "a task stands twice"),
-        ("L0.AT.m0.F", "L0.AT.m0.F needs L0.EM.m0.F, which is not in the graph"),
-        ("L0.AT.m0.F L0.EM.m0.F", "L0.AT.m0.F needs L0.EM.m0.F, which comes after it"),
-    ],
-)
-def test_a_wrong_program_is_found_when_the_graph_is_built(
-    monkeypatch: pytest.MonkeyPatch, program: str, why: str
-) -> None:
-    monkeypatch.setattr("penstock.graph.build._program", lambda _: map(Task.parse, program.split()))
+WRONG: dict[str, tuple[Callable[[Graph], Graph], str]] = {
+    "twice": (
+        lambda graph: Graph.of([*graph.tasks, graph.tasks[0]]),
+        "pass wrong: two tasks are called L0.EM.m0.F",
+    ),
+    "missing": (
+        lambda graph: Graph(graph.tasks[1:]),
+        "L0.AT.m0.F reads hidden of L0.EM.m0.F, which is not in the graph",
+    ),
+    "early": (
+        lambda graph: Graph((graph.tasks[1], graph.tasks[0], *graph.tasks[2:])),
+        "L0.AT.m0.F reads hidden of L0.EM.m0.F, which comes after it",
+    ),
+}
+"""What a pass may do wrong, and what is said of it."""
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_pass_that_leaves_a_wrong_graph_is_found_when_it_is_built(wrong: str) -> None:
+    rewrite, why = WRONG[wrong]
+    more = (Rewriting("wrong", Stage.SETTLE, rewrite),)
     with pytest.raises(ScheduleError, match=re.escape(why)):
-        build_graph(StepShape(moe_layers=(False,)))
+        build_graph(StepShape(moe_layers=(False,), more=more))

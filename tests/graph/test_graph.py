@@ -1,0 +1,147 @@
+"""A graph of tasks: edges by name, its text, and what its check finds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+
+from penstock.graph import Graph, Lane, Name, ScheduleError, Task
+from penstock.mesh import Group
+from penstock.step import StepShape, build_graph
+from tests.steps import shapes
+
+
+def task(
+    text: str,
+    *,
+    accumulates: tuple[str, ...] = (),
+    reads: tuple[str, ...] = (),
+    **inputs: str,
+) -> Task:
+    """A task of the compute lane; inputs by role, several names with commas between them."""
+    read = {role: tuple(map(Name.parse, names.split(","))) for role, names in inputs.items()}
+    return Task(Name.parse(text), Lane.COMPUTE, (), read, accumulates=accumulates, reads=reads)
+
+
+def named(found: Mapping[Task, tuple[Task, ...]]) -> dict[str, list[str]]:
+    return {str(key): list(map(str, tasks)) for key, tasks in found.items()}
+
+
+CHAIN = (
+    task("L0.EM.m0.F"),
+    task("L0.AT.m0.F", hidden="L0.EM.m0.F"),
+    task("L0.U.m0.F", residual="L0.AT.m0.F", rows="L0.EM.m0.F", weights="L0.AT.m0.F"),
+)
+
+
+def test_edges_are_found_by_name_and_stand_once() -> None:
+    graph = Graph.of(CHAIN).check()
+    assert named(graph.needs) == {
+        "L0.EM.m0.F": [],
+        "L0.AT.m0.F": ["L0.EM.m0.F"],
+        "L0.U.m0.F": ["L0.AT.m0.F", "L0.EM.m0.F"],
+    }
+    assert named(graph.readers) == {
+        "L0.EM.m0.F": ["L0.AT.m0.F", "L0.U.m0.F"],
+        "L0.AT.m0.F": ["L0.U.m0.F"],
+        "L0.U.m0.F": [],
+    }
+    assert [graph.position[each] for each in CHAIN] == [0, 1, 2]
+    assert all(need is graph.by_name[need.name] for needs in graph.needs.values() for need in needs)
+
+
+def test_the_text_form_has_a_line_per_task() -> None:
+    there = Task(Name.parse("L0.D.m0.c1.F"), Lane.INTER, Group.WORLD, {"rows": (Name.parse("L0.AT.m0.F"),)})
+    assert Graph.of([*CHAIN[:2], there]).text() == (
+        "L0.EM.m0.F compute -\n"
+        "L0.AT.m0.F compute - hidden=L0.EM.m0.F\n"
+        "L0.D.m0.c1.F inter dpxmp rows=L0.AT.m0.F\n"
+    )
+
+
+@given(shapes(layers=2))
+def test_graphs_of_equal_text_are_of_equal_names_lanes_and_edges(shape: StepShape) -> None:
+    graph = build_graph(shape)
+    lines = graph.text().splitlines()
+    assert [line.split()[0] for line in lines] == [str(each) for each in graph.tasks]
+    for line, each in zip(lines, graph.tasks, strict=True):
+        _, lane, axes, *inputs = line.split()
+        assert (lane, axes) == (each.lane, "x".join(each.axes) or "-")
+        assert {
+            role: tuple(map(Name.parse, filter(None, names.split(","))))
+            for role, _, names in (part.partition("=") for part in inputs)
+        } == each.inputs
+
+
+def refuses(tasks: tuple[Task, ...], why: str) -> None:
+    with pytest.raises(ScheduleError, match=f"^{re.escape(why)}$"):
+        Graph.of(tasks).check()
+
+
+def test_two_tasks_of_one_name_are_refused() -> None:
+    other = task("L0.AT.m0.F", rows="L0.EM.m0.F")
+    for again in (other, CHAIN[1]):  # another task of that name, and the very same
+        refuses((*CHAIN, again), "two tasks are called L0.AT.m0.F")
+
+
+def test_an_edge_to_nothing_is_refused() -> None:
+    refuses(CHAIN[1:], "L0.AT.m0.F reads hidden of L0.EM.m0.F, which is not in the graph")
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_cycle_is_refused(length: int) -> None:
+    """Program order must put every task after what it reads, and no order of a cycle does."""
+    names = [f"L{i}.AT.m0.F" for i in range(length)]
+    tasks = tuple(task(name, hidden=names[i - 1]) for i, name in enumerate(names))
+    refuses(
+        tasks,
+        f"L0.AT.m0.F reads hidden of L{length - 1}.AT.m0.F, which comes after it: the graph has a cycle",
+    )
+
+
+# ---- state -------------------------------------------------------------------------------------------------
+
+
+ADDS = ("gradients",)
+FIRST = task("L0.U.m0.B", accumulates=ADDS)
+SECOND = task("L0.AT.m0.B", accumulates=ADDS, d_residual="L0.U.m0.B")
+
+
+def test_state_may_be_read_behind_all_that_add_to_it() -> None:
+    """Directly, or through a task that is: `AT` stands behind `U`, and `EM` between `AT` and the reader."""
+    between = task("L0.EM.m0.B", d_hidden="L0.AT.m0.B")
+    reader = task("L0.AR.p0.B", reads=("gradients",), gradients="L0.EM.m0.B")
+    Graph.of([FIRST, SECOND, between, reader]).check()
+    Graph.of([FIRST, SECOND, task("L0.AR.p0.B", reads=("gradients",), gradients="L0.AT.m0.B")]).check()
+
+
+def test_state_that_nobody_adds_to_may_be_read() -> None:
+    Graph.of([task("L0.AR.p0.B", reads=("gradients",))]).check()
+
+
+def test_state_that_is_read_before_it_is_complete_is_refused() -> None:
+    refuses(
+        (FIRST, SECOND, task("L0.AR.p0.B", reads=("gradients",), gradients="L0.U.m0.B")),
+        "L0.AR.p0.B reads gradients before L0.AT.m0.B has added to it: no edge leads from one to the other",
+    )
+
+
+def test_standing_behind_a_task_is_no_edge() -> None:
+    """In another order of the lanes the reader would come first."""
+    refuses(
+        (FIRST, SECOND, task("L0.AR.p0.B", reads=("gradients",))),
+        "L0.AR.p0.B reads gradients before L0.U.m0.B has added to it: no edge leads from one to the other",
+    )
+
+
+def test_every_piece_of_a_buffer_is_checked() -> None:
+    good = task("L0.AR.p0.B", reads=("gradients",), gradients="L0.AT.m0.B")
+    late = task("L0.EM.m0.B", accumulates=("gradients",))
+    with pytest.raises(ScheduleError, match=r"^L0\.AR\.p0\.B reads gradients before L0\.EM\.m0\.B"):
+        Graph.of([FIRST, SECOND, good, late]).check()
+    bad = task("L0.AR.p1.B", reads=("gradients",), gradients="L0.U.m0.B")
+    with pytest.raises(ScheduleError, match=r"^L0\.AR\.p1\.B reads gradients before L0\.AT\.m0\.B"):
+        Graph.of([FIRST, SECOND, good, bad]).check()

@@ -1,0 +1,75 @@
+"""The register of ops: what is refused, and what the facts of ours say together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from penstock.graph import ScheduleError
+from penstock.ops import OPS, Backward, Kind, Op, OpSpec, register, spec_of
+from penstock.ops.sums import REDUCTIONS
+from penstock.ops.transfers import AWAY, HOME, TRANSFERS
+
+OWN = OpSpec(name="Q8", title="quantise rows", kind=Kind.COMPUTE)
+
+
+@pytest.fixture(autouse=True)
+def ops_as_before() -> Iterator[None]:
+    before = dict(OPS)
+    yield
+    OPS.clear()
+    OPS.update(before)
+
+
+def test_a_registered_op_is_found() -> None:
+    register(OWN)
+    assert spec_of("Q8") is OWN
+    assert list(OPS)[-1] == "Q8"
+
+
+def test_the_same_op_may_be_registered_again() -> None:
+    """As when a file is imported under two names; another op of that name may not."""
+    register(OWN)
+    register(replace(OWN))
+    with pytest.raises(ScheduleError, match=r"^op Q8 is registered already: quantise rows$"):
+        register(replace(OWN, kind=Kind.COPY))
+    assert spec_of("Q8") == OWN
+
+
+@pytest.mark.parametrize("name", ["", "q", "Qx", "8Q", "Q.8", "Q 8", "Q_8", "-", "Ω", "Q²"])
+def test_a_name_that_no_task_can_carry_is_refused(name: str) -> None:
+    before = list(OPS)
+    with pytest.raises(ScheduleError, match="use upper-case letters and digits, a letter first"):
+        register(replace(OWN, name=name))
+    assert list(OPS) == before
+
+
+def test_an_op_that_nobody_registered_is_answered_with_those_there_are() -> None:
+    with pytest.raises(
+        ScheduleError, match=r"^no op is called Q8; there are EM, .* Add it with ops\.register\."
+    ):
+        spec_of("Q8")
+
+
+def test_what_computes_saves_and_what_sends_does_not() -> None:
+    saving = {kind: replace(OWN, kind=kind).saves for kind in Kind}
+    assert saving == {Kind.COMPUTE: True, Kind.COPY: True, Kind.COLLECTIVE: False, Kind.HOST: False}
+
+
+def test_every_op_that_has_a_name_has_facts() -> None:
+    named = {value for key, value in vars(Op).items() if key.isupper()}
+    assert named == set(OPS)
+    assert all(name == spec.name and spec.title for name, spec in OPS.items())
+
+
+def test_transposes_of_transfers_are_the_legs_home() -> None:
+    assert {op: OPS[op].transpose for op in TRANSFERS} == {**HOME, **AWAY}
+    assert all(OPS[OPS[op].transpose].transpose == op for op in TRANSFERS)
+
+
+def test_sums_of_gradients_have_no_backward_and_those_of_the_loss_stand_for_one() -> None:
+    assert {OPS[op].backward for op in REDUCTIONS} == {Backward.NONE}
+    assert OPS[Op.STATISTICS].backward is Backward.VALUE
+    assert OPS[Op.COUNTS].backward is Backward.NONE
