@@ -117,14 +117,24 @@ def test_no_command_waits_for_a_file(
     assert said.count("\n") == 1 and len(said) < 1000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", ["data.path=/dev/zero", "data.path=PIPE", "plan.source=/dev/zero"])
-def test_a_run_does_not_wait_for_its_text(tmp_path: Path, setting: str) -> None:
-    """Found out by the ranks, as they open it."""
+@pytest.mark.parametrize("place", ["/dev/zero", "pipe", "nowhere", "empty"])
+def test_a_run_does_not_wait_for_its_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
     os.mkfifo(tmp_path / "pipe")
-    given = setting.replace("PIPE", str(tmp_path / "pipe"))
+    (tmp_path / "empty").touch()
+    said = refused(capsys, "train", write_config(tmp_path), f"data.path={tmp_path / place}")
+    assert said.startswith("penstock: data.path = ") and said.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_ranks_that_nobody_has_checked_do_not_wait_either(tmp_path: Path) -> None:
+    """As one process that starts no others; the plan is read later than all else."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    given = ["parallel.processes=1", f"plan.source={path}"]
     done = subprocess.run(
-        command("train", write_config(tmp_path), given),
+        command("train", write_config(tmp_path), *given),
         capture_output=True,
         text=True,
         timeout=120,
@@ -132,4 +142,4 @@ def test_a_run_does_not_wait_for_its_text(tmp_path: Path, setting: str) -> None:
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count("penstock: ") == 1 and "not a file" in done.stderr
+    assert done.stderr.count("penstock: ") == 1 and "is a named pipe, not a file" in done.stderr

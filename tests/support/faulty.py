@@ -1,4 +1,4 @@
-"""`penstock train` with one rank that gets into trouble at a known place: PLACE RANK, then the command."""
+"""`penstock train` with one rank that gets into trouble at a known place: PLACE RANK, then `train CONFIG ...`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from penstock.runtime.compute import ComputeHandlers
@@ -57,8 +58,17 @@ PLACES = {
     "fails in a task": (ComputeHandlers, "head", fail, AT_STEP),
 }
 
+
+def wait_for_all(folder: Path) -> None:
+    """Until every rank has imported what it needs: a short timeout must not count that."""
+    (folder / f"ready{os.environ['RANK']}").touch()
+    while len(list(folder.glob("ready*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.02)
+
+
 if __name__ == "__main__":
     place, rank = sys.argv[1:3]
+    wait_for_all(Path(sys.argv[4]).parent)
     if os.environ["RANK"] == rank:
         owner, name, trouble, calls = PLACES[place]
         before(owner, name, trouble, calls=calls)

@@ -16,7 +16,7 @@ from tests.support.runs import clean_environ, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")]
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 5.0
 ROOT = Path(__file__).parents[2]
 
 

@@ -26,6 +26,7 @@ from penstock.topology.join import ALONE
 from penstock.train.assemble import pick_device
 from penstock.train.checkpoint import CheckpointError, complete_checkpoints
 from penstock.train.config import RunConfig
+from penstock.train.corpus import load_corpus
 from penstock.train.fits import check_memory, host_bytes
 from penstock.train.health import DivergedError
 from penstock.train.launcher import Place
@@ -79,6 +80,10 @@ def _start_emulated(
 def _start_ranks(config: RunConfig, given: Sequence[str], processes: int, place: Place | None = None) -> int:
     resolved = config.resolved(processes)  # what can be refused is refused before any process starts
     layout = Layout.build(resolved.parallel, processes, 0, resolved.moe.num_experts)
+    try:
+        load_corpus(resolved.data)  # opens it, without reading it
+    except ConfigError as error:
+        raise error.under("data") from error
     if not torch.cuda.is_available():
         batch, there = resolved.data.batch_per_device, host_bytes()
         check_memory(resolved.model, resolved.moe, batch, layout, there_bytes=there, sharing=processes)

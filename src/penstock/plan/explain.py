@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from penstock.cost import AlphaBeta, ClusterConfig, FittedCluster, ProfiledCluster
@@ -27,6 +28,8 @@ MOSTLY = 0.5
 
 RIVALS = 2
 """So many of the next best plans are tried on a faster cluster, too: another may be the best there."""
+MOST_TASKS = 20_000
+"""Of all plans that are tried there; the best one is, however many it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +148,11 @@ def _binds(best: Candidate, start_up_share: float) -> str:
 
 def _faster(problem: Problem, found: FoundPlan, *, intra: bool) -> dict[str, float]:
     """By what is twice as fast: the best time of a few plans over their best time now."""
-    choices = [_by_rule(candidate.choice) for candidate in (found.best, *found.others[:RIVALS])]
+    near = (found.best, *found.others[:RIVALS])
+    tasks = accumulate(len(candidate.plan.graph.tasks) for candidate in near)
+    fits = [so_far <= MOST_TASKS for so_far in tasks]
+    tried = [found.best, *(each for each, fit in zip(near[1:], fits[1:], strict=True) if fit)]
+    choices = [_by_rule(candidate.choice) for candidate in tried]
     cluster = problem.cluster
     nodes = cluster.file.nodes if isinstance(cluster, ProfiledCluster) else problem.workload.nodes
     link = "inter-node bandwidth" if nodes > 1 else "bandwidth between ranks"

@@ -115,7 +115,7 @@ class ExpertGuard:
         dtype, autocast, parameters = key
         words = [parts, f"tokens {dtype}", f"autocast {autocast}"]
         words += [
-            f"{name} {kind} {list(shape)}{' trained' if grad else ''}"
+            f"{name} {kind} {_size(shape)}{' trained' if grad else ''}"
             for name, kind, shape, grad in parameters
         ]
         _require_equal(", ".join(words), self._ranks)

@@ -253,10 +253,19 @@ def plan_partition(backward: Backward, planner: str = "fsmoe") -> PlannedPartiti
 
 def loaded_parts(backward: Backward, partition: Partition) -> list[tuple[MoEPart, float]]:
     """Every MoE part with the seconds of reductions in it, in backward order."""
-    return [(gap.part, reductions_s(backward, partition, _slot(gap, "moe"))) for gap in backward.gaps]
+    seconds = seconds_by_slot(backward, partition)
+    return [(gap.part, seconds.get(_slot(gap, "moe"), 0.0)) for gap in backward.gaps]
+
+
+def seconds_by_slot(backward: Backward, partition: Partition) -> dict[Slot, float]:
+    """Seconds of all reductions in every gap that has any."""
+    seconds: dict[Slot, float] = {}
+    for portion in (portion for portions in partition.portions for portion in portions):
+        added_s = backward.all_reduce.seconds(portion.size_bytes)
+        seconds[portion.slot] = seconds.get(portion.slot, 0.0) + added_s
+    return seconds
 
 
 def reductions_s(backward: Backward, partition: Partition, slot: Slot) -> float:
     """Seconds of all reductions in one gap."""
-    portions = [portion for portions in partition.portions for portion in portions]
-    return sum(backward.all_reduce.seconds(p.size_bytes) for p in portions if p.slot == slot)
+    return seconds_by_slot(backward, partition).get(slot, 0.0)
