@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from penstock.config import ConfigError, from_dict
 from penstock.cost import AlphaBeta, ClusterConfig, Span
 from penstock.graph import Lane
-from penstock.ops import OPS, Op
+from penstock.mesh import Group
+from penstock.ops import Op
+from penstock.ops.transfers import Hop
 
 UNIT = ClusterConfig(link_latency_s=1.0, link_bytes_per_s=1.0)
 """One second for a round and one for a byte."""
@@ -226,6 +228,6 @@ def test_nodes_of_one_device_are_a_flat_group(name: str, size: int, sent: int) -
 
 
 def test_the_lane_inside_has_its_own_links() -> None:
-    assert OPS[Op.DISPATCH_GATHER].lane is Lane.INTRA
+    assert Hop(Op.DISPATCH_GATHER, Group.NODE).lane is Lane.INTRA
     leg = SHARED.leg("hierarchical_2d", Op.DISPATCH_GATHER, Span.regular(4, 2))
     assert leg.beta_s_per_byte == pytest.approx(0.5 / 15.75e9)

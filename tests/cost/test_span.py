@@ -24,8 +24,9 @@ KINDS = [Group.EXPERT, Group.EXPERT_REPLICAS, Group.WORLD]
 def test_spans_are_those_of_the_layout(kind: Axes, ep_size: int, replicas: int, node_size: int) -> None:
     """Also of groups that do not fill whole nodes."""
     world = ep_size * replicas
-    groups = Layout(world_size=world, ep_size=ep_size, rank=0, node_size=node_size).members(kind)
-    span = span_of(kind, world, ep_size, node_size, 1)
+    mesh = Layout(world_size=world, ep_size=ep_size, rank=0, node_size=node_size).mesh
+    groups = mesh.groups(kind)
+    span = span_of(mesh, kind, node_size, 1)
     on = [[rank // node_size for rank in ranks] for ranks in groups]
     size = len(groups[0])
     assert span == Span.of(on) and span.ranks == size
