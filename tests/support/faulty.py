@@ -1,4 +1,4 @@
-"""`penstock train` with one rank that gets into trouble at a known place: PLACE RANK, then `train CONFIG ...`."""
+"""`penstock train` where one rank gets into trouble at a known place: PLACE RANK, then `train CONFIG ...`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from penstock.graph import Lane, ScheduleError, Task
+from penstock.graph.errors import ScheduleError
+from penstock.graph.task import Lane, Task
 
 T = TypeVar("T")
 
