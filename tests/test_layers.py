@@ -13,7 +13,20 @@ import pytest
 
 import penstock
 
-PURE = ("config", "graph", "dispatch", "schedule", "trace", "cost", "simulate", "plan", "report")
+PURE = (
+    "config",
+    "mesh",
+    "graph",
+    "ops",
+    "step",
+    "dispatch",
+    "schedule",
+    "trace",
+    "cost",
+    "simulate",
+    "plan",
+    "report",
+)
 """Layers that never load torch."""
 
 LAYERS = (

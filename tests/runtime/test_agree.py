@@ -122,7 +122,6 @@ class _Reading:
         pytest.param(
             {"all_reduce_parts": ((1, 1),)},
             {"all_reduce_parts": ((1, 2),)},
-            marks=pytest.mark.xfail(strict=True, reason="how a task is cut is not in Task.text"),
             id="cut",
         ),
         pytest.param({"more": (_Reading("order"),)}, {"more": (_Reading("sequence"),)}, id="role"),

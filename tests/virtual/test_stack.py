@@ -20,6 +20,7 @@ from penstock.moe import MoEConfig
 from penstock.ops import Op
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.buckets import Buckets
+from penstock.runtime.marks import FIELDS
 from penstock.schedule import SCHEDULES, Schedule, ScheduleConfig, StepPlan
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, first_plan, gradient_bytes
@@ -103,7 +104,7 @@ def expected_traffic(rank: int, stack: VirtualStack, number: int) -> Counter[int
 def reduced_bytes(task: Task, stack: VirtualStack) -> int:
     work, shape = stack.workload, stack.plan.shape
     if task.op == Op.STATISTICS:
-        return 8 * (5 + 5 + 2 * sum(shape.moe_layers) * work.num_experts)  # losses, marks, sums
+        return 8 * (5 + FIELDS + 2 * sum(shape.moe_layers) * work.num_experts)
     replicated = task.op == Op.ALL_REDUCE
     sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
     pieces = shape.all_reduce_chunks if replicated else shape.expert_all_reduce_chunks

@@ -72,6 +72,10 @@ class Graph:
         """One line per task: its name, lane, axes, and inputs by role."""
         return "".join(f"{task.text}\n" for task in self.tasks)
 
+    def facts(self) -> str:
+        """The same with how every task is cut and which state it touches: what ranks compare."""
+        return "".join(f"{t.text} | {t.cut.text} {(*t.accumulates, *t.reads)}\n" for t in self.tasks)
+
     def check(self) -> Graph:
         """Raise ScheduleError for an edge to nothing, a cycle, or state read before it is complete."""
         for place, needs in enumerate(self.links):
@@ -113,7 +117,8 @@ class Graph:
         for writer in adding:
             if writer not in direct and not self._before(writer, task):
                 raise ScheduleError(
-                    f"{task} reads {state} before {writer} has added to it: no edge leads from there"
+                    f"{task} reads {state} before {writer} has added to it: no edge leads from one to the "
+                    "other"
                 )
 
     def _before(self, first: Task, last: Task) -> bool:

@@ -93,6 +93,12 @@ class Cut:
     parts: tuple[int, ...] = (1,)
 
     @property
+    def text(self) -> str:
+        """All of it in one word."""
+        parts = ",".join(map(str, self.parts))
+        return f"{self.microbatches}m {self.first}-{self.stop}/{self.slices}s [{parts}]"
+
+    @property
     def held(self) -> range:
         """The slices that the task has."""
         return range(self.first, self.stop)

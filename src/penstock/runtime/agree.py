@@ -18,7 +18,7 @@ def check_agreement(plan: StepPlan, control: Control) -> None:
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if not different:
         return
-    texts = control.gather((plan.schedule.text(), plan.graph.text()), "comparing schedules")
+    texts = control.gather((plan.schedule.text(), plan.graph.facts()), "comparing schedules")
     rank = different[0]
     raise ScheduleMismatchError(
         f"schedule {plan.schedule.name!r} differs between ranks: "
@@ -29,7 +29,7 @@ def check_agreement(plan: StepPlan, control: Control) -> None:
 
 
 def first_difference(ours: tuple[str, str], theirs: tuple[str, str], rank: int) -> str:
-    """Where two plans part, in words. Each is the text of its schedule and of its graph."""
+    """Where two plans part, in words. Each is the text of its schedule and the facts of its graph."""
     (name, mine), (other_name, other) = parse_orders(ours[0]), parse_orders(theirs[0])
     for lane in {**mine, **other}:
         left, right = list(map(str, mine.get(lane, ()))), list(map(str, other.get(lane, ())))

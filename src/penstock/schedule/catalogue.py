@@ -131,7 +131,7 @@ class StepPlan:
     @cached_property
     def digest(self) -> str:
         """A hash of the order and of what every task is: two ranks with the same digest run the same step."""
-        return hashlib.sha256(f"{self.schedule.text()}{self.graph.text()}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.schedule.text()}{self.graph.facts()}".encode()).hexdigest()
 
 
 def plan_step(
