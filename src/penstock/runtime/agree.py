@@ -40,5 +40,7 @@ def first_difference(ours: tuple[str, str], theirs: tuple[str, str], rank: int) 
                 return f"lane {lane}, place {place}: rank 0 runs {here}, rank {rank} runs {there}"
     for here, there in zip(ours[1].splitlines(), theirs[1].splitlines(), strict=False):
         if here != there:
-            return f"rank 0 has the task `{here}`, rank {rank} has `{there}`"
+            plain = [line.partition(" | ")[0] for line in (here, there)]
+            first, second = plain if plain[0] != plain[1] else (here, there)
+            return f"rank 0 has the task `{first}`, rank {rank} has `{second}`"
     return f"names {name!r} and {other_name!r}"
