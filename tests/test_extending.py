@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock import MoELayer
 from penstock.dispatch import Place
+from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.moe import ModuleExperts, MoEConfig, SampleKeys, SoftmaxGate, SortOrder, SwiGLUExperts
 from penstock.runtime import PipelinedStack
@@ -119,7 +120,7 @@ def test_rows_arrive_sorted_by_source(few: int, case: tuple[Any, int]) -> None:
     places = [Place(rank, len(table), size) for rank in range(len(table))]
     legs = [dispatch.legs(table, place) for place in places]
     rows = [[(s, t, n) for t in range(len(table)) for n in range(table[s, t])] for s in range(len(table))]
-    for number in range(len(dispatch.ops)):
+    for number in range(len(dispatch.hops)):
         now = [mine[number] for mine in legs]
         rows = exchanged(
             [permuted(r, leg) for r, leg in zip(rows, now, strict=True)], now, places, back=False
@@ -131,8 +132,8 @@ def test_rows_arrive_sorted_by_source(few: int, case: tuple[Any, int]) -> None:
 def test_the_dispatch_goes_both_ways_in_the_test_below() -> None:
     """Of the two microbatches of four ranks one has many rows and the other few."""
     dispatch = shown("A dispatch")["AdaptiveDispatch"](few=100)
-    groups = [dispatch.legs(np.full((4, 4), rows), Place(0, 4, 2))[1].group for rows in (5, 10)]
-    assert groups == ["rail", "ep"]
+    groups = [dispatch.legs(np.full((4, 4), rows), Place(0, 4, 2))[1].axes for rows in (5, 10)]
+    assert groups == [Group.RAIL, Group.EXPERT]
 
 
 # ---- under every schedule ----------------------------------------------------------------------------------
