@@ -100,6 +100,12 @@ def random_orders(graph: Graph, seed: int) -> dict[Lane, tuple[Task, ...]]:
     }
 
 
+def no_work(task: Task, sizes: Sizes) -> Work:
+    """What an op of a test asks of a rank."""
+    del task, sizes
+    return Work()
+
+
 def pieces_for(
     shape: StepShape, *, microbatches: int = 2, chunks: int | None = None, backward_chunks: int | None = None
 ) -> Pieces:

@@ -7,12 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.cost import ClusterConfig, StepCost
 from penstock.graph import ScheduleError
 from penstock.ops import OPS, Backward, Kind, Op, OpSpec, register, spec_of
 from penstock.ops.sums import REDUCTIONS
 from penstock.ops.transfers import AWAY, HOME, TRANSFERS
+from penstock.step import StepShape
+from tests.cost.test_step import workload
+from tests.steps import lone_task, no_work
 
-OWN = OpSpec(name="Q8", title="quantise rows", kind=Kind.COMPUTE)
+OWN = OpSpec(name="Q8", title="quantise rows", kind=Kind.COMPUTE, work=no_work)
 
 
 @pytest.fixture(autouse=True)
@@ -73,3 +77,20 @@ def test_sums_of_gradients_have_no_backward_and_those_of_the_loss_stand_for_one(
     assert {OPS[op].backward for op in REDUCTIONS} == {Backward.NONE}
     assert OPS[Op.STATISTICS].backward is Backward.VALUE
     assert OPS[Op.COUNTS].backward is Backward.NONE
+
+
+def test_an_op_without_work_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="op Q8 does not say what work its tasks are: give it `work`"):
+        register(replace(OWN, work=None))
+
+
+def test_a_collective_with_a_backward_needs_a_transpose() -> None:
+    with pytest.raises(ScheduleError, match="op Q8 is a collective with a backward and no transpose"):
+        register(replace(OWN, kind=Kind.COLLECTIVE))
+
+
+def test_an_op_that_nobody_registered_has_no_price() -> None:
+    shape = StepShape(moe_layers=(True,))
+    cost = StepCost(shape, workload(shape), ClusterConfig())
+    with pytest.raises(ScheduleError, match="no op is called QQ"):
+        cost(lone_task("L0.QQ.m0.F"))

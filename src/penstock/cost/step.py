@@ -14,12 +14,9 @@ from penstock.cost.cluster import ClusterConfig
 from penstock.cost.workload import Workload, part_sizes, split_sizes
 from penstock.graph import Lane, Task
 from penstock.mesh import Group
-from penstock.ops import Op
-from penstock.ops.transfers import TRANSFERS
+from penstock.ops import Op, Work, spec_of
 from penstock.step import StepShape
 
-COUNT_BYTES = 8
-STATISTICS_BYTES = 8
 FLOAT32_BYTES = 4
 
 
@@ -65,86 +62,58 @@ class StepCost:
         first: dict[object, int] = {}
         return [first.setdefault(kind, i) for i, kind in enumerate(zip(*columns, strict=True))]
 
+    def work(self, task: Task) -> Work:
+        """What the task asks of a rank. Raises ScheduleError for an op that nobody registered."""
+        spec = spec_of(task.op)
+        assert spec.work is not None, "an op is registered with its work"
+        return spec.work(task, StepSizes(self))
+
     def communication_s(self, task: Task, load: float = 1.0) -> float:
         """load: how many times as many rows as with even routing."""
-        work, cluster = self.workload, self.cluster
-        if task.op == Op.COUNTS:
-            sent = work.num_experts * task.cut.slices * COUNT_BYTES
-            return cluster.all_to_all(work.span(Group.EXPERT)).seconds(sent)
-        if task.op in TRANSFERS:
-            if task.lane is Lane.INTRA and work.shard_size > 1:
-                return self._between_shards_s(task, load)
-            leg = cluster.leg(work.dispatch, task.op, work.span(Group.EXPERT))
-            return leg.seconds(load * work.wire_bytes(self._rows(task)))
-        if task.op == Op.STATISTICS:
-            size = sum(self.shape.moe_layers) * 2 * work.num_experts * STATISTICS_BYTES
-            return cluster.all_reduce(work.span(Group.WORLD)).seconds(size)
-        return self._all_reduce_s(task)
-
-    def _between_shards_s(self, task: Task, load: float) -> float:
-        """Rows to all shards of their experts (all-gather), or sums back (reduce-scatter)."""
-        work = self.workload
-        scatters = (task.op == Op.COMBINE_GATHER) is task.forward
-        gathered = load * work.wire_bytes(self._rows(task)) * work.shard_size
-        return self.cluster.shards(work.shard_size, scatters=scatters).seconds(gathered)
+        seconds: float = self._transfer_s(task, self.work(task), load)
+        return seconds
 
     def compute_s(self, task: Task) -> float:
         seconds: float = self._computed_s(task, 1.0)
         return seconds
 
     def loaded_s(self, task: Task, load: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Of experts with so many times as many rows as with even routing, each."""
+        """Seconds per rank when its experts receive `load` times the even share of rows."""
         return np.asarray(self._computed_s(task, load))
 
     def _computed_s(self, task: Task, load: Any) -> Any:
-        flops, moved_bytes = self.forward_work(task)
-        pieces = 1
-        if task.op == Op.EXPERTS:
-            assert task.chunk is not None, task
-            pieces = len(task.cut.held)
-        alone_s = self.cluster.compute_s(task.op, task.phase, load * flops, load * moved_bytes, pieces)
-        return alone_s + self._sharded_s(task)
+        work = self.work(task)
+        flops, copied_bytes = load * work.flops, load * work.copied_bytes
+        alone_s = self.cluster.compute_s(task.op, task.phase, flops, copied_bytes, work.pieces)
+        return alone_s + self._transfer_s(task, work, 1.0)
 
-    def _sharded_s(self, task: Task) -> float:
-        """Collectives of tensor parallelism, during which its ranks compute nothing.
-
-        Attention ends with a reduce-scatter over the shards, un-order with an all-gather, and back again.
-        """
-        work = self.workload
-        if work.shard_size == 1 or task.op not in (Op.ATTENTION, Op.UNORDER):
-            return 0.0
-        assert task.microbatch is not None, task
-        whole = work.hidden_bytes(work.tokens(task.microbatch, task.cut.microbatches) * work.shard_size)
-        scatters = (task.op == Op.ATTENTION) is task.forward
-        return self.cluster.shards(work.shard_size, scatters=scatters).seconds(whole)
+    def _transfer_s(self, task: Task, work: Work, load: float) -> float:
+        """Seconds of the task's collective; none takes none."""
+        cluster, sizes = self.cluster, self.workload
+        sent_bytes = load * work.sent_bytes if work.follows_rows else work.sent_bytes
+        match work.collective:
+            case "":
+                return 0.0
+            case "leg":
+                return cluster.leg(sizes.dispatch, task.op, sizes.span(Group.EXPERT)).seconds(sent_bytes)
+            case "all_to_all":
+                return cluster.all_to_all(sizes.span(task.axes)).seconds(sent_bytes)
+            case "all_reduce":
+                return cluster.all_reduce(sizes.span(task.axes)).seconds(sent_bytes)
+        ranks = work.ranks or sizes.mesh.size(task.axes)
+        scatters = work.collective == "reduce_scatter"
+        return cluster.shards(ranks, scatters=scatters).seconds(sent_bytes)
 
     def forward_work(self, task: Task) -> tuple[float, float]:
         """Floating-point operations and bytes copied of the forward task."""
-        work = self.workload
-        if task.op == Op.EXPERTS:
-            rows = self._rows(task)
-            return work.expert_flops(rows), 2 * work.hidden_bytes(rows)
-        assert task.microbatch is not None, task
-        tokens = work.tokens(task.microbatch, task.cut.microbatches)
-        copies = work.hidden_bytes(2 * tokens * work.top_k)
-        if task.op == Op.ATTENTION:
-            dense = 0.0 if self.shape.moe_layers[task.layer] else work.dense_flops(tokens)
-            return work.attention_flops(tokens) + dense, copies
-        if task.op == Op.SHARED:
-            return work.shared_flops(tokens), work.hidden_bytes(2 * tokens)
-        if task.op == Op.HEAD:
-            return work.head_flops(tokens), work.hidden_bytes(tokens)
-        return 0.0, copies
+        work = self.work(task)
+        return work.flops, work.copied_bytes
 
-    def _rows(self, task: Task) -> float:
+    def rows(self, task: Task) -> float:
+        """Token copies that a rank sends to all experts in the task's chunk."""
         assert task.microbatch is not None and task.chunk is not None, task
         cut, microbatch = task.cut, task.microbatch
         return sum(self.workload.rows(microbatch, cut.microbatches, s, cut.slices) for s in cut.held)
-
-    def _all_reduce_s(self, task: Task) -> float:
-        work = self.workload
-        group = Group.WORLD if task.op == Op.ALL_REDUCE else Group.EXPERT_REPLICAS
-        return self.cluster.all_reduce(work.span(group)).seconds(self.reduced_bytes(task))
 
     def reduced_bytes(self, task: Task) -> int:
         """Bytes of gradients in one piece of an all-reduce. A layer is cut once, however many its pieces."""
@@ -155,6 +124,25 @@ class StepCost:
             sizes = self.workload.all_reduce_bytes if replicated else self.workload.expert_all_reduce_bytes
             self._reduced[whole] = part_sizes(sizes[task.layer] // FLOAT32_BYTES, task.cut.parts)
         return self._reduced[whole][task.piece] * FLOAT32_BYTES
+
+
+class StepSizes:
+    """The sizes that ops ask for, of a step's workload and shape."""
+
+    def __init__(self, step: StepCost) -> None:
+        work = step.workload
+        self.num_experts, self.top_k, self.shard_size = work.num_experts, work.top_k, work.shard_size
+        self.moe_layers = step.shape.moe_layers
+        self.rows, self.reduced_bytes = step.rows, step.reduced_bytes
+        self.hidden_bytes, self.wire_bytes = work.hidden_bytes, work.wire_bytes
+        self.attention_flops, self.dense_flops = work.attention_flops, work.dense_flops
+        self.shared_flops, self.expert_flops = work.shared_flops, work.expert_flops
+        self.head_flops, self._tokens = work.head_flops, work.tokens
+
+    def tokens(self, task: Task) -> int:
+        """Tokens of the task's microbatch."""
+        assert task.microbatch is not None, task
+        return self._tokens(task.microbatch, task.cut.microbatches)
 
 
 @dataclass(frozen=True)
@@ -171,8 +159,8 @@ class UnevenRanks:
 
     def __call__(self, task: Task) -> float | npt.NDArray[np.float64]:
         if task.lane is not Lane.COMPUTE:
-            busiest = max(1.0, *self.load) if self.load and task.op in TRANSFERS else 1.0
+            busiest = max(1.0, *self.load) if self.load else 1.0
             return self.even(task) if busiest == 1.0 else self.even.communication_s(task, busiest)
-        loaded = self.load and task.op == Op.EXPERTS
+        loaded = self.load and self.even.work(task).follows_rows
         seconds = self.even.loaded_s(task, np.array(self.load)) if loaded else self.even(task)
         return seconds * np.array(self.slowness) if self.slowness else seconds

@@ -3,5 +3,19 @@
 from penstock.ops import blocks, sums, transfers
 from penstock.ops.base import OPS, Backward, Kind, OpSpec, register, spec_of
 from penstock.ops.names import Op
+from penstock.ops.work import Sizes, Work
 
-__all__ = ["OPS", "Backward", "Kind", "Op", "OpSpec", "blocks", "register", "spec_of", "sums", "transfers"]
+__all__ = [
+    "OPS",
+    "Backward",
+    "Kind",
+    "Op",
+    "OpSpec",
+    "Sizes",
+    "Work",
+    "blocks",
+    "register",
+    "spec_of",
+    "sums",
+    "transfers",
+]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from penstock.graph.errors import ScheduleError
+from penstock.ops.work import WorkOf
 
 
 class Kind(StrEnum):
@@ -37,7 +38,8 @@ class Backward(StrEnum):
 class OpSpec:
     """The facts of an op.
 
-    name: upper-case letters and digits, as in a task's name. title: what it does, for people.
+    name: upper-case letters and digits, as in a task's name. title: what it does, for people. work: what a
+    task of it asks of a rank; every op needs one.
     backward: what its backward is. transpose: the op whose work the backward does, where that is another one
     (a gather's is a reduce-scatter). given: roles that are not differentiated; the backward of an op that
     saves nothing reads them again. indices: axes that its names carry, out of `mcp`. gradients: state that
@@ -47,6 +49,7 @@ class OpSpec:
     name: str
     title: str
     kind: Kind
+    work: WorkOf | None = None
     backward: Backward = Backward.TASK
     transpose: str = ""
     given: frozenset[str] = frozenset()
@@ -69,6 +72,13 @@ def register(*specs: OpSpec) -> None:
         name = spec.name
         if not (name.isascii() and name.isalnum() and name.isupper() and name[0].isalpha()):
             raise ScheduleError(f"op {name!r}: use upper-case letters and digits, a letter first")
+        if spec.work is None:
+            raise ScheduleError(f"op {spec.name} does not say what work its tasks are: give it `work`")
+        if spec.kind is Kind.COLLECTIVE and spec.backward is Backward.TASK and not spec.transpose:
+            raise ScheduleError(
+                f"op {spec.name} is a collective with a backward and no transpose: name the op that its "
+                "backward is, or itself"
+            )
         if OPS.get(spec.name, spec) != spec:
             raise ScheduleError(f"op {spec.name} is registered already: {OPS[spec.name].title}")
         OPS[spec.name] = spec

@@ -2,26 +2,93 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from penstock.graph.task import Task
 from penstock.ops.base import Kind, OpSpec, register
 from penstock.ops.names import Op
+from penstock.ops.work import Sizes, Work
 
 REPLICATED = "gradients of L{layer}"
 EXPERTS = "expert gradients of L{layer}"
 """State: the gradients of a layer's replicated parameters, and those of its experts."""
 
+
+def _copied(task: Task, sizes: Sizes) -> float:
+    """Bytes of rows put in order, or back."""
+    return sizes.hidden_bytes(2 * sizes.tokens(task) * sizes.top_k)
+
+
+def _copies(task: Task, sizes: Sizes) -> Work:
+    return Work(copied_bytes=_copied(task, sizes))
+
+
+def _attention(task: Task, sizes: Sizes) -> Work:
+    """With shards it ends with a reduce-scatter over them, during which its ranks compute nothing."""
+    tokens = sizes.tokens(task)
+    dense = 0.0 if sizes.moe_layers[task.layer] else sizes.dense_flops(tokens)
+    flops = sizes.attention_flops(tokens) + dense
+    return replace(_between_shards(task, sizes, scatters=task.forward), flops=flops)
+
+
+def _unorder(task: Task, sizes: Sizes) -> Work:
+    """With shards it ends with an all-gather."""
+    return _between_shards(task, sizes, scatters=not task.forward)
+
+
+def _between_shards(task: Task, sizes: Sizes, *, scatters: bool) -> Work:
+    copied = _copied(task, sizes)
+    if sizes.shard_size == 1:
+        return Work(copied_bytes=copied)
+    return Work(
+        copied_bytes=copied,
+        collective="reduce_scatter" if scatters else "all_gather",
+        sent_bytes=sizes.hidden_bytes(sizes.tokens(task) * sizes.shard_size),
+        ranks=sizes.shard_size,
+    )
+
+
+def _shared(task: Task, sizes: Sizes) -> Work:
+    tokens = sizes.tokens(task)
+    return Work(flops=sizes.shared_flops(tokens), copied_bytes=sizes.hidden_bytes(2 * tokens))
+
+
+def _experts(task: Task, sizes: Sizes) -> Work:
+    rows = sizes.rows(task)
+    return Work(
+        flops=sizes.expert_flops(rows),
+        copied_bytes=2 * sizes.hidden_bytes(rows),
+        pieces=len(task.cut.held),
+        follows_rows=True,
+    )
+
+
+def _head(task: Task, sizes: Sizes) -> Work:
+    tokens = sizes.tokens(task)
+    return Work(flops=sizes.head_flops(tokens), copied_bytes=sizes.hidden_bytes(tokens))
+
+
 register(
-    OpSpec(name=Op.EMBED, title="token and position embedding", kind=Kind.COMPUTE, gradients=REPLICATED),
+    OpSpec(
+        name=Op.EMBED,
+        title="token and position embedding",
+        kind=Kind.COMPUTE,
+        work=_copies,
+        gradients=REPLICATED,
+    ),
     OpSpec(
         name=Op.ATTENTION,
         title="attention, router and order (a dense block: all of it)",
         kind=Kind.COMPUTE,
+        work=_attention,
         gradients=REPLICATED,
     ),
-    OpSpec(name=Op.SHARED, title="shared experts", kind=Kind.COMPUTE, gradients=REPLICATED),
+    OpSpec(name=Op.SHARED, title="shared experts", kind=Kind.COMPUTE, work=_shared, gradients=REPLICATED),
     OpSpec(
         name=Op.EXPERTS,
         title="expert computation",
         kind=Kind.COMPUTE,
+        work=_experts,
         given=frozenset({"route"}),
         indices="mc",
         gradients=EXPERTS,
@@ -30,8 +97,15 @@ register(
         name=Op.UNORDER,
         title="un-order, gate weights, residual",
         kind=Kind.COMPUTE,
+        work=_unorder,
         given=frozenset({"order"}),
         gradients=REPLICATED,
     ),
-    OpSpec(name=Op.HEAD, title="final norm, output head, loss", kind=Kind.COMPUTE, gradients=REPLICATED),
+    OpSpec(
+        name=Op.HEAD,
+        title="final norm, output head, loss",
+        kind=Kind.COMPUTE,
+        work=_head,
+        gradients=REPLICATED,
+    ),
 )

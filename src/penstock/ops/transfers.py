@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.graph.task import Lane
+from penstock.graph.task import Lane, Task
 from penstock.mesh import Axes, Group
 from penstock.ops.base import Backward, Kind, OpSpec, register
 from penstock.ops.names import Op
+from penstock.ops.work import Sizes, Work
 
 HOME = {
     Op.DISPATCH_GATHER: Op.COMBINE_SCATTER,
@@ -38,6 +39,27 @@ class Hop:
 FLAT = (Hop(Op.DISPATCH, Group.EXPERT, Lane.INTER),)
 """One leg: every rank sends every other rank its rows directly."""
 
+COUNT_BYTES = 8
+
+
+def _counts(task: Task, sizes: Sizes) -> Work:
+    return Work(collective="all_to_all", sent_bytes=sizes.num_experts * task.cut.slices * COUNT_BYTES)
+
+
+def _leg(task: Task, sizes: Sizes) -> Work:
+    """With shards, a leg inside a node is an all-gather of rows to all of them, or a reduce-scatter."""
+    sent_bytes = sizes.wire_bytes(sizes.rows(task))
+    if task.lane is not Lane.INTRA or sizes.shard_size == 1:
+        return Work(collective="leg", sent_bytes=sent_bytes, follows_rows=True)
+    scatters = (task.op == Op.COMBINE_GATHER) is task.forward
+    return Work(
+        collective="reduce_scatter" if scatters else "all_gather",
+        sent_bytes=sent_bytes * sizes.shard_size,
+        ranks=sizes.shard_size,
+        follows_rows=True,
+    )
+
+
 _TITLES = {
     Op.DISPATCH_GATHER: "dispatch inside the node, on the way out",
     Op.DISPATCH: "tokens to their experts",
@@ -52,6 +74,7 @@ register(
         name=Op.COUNTS,
         title="exchange of tokens per expert",
         kind=Kind.COLLECTIVE,
+        work=_counts,
         backward=Backward.NONE,
     ),
     *(
@@ -59,6 +82,7 @@ register(
             name=op,
             title=title,
             kind=Kind.COLLECTIVE,
+            work=_leg,
             transpose={**HOME, **AWAY}[op],
             given=frozenset({"route"}),
             indices="mc",

@@ -15,7 +15,7 @@ from penstock.step.passes import Transpose
 from penstock.step.plain import PlainStep
 from tests.step.passes.pictures import check_picture
 from tests.step.support import names, reads
-from tests.steps import task_at
+from tests.steps import no_work, task_at
 
 PLAIN = PlainStep(moe_layers=(True, True), shared_experts=True).graph()
 WHOLE = Transpose()(PLAIN)
@@ -26,9 +26,16 @@ def own_ops() -> Iterator[None]:
     """Ops of a test, which leave no trace."""
     before = dict(OPS)
     register(
-        OpSpec(name="Q", title="quantise", kind=Kind.COPY, given=frozenset({"scale"})),
-        OpSpec(name="P", title="a pass of rows round a ring", kind=Kind.COLLECTIVE, given=frozenset({"to"})),
-        OpSpec(name="SO", title="solve", kind=Kind.HOST, backward=Backward.NONE),
+        OpSpec(name="Q", title="quantise", kind=Kind.COPY, work=no_work, given=frozenset({"scale"})),
+        OpSpec(
+            name="P",
+            title="a pass of rows round a ring",
+            kind=Kind.COLLECTIVE,
+            work=no_work,
+            transpose="P",
+            given=frozenset({"to"}),
+        ),
+        OpSpec(name="SO", title="solve", kind=Kind.HOST, work=no_work, backward=Backward.NONE),
     )
     yield
     OPS.clear()

@@ -1,0 +1,75 @@
+"""What a task asks of a rank, in operations and bytes: the only thing that prices read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from penstock.graph.task import Task
+
+Collective = Literal["", "all_to_all", "leg", "all_reduce", "all_gather", "reduce_scatter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Of one rank with even routing, of the forward task; a backward that computes takes twice as much.
+
+    flops, copied_bytes: computation; pieces: in so many it is done. collective: what the task does on its
+    lane ("leg": one leg of the step's dispatch); sent_bytes: its argument by the convention of ClusterConfig.
+    ranks: that take part, where those are not the ranks along the task's axes. follows_rows: whether all of
+    it grows with the rows that a rank's experts receive.
+    """
+
+    flops: float = 0.0
+    copied_bytes: float = 0.0
+    pieces: int = 1
+    collective: Collective = ""
+    sent_bytes: float = 0.0
+    ranks: int = 0
+    follows_rows: bool = False
+
+
+class Sizes(Protocol):
+    """The sizes of a step on one rank, as `work` of an op asks for them."""
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def shard_size(self) -> int: ...
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]: ...
+
+    def tokens(self, task: Task) -> int:
+        """Tokens of the task's microbatch."""
+        ...
+
+    def rows(self, task: Task) -> float:
+        """Token copies that a rank sends to all experts in the task's chunk."""
+        ...
+
+    def reduced_bytes(self, task: Task) -> int:
+        """Bytes of gradients in the task's piece of its buffer."""
+        ...
+
+    def hidden_bytes(self, rows: float) -> float: ...
+
+    def wire_bytes(self, rows: float) -> float: ...
+
+    def attention_flops(self, tokens: int) -> float: ...
+
+    def dense_flops(self, tokens: int) -> float: ...
+
+    def shared_flops(self, tokens: int) -> float: ...
+
+    def expert_flops(self, rows: float) -> float: ...
+
+    def head_flops(self, tokens: int) -> float: ...
+
+
+WorkOf = Callable[[Task, Sizes], Work]
