@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Group
-from penstock.ops import Kind, Op, spec_of
+from penstock.ops import Kind, Op, Sizes, Work, spec_of
 from penstock.ops.transfers import FLAT
 from penstock.schedule import SCHEDULES, Pieces, StepPlan, plan_step, unit_cost
 from penstock.step import StepShape
