@@ -37,7 +37,7 @@ def refusal(rank: int, num_experts: int, options: dict[str, int], dispatch: str)
     [
         (6, {}, "flat", ("moe.num_experts = 6", "evenly by 4 ranks", "Nearest valid: 8")),
         (8, {"ep_size": 3}, "flat", ("ep_size = 3", "must divide", "Nearest valid: 2")),
-        (8, {"ep_size": 0}, "flat", ("ep_size = 0", "Use 1 or more")),
+        (8, {"ep_size": 0}, "flat", ("ep_size = 0", "Nearest valid: 1")),
         (8, {"ranks_per_node": 3}, "flat", ("ranks_per_node = 3", "must divide", "Nearest valid: 2")),
         (8, {}, "hierarchical_1d", ("hierarchical_1d", "over several nodes", "Use flat")),
         (8, {"ep_size": 2, "ranks_per_node": 2}, "hierarchical_2d", ("over several nodes", "Use flat")),

@@ -3,6 +3,7 @@
 from penstock.runtime.clip import clip_grad_norm_
 from penstock.runtime.errors import ParameterMismatchError, ScheduleMismatchError, TaskError
 from penstock.runtime.exchange import ExpertParallel, expert_parameters, ignore_experts
+from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.parts import BlockParts, ModelParts
 from penstock.runtime.stack import Machinery, PipelinedStack
 from penstock.runtime.statistics import StepStatistics
@@ -10,14 +11,18 @@ from penstock.runtime.statistics import StepStatistics
 __all__ = [
     "BlockParts",
     "ExpertParallel",
+    "Inputs",
     "Machinery",
     "ModelParts",
+    "Outputs",
     "ParameterMismatchError",
     "PipelinedStack",
     "ScheduleMismatchError",
+    "StepContext",
     "StepStatistics",
     "TaskError",
     "clip_grad_norm_",
     "expert_parameters",
+    "handles",
     "ignore_experts",
 ]

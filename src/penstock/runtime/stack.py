@@ -103,6 +103,7 @@ class PipelinedStack(nn.Module):
         """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ."""
         plan.schedule.check(plan.graph)
         check_agreement(plan, self.machinery.control)
+        self.machinery.transports.open((task.lane, task.axes) for task in plan.graph.tasks if task.axes)
         self.plan = plan
         self._programs: dict[bool, Program] = {}
         return plan

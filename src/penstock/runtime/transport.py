@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -40,6 +40,10 @@ class Transport(Protocol):
         """Number of ranks in the group."""
         ...
 
+    def has(self, group: Axes) -> bool:
+        """Whether it can be used with such groups."""
+        ...
+
     @property
     def traffic(self) -> Counter[int]:
         """Bytes of payload that this rank has sent, by receiving rank."""
@@ -50,34 +54,64 @@ class Transport(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Transports:
-    """One per communication lane. intra: only where a dispatch has legs inside nodes."""
+    """One per communication lane. intra: only where a dispatch has legs inside nodes.
+
+    make: makes another transport, for groups that a plan needs and no other has; None = all have all.
+    """
 
     inter: Transport
     intra: Transport | None = None
+    make: Callable[[tuple[Axes, ...]], Transport] | None = None
+    more: dict[tuple[Lane, Axes], Transport] = field(default_factory=dict)
 
-    def of(self, lane: Lane) -> Transport:
-        """The transport of a lane."""
+    def of(self, lane: Lane, axes: Axes = ()) -> Transport:
+        """The transport of a lane; with axes, the one that has those groups."""
+        if (lane, axes) in self.more:
+            return self.more[lane, axes]
         if lane is Lane.INTER:
             return self.inter
         assert self.intra is not None, "a layout with nodes has a transport inside them"
         return self.intra
 
+    def open(self, pairs: Iterable[tuple[Lane, Axes]]) -> None:
+        """Make groups for the pairs that have none yet. All ranks call it with the same pairs.
+
+        Costs nothing if all are there, else one connection per pair of ranks and group.
+        """
+        held = {Lane.INTER: self.inter, Lane.INTRA: self.intra}
+        for lane, axes in sorted(set(pairs)):
+            transport = held.get(lane)
+            known = (lane, axes) in self.more or (transport is not None and transport.has(axes))
+            if not known and self.make is not None:
+                self.more[lane, axes] = self.make((axes,))
+
     @property
     def traffic(self) -> Counter[int]:
         """Bytes of payload that this rank has sent, by receiving rank."""
-        return self.inter.traffic if self.intra is None else self.inter.traffic + self.intra.traffic
+        total: Counter[int] = Counter()
+        for transport in self._all:
+            total += transport.traffic
+        return total
 
     def abort(self) -> None:
         """Wake whoever waits in any of them."""
-        self.inter.abort()
-        if self.intra is not None:
-            self.intra.abort()
+        for transport in self._all:
+            transport.abort()
+
+    @property
+    def _all(self) -> list[Transport]:
+        first = [self.inter] if self.intra is None else [self.inter, self.intra]
+        return [*first, *self.more.values()]
 
 
 class Unconnected:
     """What transports without a network share: sums stay, nothing is sent, nobody waits."""
+
+    def has(self, group: Axes) -> bool:
+        del group
+        return True
 
     def all_reduce(self, tensor: Tensor, group: Axes) -> None:
         del tensor, group
@@ -122,6 +156,9 @@ class GroupTransport(ABC):
 
     def size(self, group: Axes) -> int:
         return self._groups[group].size()
+
+    def has(self, group: Axes) -> bool:
+        return group in self._groups
 
     def all_reduce(self, tensor: Tensor, group: Axes) -> None:
         size = self._groups[group].size()
@@ -240,10 +277,10 @@ def build_transports(layout: Layout, device: torch.device, parallel: ParallelCon
 
     Where an expert group spans nodes there is one inside them, too, and one along the rails between them.
     """
+    make = partial(build_transport, layout, device, parallel)
     if layout.ep_nodes == 1:
-        return Transports(build_transport(layout, device, parallel, INTER_GROUPS))
-    inter = build_transport(layout, device, parallel, (*INTER_GROUPS, Group.RAIL))
-    return Transports(inter, build_transport(layout, device, parallel, (Group.NODE,)))
+        return Transports(make(INTER_GROUPS), make=make)
+    return Transports(make((*INTER_GROUPS, Group.RAIL)), make((Group.NODE,)), make)
 
 
 def build_transport(

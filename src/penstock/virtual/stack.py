@@ -73,6 +73,7 @@ class VirtualStack:
             )
         plan.schedule.check(plan.graph)
         check_agreement(plan, self.machinery.control)
+        self.machinery.transports.open((task.lane, task.axes) for task in plan.graph.tasks if task.axes)
         self.plan = plan
         stops = [task.name for task in plan.graph.tasks if task.op == Op.STATISTICS]
         self._program = compile_plan(plan, virtual_handlers(), stops, self.machinery.layout.mesh.silent)
