@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from penstock.runtime.compute import ComputeHandlers
-
 from penstock.cli import main
+from penstock.models import GPT
 from penstock.train import checkpoint
 from penstock.train.batches import BatchStream
 from penstock.train.stopping import StopRequests
@@ -51,11 +50,11 @@ def before(owner: Any, name: str, trouble: Any, *, calls: int) -> None:
 
 
 PLACES = {
-    "stopped in a step": (ComputeHandlers, "head", stop, AT_STEP),
+    "stopped in a step": (GPT, "head", stop, AT_STEP),
     "stopped at the vote": (StopRequests, "agreed", stop, AT_STEP),
     "stopped in a save": (checkpoint, "save", stop, 1),
     "loading for ever": (BatchStream, "batch", loop, AT_STEP),
-    "fails in a task": (ComputeHandlers, "head", fail, AT_STEP),
+    "fails in a task": (GPT, "head", fail, AT_STEP),
 }
 
 

@@ -53,7 +53,7 @@ class Within:
         """Raises ConfigError about `key` unless `value` holds."""
         if self.holds(value):
             return
-        nearest = self.low if value < self.low else self.high
+        nearest = self.low if value <= self.low else self.high
         excluded = self.above if nearest == self.low else self.below
         hint = f"Use a number {self.words}."
         if not excluded and (value <= self.low or value >= self.high):  # NaN is neither

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, Items, Within, check_bounds
 from penstock.plan.choice import Choice
 from penstock.plan.predict import timelines
 from penstock.plan.problem import Problem
@@ -27,6 +27,8 @@ QUICK = 6
 
 MOST_BUDGET = 1000.0
 
+Count = Annotated[int, Within(0, 2**62, "no search looks at more")]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
@@ -37,14 +39,17 @@ class Searched:
     up; None = it was not. skipped: published planners whose plans were not compared.
     """
 
-    simulated: int
-    ruled_out: int
-    left_out: int
-    placements: int
-    allowed: int
-    budget: float
+    simulated: Count
+    ruled_out: Count
+    left_out: Count
+    placements: Count
+    allowed: Count
+    budget: Annotated[float, Within(0, MOST_BUDGET, "no search had a larger one")]
     stopped: str | None = None
-    skipped: tuple[str, ...] = ()
+    skipped: Annotated[tuple[str, ...], Items(64, "there are no more published planners")] = ()
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     @property
     def complete(self) -> bool:

@@ -187,6 +187,11 @@ def _check_places(parameters: Sequence[nn.Parameter], names: dict[int, str], dev
                 f"{name} is a DTensor: a stack places and reduces parameters itself. Do not shard the model "
                 "around it (fully_shard); for sharded layers use MoELayer with ExpertParallel instead."
             )
+        if not p.is_leaf:
+            raise ValueError(
+                f"{name} is computed from other tensors (functional_call does that): a stack reduces "
+                "gradients of parameters. Give it parameters, or use torch.nn.utils.parametrize."
+            )
         if p.device.type != device.type or device.index not in (None, p.device.index):
             raise ValueError(
                 f"{name} is on {p.device}, and the stack runs on {device}: move the model back, or build a "

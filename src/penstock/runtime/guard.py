@@ -100,7 +100,7 @@ class ExpertGuard:
             yield from (name for name, parameter in found.items() if not is_marked(parameter))
         unknown = {id(parameter): name for name, parameter in found.items() if not is_marked(parameter)}
         if unknown:
-            yield from (unknown[i] for i in _gathered_by_composables() if i in unknown)
+            yield from (unknown[i] for i in gathered_by_composables() if i in unknown)
 
     def _compare(self, experts: nn.Module, x: Tensor, parts: str) -> None:
         """Ranks must have the same kind of layer; what is trained matters to replicas, who sum it."""
@@ -141,7 +141,7 @@ def _refuse_place(experts: nn.Module, x: Tensor, ranks: ExpertRanks) -> None:
             )
 
 
-def _gathered_by_composables() -> Iterator[int]:
+def gathered_by_composables() -> Iterator[int]:
     """Identities of the whole parameters that `fully_shard` and `replicate` show inside a forward."""
     for reference in list(_module_state_mapping.values()):
         state = reference()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, Protocol
@@ -70,7 +71,8 @@ class ThreadLanes:
             _settle(worker, run)
         if run.failure is not None:
             raise run.failure from run.failure.__cause__
-        return run.ran
+        # Not `run` itself: it knows what executes, and a circle of references would keep a step's tensors.
+        return partial(_ran, span, {lane: progress.times for lane, progress in run.lanes.items()})
 
     def close(self) -> None:
         for worker in self._workers.values():
@@ -143,7 +145,7 @@ class _ThreadRun:
 
     def __init__(self, span: Span, execute: Execute, on_failure: Callable[[], None]) -> None:
         self._span, self._execute, self._on_failure = span, execute, on_failure
-        self._lanes = {lane: _Progress() for lane in span}
+        self.lanes = {lane: _Progress() for lane in span}
         self._failing = Lock()
         self.failure: LaneError | None = None
 
@@ -151,8 +153,8 @@ class _ThreadRun:
         """Run one lane's calls from front to back; stop early if any lane has failed."""
         if lane not in self._span:
             return
-        mine = self._lanes[lane]
-        others = [other for name, other in self._lanes.items() if name is not lane]
+        mine = self.lanes[lane]
+        others = [other for name, other in self.lanes.items() if name is not lane]
         execute, times, clock = self._execute, mine.times, time.perf_counter
         for call in self._span[lane]:
             try:
@@ -174,24 +176,16 @@ class _ThreadRun:
                 if wanted is not None and wanted[0] is lane and wanted[1] <= mine.done:
                     other.wake.put(None)
 
-    def ran(self) -> list[Ran]:
-        """When every call ran."""
-        return [
-            Ran(call.task, start_s, end_s)
-            for lane, calls in self._span.items()
-            for call, (start_s, end_s) in zip(calls, self._lanes[lane].times, strict=True)
-        ]
-
     def interrupt(self, lane: Lane, error: BaseException) -> None:
         """Stop all lanes for something that came from outside while `lane` was under way."""
         lane = lane if self._span.get(lane) else next(each for each, calls in self._span.items() if calls)
-        calls, done = self._span[lane], self._lanes[lane].done
+        calls, done = self._span[lane], self.lanes[lane].done
         self._fail(calls[min(done, len(calls) - 1)].task, 0.0, error)
 
     def _wait(self, mine: _Progress, call: Call) -> bool:
         """Until other lanes are as far as the call needs them. False if one has failed."""
         for lane, count in call.waits:
-            other = self._lanes[lane]
+            other = self.lanes[lane]
             if other.done >= count:
                 continue
             mine.wanted = (lane, count)
@@ -209,10 +203,19 @@ class _ThreadRun:
                 failure = LaneError(task, waited_s)
                 failure.__cause__ = error
                 self.failure = failure
-        for lane in self._lanes.values():
+        for lane in self.lanes.values():
             lane.wake.put(None)
         if first and self.failure is not None:
             _stop_others(self._on_failure, self.failure)
+
+
+def _ran(span: Span, times: Mapping[Lane, Sequence[tuple[float, float]]]) -> list[Ran]:
+    """When every call ran."""
+    return [
+        Ran(call.task, start_s, end_s)
+        for lane, calls in span.items()
+        for call, (start_s, end_s) in zip(calls, times[lane], strict=True)
+    ]
 
 
 def _stop_others(on_failure: Callable[[], None], failure: LaneError) -> None:

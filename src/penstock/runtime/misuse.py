@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.runtime.guard import gathered_by_composables
 
 
 def refuse_data_parallel() -> NoReturn:
@@ -13,6 +17,26 @@ def refuse_data_parallel() -> NoReturn:
         "a PipelinedStack needs no DistributedDataParallel or DataParallel: when loss.backward() returns, "
         "every gradient is synchronised already. Use the stack as it is."
     )
+
+
+def check_no_data_parallel(model: nn.Module) -> None:
+    """Raise TypeError if DistributedDataParallel, around a module that holds the stack, manages its model."""
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if ddp is not None:
+        managed = {id(parameter) for parameter in ddp._module_parameters}
+        if any(id(parameter) in managed for parameter in model.parameters()):
+            refuse_data_parallel()
+
+
+def check_not_sharded(model: nn.Module) -> None:
+    """Raise TypeError if FSDP or `replicate` around a module that holds the stack manages its parameters."""
+    gathered = set(gathered_by_composables())
+    taken = any(getattr(module, "_is_fsdp_managed_module", False) for module in model.modules())
+    if taken or any(id(parameter) in gathered for parameter in model.parameters()):
+        raise TypeError(
+            "a PipelinedStack places and reduces its parameters itself: FSDP or replicate around it would "
+            "reduce gradients a second time. Wrap the other modules only, each by itself."
+        )
 
 
 def refuse_pickle() -> NoReturn:

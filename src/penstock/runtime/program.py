@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from penstock.graph import Graph, Lane, Name, Task
 from penstock.graph.paths import issue_order
 from penstock.mesh import Axes
+from penstock.ops import Op
 from penstock.runtime.handlers import Handler, Handlers, check_handlers
 from penstock.schedule import StepPlan
 
@@ -186,3 +187,26 @@ def _waits(
                 wanted[other] = max(wanted.get(other, 0), i + 1)
     known.update(wanted)
     return tuple(wanted.items())
+
+
+MOST_KEPT = 32
+"""Compiled plans that a stack remembers: a comparison runs several in turn."""
+
+
+class Programs:
+    """Compiled plans, each made when it is first asked for. silent: kinds of groups of one rank."""
+
+    def __init__(self, handlers: Handlers, silent: Collection[Axes]) -> None:
+        self._handlers, self._silent = handlers, silent
+        self._known: dict[tuple[int, bool], tuple[StepPlan, Program]] = {}
+
+    def of(self, plan: StepPlan, *, training: bool) -> Program:
+        """The plan for training, or its forward half alone. Raises ScheduleError for what nothing handles."""
+        key = id(plan), training
+        if key not in self._known:
+            stops = [task.name for task in plan.graph.tasks if task.op == Op.STATISTICS]
+            if len(self._known) >= MOST_KEPT:
+                self._known.pop(next(iter(self._known)))
+            program = compile_plan(plan, self._handlers, stops, self._silent, all=training)
+            self._known[key] = plan, program  # with the plan, or its id might become another's
+        return self._known[key][1]

@@ -19,7 +19,6 @@ from penstock.dispatch import Place
 from penstock.moe import RouteMaker
 from penstock.moe.balance import BALANCES
 from penstock.moe.config import MoEConfig
-from penstock.ops import Op
 from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
 from penstock.runtime.agree import check_agreement
 from penstock.runtime.batch import AnySizes, EqualSizes, SampleNumbers, Samples, Sizes
@@ -30,9 +29,15 @@ from penstock.runtime.gradients import Gradients
 from penstock.runtime.handlers import HANDLERS
 from penstock.runtime.lanes import Lanes
 from penstock.runtime.layers import check_layers, check_same, shape_of
-from penstock.runtime.misuse import check_no_checkpoint, refuse_data_parallel, refuse_pickle
+from penstock.runtime.misuse import (
+    check_no_checkpoint,
+    check_no_data_parallel,
+    check_not_sharded,
+    refuse_data_parallel,
+    refuse_pickle,
+)
 from penstock.runtime.parts import ModelParts
-from penstock.runtime.program import Program, compile_plan
+from penstock.runtime.program import Program, Programs
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.step import Step
 from penstock.runtime.transport import Transports
@@ -97,6 +102,7 @@ class PipelinedStack(nn.Module):
         fixed = any(self._shape.moe_layers) and not self._shape.exchange_counts
         self._sizes: Sizes = EqualSizes(machinery.control) if fixed else AnySizes()
         self._make_plan = make_plan
+        self._programs = Programs(HANDLERS, machinery.layout.mesh.silent)
         self.plan = self.adopt(make_plan(self._shape, *self.buckets.sizes_bytes))
 
     def adopt(self, plan: StepPlan) -> StepPlan:
@@ -105,19 +111,14 @@ class PipelinedStack(nn.Module):
         check_agreement(plan, self.machinery.control)
         self.machinery.transports.open((task.lane, task.axes) for task in plan.graph.tasks if task.axes)
         self.plan = plan
-        self._programs: dict[bool, Program] = {}
         return plan
 
     def program(self, *, training: bool) -> Program:
-        """The plan, compiled for training or for the forward half alone; made when first asked for.
+        """The plan, compiled for training or for the forward half alone.
 
         Raises ScheduleError for a task that no handler can run.
         """
-        if training not in self._programs:
-            silent = self.machinery.layout.mesh.silent
-            stops = [task.name for task in self.plan.graph.tasks if task.op == Op.STATISTICS]
-            self._programs[training] = compile_plan(self.plan, HANDLERS, stops, silent, all=training)
-        return self._programs[training]
+        return self._programs.of(self.plan, training=training)
 
     def replan(self) -> StepPlan:
         """Plan anew for the parameters that are trained now; every rank must call it.
@@ -154,6 +155,7 @@ class PipelinedStack(nn.Module):
         training = torch.is_grad_enabled() and self.training
         if training:
             check_no_checkpoint()
+            check_no_data_parallel(self.model)
         self._take_up_changes()
         given = self._samples(tokens_BL, labels_BL, sample_ids_B, valid_BL, training)
         batch = self._sizes.settle(given, largest_batch).cut(self.plan.shape.microbatches, self.seed)
@@ -217,6 +219,7 @@ class PipelinedStack(nn.Module):
                 "modules inside that one, or build a new stack."
             )
         if not self.gradients.holds(self.plan.shape):
+            check_not_sharded(self.model)
             check_same(self._checked_shape(), self._shape)
             self.makers = self._route_makers()
             self.mark_experts()
@@ -238,6 +241,17 @@ class PipelinedStack(nn.Module):
         if tokens_BL.dim() != 2 or labels_BL.shape != tokens_BL.shape:
             shapes = f"{list(tokens_BL.shape)} and {list(labels_BL.shape)}"
             raise ValueError(f"tokens and labels must both be [samples, tokens per sample], not {shapes}")
+        if valid_BL is not None and (valid_BL.shape != tokens_BL.shape or valid_BL.dtype != torch.bool):
+            given = f"{valid_BL.dtype} {list(valid_BL.shape)}"
+            raise ValueError(
+                f"valid_BL must be bool and as large as tokens_BL, {list(tokens_BL.shape)}, not {given}: "
+                "True for a token, False for padding"
+            )
+        if ids_B is not None and (ids_B.shape != tokens_BL.shape[:1] or ids_B.dtype != torch.int64):
+            given = f"{ids_B.dtype} {list(ids_B.shape)}"
+            raise ValueError(
+                f"sample_ids_B must be int64 [{len(tokens_BL)}], one for each sample, not {given}"
+            )
         if ids_B is None:
             ids_B = self._numbers.take(len(tokens_BL), tokens_BL.device, training=training)
         return Samples(tokens_BL, labels_BL, ids_B, valid_BL)

@@ -58,7 +58,8 @@ class Step:
         self._show(statistics)
         if self.training:
             self._compare_parameters()
-        return statistics.loss
+        # A copy, or the loss would know the step, and the step its loss: a circle that keeps all tensors.
+        return statistics.loss.clone()
 
     def _show(self, statistics: StepStatistics) -> None:
         """What the stack tells about: the step that ran last, forward or backward, whichever came before."""

@@ -7,6 +7,7 @@ Nothing is saved of which a number is not finite, and nothing is loaded that has
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from penstock.config import ConfigError
 from penstock.runtime import PipelinedStack
 from penstock.topology import Control
-from penstock.topology.blame import reason
+from penstock.topology.blame import explain, reason
+from penstock.topology.rollcall import ACTIVITY
 from penstock.train.finite import first_not_finite
 from penstock.train.storage.files import DamagedError, make_durable
 from penstock.train.storage.old_format import METADATA, OldShards
@@ -115,8 +117,7 @@ class Checkpoints:
         return final
 
     def _clear(self, work: Path) -> None:
-        if work.exists():
-            shutil.rmtree(work)
+        _remove(work)
         work.mkdir(parents=True)
 
     def _finish(
@@ -134,15 +135,15 @@ class Checkpoints:
         others = {path.name: digest_of(path) for path in work.iterdir() if path.name not in digests}
         write_sums(work, {**digests, **others})
         make_durable(work)
-        if final.exists():  # aside at first: at no moment is there neither the old one nor the new one
+        if os.path.lexists(final):  # aside first: at every moment the old one or the new one is there
             final.rename(self.folder / f"{UNFINISHED}{final.name}")
         work.rename(final)
         make_durable(self.folder)
         for old in complete_checkpoints(self.folder)[: -self.keep]:
             if old != final:  # the only one that is known to be whole
-                shutil.rmtree(old)
+                _remove(old)
         for broken in self.folder.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(broken)
+            _remove(broken)
 
     # ---- loading -------------------------------------------------------------------------------------------
 
@@ -182,7 +183,10 @@ class Checkpoints:
             raise DamagedError(f"{broken} in it is not finite")
         generator = _generator_name(self._control.rank)
         if generator in state:
-            torch.set_rng_state(state[generator])
+            try:
+                torch.set_rng_state(state[generator])
+            except (RuntimeError, TypeError) as error:
+                raise DamagedError(f"its {generator} is no state of a generator") from error
 
     def set_aside(self, path: Path) -> None:
         """Rename a damaged checkpoint, so that it is neither the newest nor counted; on rank 0."""
@@ -232,13 +236,14 @@ class Checkpoints:
         CheckpointException is no Exception in torch, so an ordinary handler would never see it.
         """
         try:
-            work()
+            with ACTIVITY.exchanging(purpose):
+                work()
         except CheckpointException as error:
             first = next(iter(error.failures.values()))[0]
             kind = DamagedCheckpointError if isinstance(first, DamagedError) else CheckpointError
-            raise kind(_failed(purpose, first)) from error
+            raise kind(_failed(purpose, first, explain)) from error
         except (OSError, RuntimeError, ValueError) as error:
-            raise CheckpointError(_failed(purpose, error)) from error
+            raise CheckpointError(_failed(purpose, error, explain)) from error
 
 
 # ---- one checkpoint ----------------------------------------------------------------------------------------
@@ -299,6 +304,14 @@ def _check_files(path: Path, record: Record) -> None:
         raise DamagedError(f"{SUMS} does not name the files that belong to it")
 
 
+def _remove(path: Path) -> None:
+    """Take a checkpoint away; of one that is a link, to another disk perhaps, only the link."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
 def _rename_damaged(path: Path) -> None:
     number, target = 1, path.with_name(f"{DAMAGED}{path.name}")
     while target.exists():
@@ -307,9 +320,10 @@ def _rename_damaged(path: Path) -> None:
     path.rename(target)
 
 
-def _failed(purpose: str, error: BaseException) -> str:
+def _failed(purpose: str, error: BaseException, why: Callable[[BaseException], str] = reason) -> str:
+    """why: what to say of the error; `explain` asks which rank is silent."""
     kind = "" if isinstance(error, DamagedError) else f"{type(error).__name__}: "
-    return f"{purpose} failed: {kind}{reason(error)}"
+    return f"{purpose} failed: {kind}{why(error)}"
 
 
 def _generator_name(rank: int) -> str:

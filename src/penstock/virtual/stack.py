@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.cost import ClusterConfig, Workload
-from penstock.ops import Op
 from penstock.runtime.agree import check_agreement
 from penstock.runtime.executor import Execution
-from penstock.runtime.program import compile_plan
+from penstock.runtime.program import Programs
 from penstock.runtime.stack import Machinery
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
@@ -56,6 +55,7 @@ class VirtualStack:
         self._prepared: _Prepared | None = None
         self._counts: tuple[int, Counts] | None = None
         self._buffers = Buffers(workload, sum(base_shape.moe_layers))
+        self._programs = Programs(virtual_handlers(), machinery.layout.mesh.silent)
         self.plan = self.adopt(make_plan(base_shape, *self.bucket_sizes))
 
     @property
@@ -75,8 +75,6 @@ class VirtualStack:
         check_agreement(plan, self.machinery.control)
         self.machinery.transports.open((task.lane, task.axes) for task in plan.graph.tasks if task.axes)
         self.plan = plan
-        stops = [task.name for task in plan.graph.tasks if task.op == Op.STATISTICS]
-        self._program = compile_plan(plan, virtual_handlers(), stops, self.machinery.layout.mesh.silent)
         return plan
 
     def cost(self, number: int) -> VirtualCost:
@@ -99,7 +97,8 @@ class VirtualStack:
         """
         handlers = self._ready(number).handlers
         rank, lanes = self.machinery.layout.rank, self.machinery.lanes
-        self.execution = Execution(self.plan, self._program, lanes, handlers, rank)
+        program = self._programs.of(self.plan, training=True)
+        self.execution = Execution(self.plan, program, lanes, handlers, rank)
         self.execution.run()
         self.execution.run()
 

@@ -73,12 +73,19 @@ class _WeightApart(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows_RM)
         ctx.weight_EMH, ctx.sizes, ctx.store = weight_EMH, sizes, store
+        ctx.version = weight_EMH._version
         return grouped_product(rows_RM, weight_EMH, sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (rows_RM,), grad_RH = ctx.saved_tensors, grads[0].contiguous()
+        if ctx.weight_EMH._version != ctx.version:  # what autograd checks of tensors that it saves
+            raise RuntimeError(
+                f"experts' weights {list(ctx.weight_EMH.shape)} were changed in place between forward and "
+                "backward, so gradients would be those of neither: update them after backward, or compute "
+                "the loss again"
+            )
         ctx.store.take(rows_RM, grad_RH, ctx.weight_EMH, ctx.sizes)
         return grouped_product(grad_RH, ctx.weight_EMH.transpose(1, 2), ctx.sizes), None, None, None
 
@@ -101,7 +108,9 @@ def _product(
 
 @torch.no_grad()
 def _accumulate(rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> None:
-    """weight.grad[e] += rows_e^T grad_e for every expert."""
+    """weight.grad[e] += rows_e^T grad_e for every expert; nothing if it has been frozen since forward."""
+    if not weight_EMH.requires_grad:
+        return
     first = weight_EMH.grad is None
     if weight_EMH.grad is None:
         weight_EMH.grad = torch.empty_like(weight_EMH)

@@ -78,7 +78,7 @@ def measure_links(config: RunConfig, machinery: Machinery, budget_s: float) -> t
             weight = waiting.pop(probe.wire)
             share_s = budget.left_s * weight / (weight + sum(waiting.values()))
             known[probe.wire] = _measure(probe, budget, share_s, machinery.device)
-        found.append(replace(known[probe.wire], group=str(probe.group)))
+        found.append(replace(known[probe.wire], group=Group.name(probe.group)))
     mine = tuple(found)
     return machinery.control.gather(mine, "comparing measured links")[0]
 
@@ -95,7 +95,7 @@ def _measure(probe: Probe, budget: Budget, share_s: float, device: torch.device)
     line = fit_line(points, trusted=TRUSTED)
     return LinkModel(
         collective=probe.collective,
-        group=str(probe.group),
+        group=Group.name(probe.group),
         lane=str(probe.lane),
         ranks=len(probe.members),
         alpha_s=line.alpha_s,

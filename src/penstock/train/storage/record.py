@@ -54,6 +54,11 @@ class Record:
         }
         if table.keys() != kinds.keys() or not all(isinstance(table[key], kinds[key]) for key in kinds):
             raise DamagedError(f"{RECORD} is not what a checkpoint says about itself")
+        numbers = [table["step"], table["processes"]]
+        if any(isinstance(n, bool) or n < 0 for n in numbers) or not all(
+            isinstance(name, str) for name in table["files"]
+        ):
+            raise DamagedError(f"{RECORD} is not what a checkpoint says about itself")
         return Record(**table)
 
     def check_identity(self, path: Path, identity: Mapping[str, object]) -> None:

@@ -1,0 +1,146 @@
+"""What people do to a stack and its inputs that would give other numbers without a word."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.runtime import PipelinedStack, TaskError
+from penstock.schedule import SCHEDULES, ScheduleConfig
+from tests.support.parity import Case, batch_of, stack_of
+from tests.support.ranks import Pools
+
+
+def case(name: str = "flowmoe", world_size: int = 1) -> Case:
+    return Case(
+        world_size=world_size,
+        ep_size=world_size,
+        schedule=ScheduleConfig(name=name, microbatches=2),
+        model=ModelConfig(num_layers=2, hidden_size=8, num_heads=2, seq_len=6, vocab_size=16),
+        moe=MoEConfig(num_experts=4, top_k=2, moe_ffn_hidden_size=8),
+        batch=4,
+    )
+
+
+def experts_of(stack: PipelinedStack) -> list[nn.Parameter]:
+    return [p for layer in range(2) for p in stack.parts.expert_parameters(layer)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_experts_changed_between_forward_and_backward_are_noticed(name: str) -> None:
+    stack = stack_of(0, case(name))
+    loss = stack(*batch_of(case(name)))
+    with torch.no_grad():
+        experts_of(stack)[0].mul_(2)
+    with pytest.raises(TaskError, match=r"were changed in place between forward and\s+backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ["sequential", "penstock"])
+def test_experts_frozen_between_forward_and_backward_get_nothing(name: str) -> None:
+    stack = stack_of(0, case(name))
+    loss = stack(*batch_of(case(name)))
+    stack.requires_grad_(False)
+    loss.backward()
+    assert [name for name, p in stack.named_parameters() if p.grad is not None] == []
+
+
+@pytest.mark.parametrize(
+    "valid",
+    [
+        torch.ones(4, dtype=torch.bool),
+        torch.ones(4, 1, dtype=torch.bool),
+        torch.ones(6, 4, dtype=torch.bool),
+        torch.ones(4, 6, dtype=torch.int64),
+    ],
+)
+def test_a_mask_of_another_shape_or_type_is_refused(valid: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"valid_BL must be bool and as large as tokens_BL, \[4, 6\], not"):
+        stack_of(0, case())(*batch_of(case()), valid_BL=valid)
+
+
+@pytest.mark.parametrize("ids", [torch.arange(3), torch.arange(4.0), torch.arange(4).view(2, 2)])
+def test_sample_ids_of_another_shape_or_type_are_refused(ids: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"sample_ids_B must be int64 \[4\], one for each sample"):
+        stack_of(0, case())(*batch_of(case()), ids)
+
+
+def test_parameters_that_are_computed_are_refused() -> None:
+    stack = stack_of(0, case())
+    weight = dict(stack.named_parameters())["model.output.weight"]
+    computed = {"model.output.weight": weight.detach().requires_grad_() * 1.0}
+    with pytest.raises(ValueError, match=r"output.weight is computed from other tensors"):
+        torch.func.functional_call(stack, computed, batch_of(case()))
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_step_is_freed_without_the_collector_of_circles(name: str) -> None:
+    """Its activations may be all memory there is, and the collector counts objects, not bytes."""
+    stack = stack_of(0, case(name))
+    held: list[weakref.ref[Any]] = []
+    for number in range(3):
+        loss = stack(*batch_of(case(name)))
+        assert stack.execution is not None
+        held.append(weakref.ref(stack.execution))
+        if number == 0:
+            loss.backward()
+        del loss
+        stack.records()
+    assert [ref() is not None for ref in held] == [False, False, True]  # the last one can still be asked
+
+
+class Around(nn.Module):
+    def __init__(self, stack: PipelinedStack) -> None:
+        super().__init__()
+        self.stack = stack
+
+    def forward(self, tokens_BL: Tensor, labels_BL: Tensor) -> Tensor:
+        loss: Tensor = self.stack(tokens_BL, labels_BL)
+        return loss
+
+
+def sharded(module: nn.Module) -> nn.Module:
+    fully_shard(module)
+    return module
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DistributedDataParallel": DistributedDataParallel,
+    "fully_shard": sharded,
+}
+
+
+def wrapped(rank: int, wrapper: str) -> str:
+    stack = stack_of(rank, case(world_size=2))
+    tokens, labels = batch_of(case(world_size=2))
+    mine = slice(4 * rank, 4 * rank + 4)
+    try:
+        WRAPPERS[wrapper](Around(stack))(tokens[mine], labels[mine])
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_around_a_module_with_a_stack_is_refused(ranks: Pools, wrapper: str) -> None:
+    for text in ranks(2).run(wrapped, wrapper):
+        assert "a PipelinedStack" in text, text
