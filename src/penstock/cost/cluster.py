@@ -11,7 +11,7 @@ from penstock.cost.span import Span
 from penstock.graph import Phase
 from penstock.ops import Op
 
-Rate = Annotated[float, Within(1e-3, 1e24, "beyond, durations leave the range of floating point")]
+Rate = Annotated[float, Within(1e-3, 1e30, "beyond, durations leave the range of floating point")]
 """Per second."""
 
 StartUp = Annotated[float, Within(0, 1e6, "a million seconds are twelve days", above=True)]
