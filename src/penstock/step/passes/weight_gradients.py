@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from penstock.graph import Graph, Name, Phase, Task
 from penstock.ops.names import Op
-from penstock.step.rewrite import end_layers, require
+from penstock.step.rewrite import end_layers
 from penstock.step.stages import Stage
 
 
@@ -22,8 +22,6 @@ class WeightGradients:
     stage = Stage.WEIGHTS
 
     def __call__(self, graph: Graph) -> Graph:
-        if any(task.op == Op.EXPERTS for task in graph.tasks):
-            require(graph, Op.EXPERTS)
         out: list[Task] = []
         added: dict[int, list[Task]] = {}
         for task in graph.tasks:
