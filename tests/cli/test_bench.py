@@ -208,7 +208,7 @@ def test_ranks_that_somebody_else_started_get_no_second_network() -> None:
         (["compare.schedules=[]"], ["compare.schedules", "nothing to compare"]),
         (["moe.capacity_factor=none"], ["moe.capacity_factor", "use --virtual"]),
         (["--schedules", "sequential,flow"], ["compare.schedules", "flow", "Use some of", "moe_pipeline"]),
-        (["compare.rounds=0"], ["compare.rounds", "at least 1"]),
+        (["compare.rounds=0"], ["compare.rounds = 0", "Nearest valid: 1"]),
         (["compare.peer=deepspeed"], ["compare.peer", "compare.peers"]),
         (["--virtual", "virtual.routing=recorded"], ["virtual.recorded", "Give its path"]),
     ],

@@ -76,4 +76,4 @@ def test_a_plan_file_that_is_not_there(tmp_path: Path) -> None:
     done = run("train", write_config(tmp_path), "plan.source=nowhere.json")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1  # every rank finds the same fault; once is enough
-    assert done.stderr.startswith("penstock: nowhere.json: cannot be read")
+    assert done.stderr.startswith("penstock: nowhere.json: there is no such file")

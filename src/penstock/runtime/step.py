@@ -16,6 +16,7 @@ from penstock.runtime.marks import agree, mismatch, raise_mismatch
 from penstock.runtime.misuse import raise_replaced
 from penstock.runtime.segment import PassThrough, Segment
 from penstock.runtime.statistics import StepStatistics
+from penstock.topology.rollcall import ACTIVITY
 
 if TYPE_CHECKING:
     from penstock.runtime.stack import PipelinedStack
@@ -50,6 +51,7 @@ class Step:
 
     def forward(self) -> Tensor:
         """The loss of the whole batch of all ranks."""
+        ACTIVITY.begin_step()
         # Inside an autograd.Function gradients are off; segments need them for their own graphs.
         with torch.set_grad_enabled(self.training):
             self.execution.run()

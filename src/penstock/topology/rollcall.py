@@ -55,6 +55,10 @@ class Activity:
         if not is_transport_error(error):
             self.failure = f"{what}: {type(error).__name__}: {error}".splitlines()[0][:MOST_REASON]
 
+    def begin_step(self) -> None:
+        """A step begins, so what failed before was caught, and is no reason for what ends later."""
+        self.failure = None
+
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:
         """In an exchange outside the steps; one may be part of another."""
