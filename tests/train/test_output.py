@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import ConfigError
-from penstock.train.output import LOCK, MARKS, OutputFolder
+from penstock.train.output import CONFIG, LOCK, MARKS, OutputFolder
 
 HOLD = """
 import sys
@@ -55,6 +55,22 @@ def test_every_mark_of_a_run_moves_the_folder(tmp_path: Path, mark: str) -> None
         assert output.moved_to == tmp_path / "run.1"
         assert [path.name for path in folder.iterdir()] == [LOCK]
     assert (tmp_path / "run.1" / mark).exists()
+
+
+def test_a_run_that_had_only_begun_is_moved_too(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in (LOCK, CONFIG):
+        (folder / name).write_text("")
+    with OutputFolder(folder, keep=False) as output:
+        assert output.moved_to == tmp_path / "run.1"
+
+
+def test_the_folder_of_a_project_is_refused(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text("[project]")
+    with pytest.raises(ConfigError, match="that no run wrote"), OutputFolder(tmp_path, keep=False):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == [CONFIG]
 
 
 def test_earlier_runs_are_counted_and_moved_as_a_whole(tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ from typing import IO
 from penstock.config import ConfigError
 
 LOCK = ".lock"
-MARKS = ("metrics.jsonl", "config.toml", "checkpoints", "trace.json")
+MARKS = ("metrics.jsonl", "checkpoints", "trace.json")
 """What a run leaves. A folder with none of these holds something else and is left as it is."""
+
+CONFIG = "config.toml"
+"""A run leaves that, too, but so may a project; a run's is beside a lock."""
 
 
 class OutputFolder:
@@ -27,8 +30,13 @@ class OutputFolder:
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> OutputFolder:
+        began = self._holds(LOCK) and self._holds(CONFIG)
+        left = not self._keep and (began or any(map(self._holds, MARKS)))
+        if not self._keep and not left and self._holds(CONFIG):
+            why = f"holds a {CONFIG} that no run wrote, and a run writes its own there"
+            raise self._refused(why, "Choose a folder for runs alone, such as one below it.")
         self._acquire()
-        if not self._keep and any((self.path / mark).exists() for mark in MARKS):
+        if left:
             self._release()
             self._move_aside()
             self._acquire()
@@ -38,6 +46,9 @@ class OutputFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._release()
+
+    def _holds(self, name: str) -> bool:
+        return (self.path / name).exists()
 
     def _move_aside(self) -> None:
         if Path.cwd().is_relative_to(self.path):
@@ -77,7 +88,7 @@ class OutputFolder:
 
 def keep_config(folder: Path, text: str, done: int) -> None:
     """Write `config.toml`, and keep that of the `done` steps before if it said something else."""
-    path = folder / "config.toml"
+    path = folder / CONFIG
     if path.exists() and path.read_text() != text:
         kept = folder / f"config-until-step-{done:08d}.toml"
         path.rename(_free_name(kept) if kept.exists() else kept)
