@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.peers
 TWO_AT_ONCE := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: run test quick lint bench clean
+.PHONY: run test quick soak lint bench clean
 
 run: $(INSTALLED)  ## install, then train configs/tiny.toml; RUN="train.steps=50" changes settings
 	$(BIN)/penstock train configs/tiny.toml $(RUN)
@@ -16,7 +16,10 @@ test: lint $(PEERS)  ## install, then lint, type-check and run every test
 	$(BIN)/python -m pytest $(TWO_AT_ONCE)
 
 quick: $(INSTALLED)  ## the tests to run while editing: under a minute
-	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m "not slow"
+	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m "not slow and not soak"
+
+soak: $(INSTALLED) $(PEERS)  ## every test, with all combinations where `make test` takes pairs; an hour or two
+	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m "soak or not soak"
 
 lint: $(INSTALLED)  ## style and strict types
 	$(BIN)/ruff check .

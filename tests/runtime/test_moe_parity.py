@@ -16,6 +16,7 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.moe.config import Compression
 from penstock.schedule import SCHEDULES, ScheduleConfig
+from tests.support.pairwise import pairwise
 from tests.support.parity import Case, check_close, check_parity, merge, run_step
 from tests.support.ranks import Pools
 
@@ -51,6 +52,9 @@ ACCEPTED = [
 ]
 DISPATCHES = ("flat", "hierarchical_1d", "hierarchical_2d")
 EXPERTS = ("gelu", "swiglu", "module")
+LAYOUTS: dict[str, tuple[Any, ...]] = {"world_size": (4, 2), "padding": (False, True)}
+Pair = tuple[str, str]
+"""A gate and an order that takes its choices."""
 
 
 def case(world_size: int, gate: str, order: str, dispatch: str, experts: str, schedule: str) -> Case:
@@ -93,32 +97,21 @@ def test_alone(ranks: Pools, gate: str, order: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("gate", "order"), ACCEPTED)
-def test_on_four_ranks(ranks: Pools, gate: str, order: str) -> None:
-    """Every dispatch with every kind of expert; the schedules take turns, so each part meets all of them."""
-    turns = cycle(SCHEDULES)
-    for dispatch, experts in product(DISPATCHES, EXPERTS):
-        check_parity(ranks, case(4, gate, order, dispatch, experts, next(turns)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("gate", "order"), ACCEPTED)
-def test_on_two_ranks(ranks: Pools, gate: str, order: str) -> None:
-    """Each a node of its own; kinds of experts and schedules take turns."""
-    kinds, turns = cycle(EXPERTS), cycle(SCHEDULES)
-    for dispatch in DISPATCHES:
-        check_parity(ranks, case(2, gate, order, dispatch, next(kinds), next(turns)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["moe_pipeline", "penstock"])
-@pytest.mark.parametrize("dispatch", DISPATCHES)
-@pytest.mark.parametrize("order", ["sort", "merged", "index"])
-def test_padding_goes_nowhere_and_counts_for_nothing(
-    ranks: Pools, order: str, dispatch: str, schedule: str
+@pairwise(accepted=ACCEPTED, schedule=SCHEDULES, dispatch=DISPATCHES, experts=EXPERTS, **LAYOUTS)
+def test_on_several_ranks(
+    ranks: Pools, accepted: Pair, schedule: str, dispatch: str, experts: str, world_size: int, padding: bool
 ) -> None:
-    for gate in ("softmax", "deepseek"):
-        check_parity(ranks, replace(case(4, gate, order, dispatch, "swiglu", schedule), padding=True))
+    step = case(world_size, *accepted, dispatch, experts, schedule)
+    check_parity(ranks, replace(step, padding=padding))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("accepted", ACCEPTED)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_combination(ranks: Pools, accepted: Pair, schedule: str) -> None:
+    for dispatch, experts, world_size, padding in product(DISPATCHES, EXPERTS, *LAYOUTS.values()):
+        step = case(world_size, *accepted, dispatch, experts, schedule)
+        check_parity(ranks, replace(step, padding=padding))
 
 
 @pytest.mark.parametrize(("gate", "order"), ACCEPTED)
