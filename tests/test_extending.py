@@ -293,7 +293,7 @@ def test_examples_import_from_few_packages() -> None:
             "penstock.moe",
             "penstock.dispatch",
             "penstock.models.huggingface",
-            "penstock.runtime.exchange",
+            "penstock.runtime.expert_parallel.exchange",
             # what a step is made of
             "penstock.graph",
             "penstock.mesh",

@@ -16,7 +16,7 @@ from penstock.runtime import links
 from penstock.runtime.links import fit_all_reduce, fit_all_to_all, fit_links
 from penstock.runtime.transport import Transports, build_transports
 from penstock.topology import Control, Layout, ParallelConfig
-from tests.runtime.test_load import transport_of
+from tests.runtime.transport.test_load import transport_of
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow

@@ -33,7 +33,7 @@ from penstock.moe import (
 )
 from penstock.moe.config import BalanceGroup
 from penstock.moe.layer import LayerLosses
-from penstock.runtime.exchange import ExpertParallel
+from penstock.runtime.expert_parallel.exchange import ExpertParallel
 
 IN, HIDDEN, OUT, EXPERTS, CHOICES = 4, 6, 3, 8, 3
 SAMPLES, LENGTH = 2, 5

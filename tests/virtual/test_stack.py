@@ -19,8 +19,8 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.ops import Op
 from penstock.runtime import ScheduleMismatchError, TaskError
-from penstock.runtime.buckets import Buckets
-from penstock.runtime.marks import FIELDS
+from penstock.runtime.checks.marks import FIELDS
+from penstock.runtime.gradients.buckets import Buckets
 from penstock.schedule import SCHEDULES, Schedule, ScheduleConfig, StepPlan
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, first_plan, gradient_bytes

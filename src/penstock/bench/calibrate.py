@@ -11,7 +11,7 @@ from penstock.bench.tune import variants
 from penstock.cost import StepCost
 from penstock.graph import Lane, Task
 from penstock.runtime.links import fit_links
-from penstock.runtime.load import Load
+from penstock.runtime.transport.load import Load
 from penstock.schedule import SCHEDULES, ScheduleConfig, StepPlan
 from penstock.trace import TaskRecord
 from penstock.train.assemble import first_plan, workload

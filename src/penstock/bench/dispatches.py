@@ -26,9 +26,9 @@ from penstock.config import ConfigError
 from penstock.cost import AlphaBeta, ClusterConfig, Span
 from penstock.dispatch import DISPATCHES, Leg, Place
 from penstock.ops.transfers import HOME
-from penstock.runtime.legs import send_home, send_out
 from penstock.runtime.links import fit_links
 from penstock.runtime.transport import Transport, Transports
+from penstock.runtime.transport.legs import send_home, send_out
 from penstock.topology import Control, Layout
 
 SIZES_BYTES: Final = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)

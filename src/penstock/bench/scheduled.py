@@ -15,8 +15,8 @@ from penstock.bench.shipped import ShippedTransport
 from penstock.models import GPT
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.lanes import ThreadLanes
-from penstock.runtime.silent import silent
 from penstock.runtime.transport import Transports
+from penstock.runtime.transport.silent import silent
 from penstock.schedule import StepPlan
 from penstock.topology import Layout, lane_groups
 from penstock.trace import TaskRecord

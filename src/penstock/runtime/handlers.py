@@ -22,7 +22,7 @@ from penstock.moe.config import MoEConfig
 from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
 from penstock.moe.routes import Degrees
 from penstock.ops import OPS
-from penstock.runtime.buckets import Buckets
+from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics

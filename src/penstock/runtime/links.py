@@ -14,8 +14,8 @@ from penstock.cost.fit import fit_line
 from penstock.dispatch import DISPATCHES, Dispatch, Place
 from penstock.mesh import Group
 from penstock.ops.transfers import Hop
-from penstock.runtime.legs import send_out
 from penstock.runtime.transport import Transport, Transports
+from penstock.runtime.transport.legs import send_out
 from penstock.topology import Control, Layout
 
 SIZES_BYTES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)

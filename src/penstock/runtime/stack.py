@@ -20,22 +20,22 @@ from penstock.moe import RouteMaker
 from penstock.moe.balance import BALANCES
 from penstock.moe.config import MoEConfig
 from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
-from penstock.runtime.agree import check_agreement
 from penstock.runtime.batch import AnySizes, EqualSizes, SampleNumbers, Samples, Sizes
-from penstock.runtime.buckets import Buckets
-from penstock.runtime.executor import Execution
-from penstock.runtime.expert_ranks import ExpertRanks, mark_experts
-from penstock.runtime.gradients import Gradients
-from penstock.runtime.handlers import HANDLERS
-from penstock.runtime.lanes import Lanes
-from penstock.runtime.layers import check_layers, check_same, shape_of
-from penstock.runtime.misuse import (
+from penstock.runtime.checks.agree import check_agreement
+from penstock.runtime.checks.layers import check_layers, check_same, shape_of
+from penstock.runtime.checks.misuse import (
     check_no_checkpoint,
     check_no_data_parallel,
     check_not_sharded,
     refuse_data_parallel,
     refuse_pickle,
 )
+from penstock.runtime.executor import Execution
+from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts
+from penstock.runtime.gradients.buckets import Buckets
+from penstock.runtime.gradients.model_gradients import Gradients
+from penstock.runtime.handlers import HANDLERS
+from penstock.runtime.lanes import Lanes
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.program import Program, Programs
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics

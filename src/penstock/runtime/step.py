@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
+from penstock.runtime.checks.marks import agree, mismatch, raise_mismatch
+from penstock.runtime.checks.misuse import raise_replaced
 from penstock.runtime.executor import Execution
 from penstock.runtime.handlers import Batch, StepContext
-from penstock.runtime.marks import agree, mismatch, raise_mismatch
-from penstock.runtime.misuse import raise_replaced
 from penstock.runtime.segment import PassThrough, Segment
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology.rollcall import ACTIVITY

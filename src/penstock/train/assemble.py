@@ -13,7 +13,7 @@ from penstock.models.gpt import MakeLayer
 from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
-from penstock.runtime.assignment import Layers, assign
+from penstock.runtime.gradients.assignment import Layers, assign
 from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
 from penstock.runtime.transport import build_transports
 from penstock.schedule import StepPlan, plan_step

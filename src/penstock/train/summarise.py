@@ -8,7 +8,7 @@ from statistics import median
 
 from penstock.report import RunSummary
 from penstock.runtime import PipelinedStack
-from penstock.runtime.assignment import assign
+from penstock.runtime.gradients.assignment import assign
 from penstock.train.config import RunConfig
 from penstock.train.metrics import StepMetrics
 from penstock.train.planning import CLUSTER_FILE, PLAN_FILE

@@ -15,8 +15,8 @@ from penstock.graph import Graph, Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import OPS, Kind, Op
 from penstock.ops.transfers import TRANSFERS
+from penstock.runtime.checks.marks import FIELDS
 from penstock.runtime.handlers import NOTHING, Handler, Handlers, Inputs, Outputs
-from penstock.runtime.marks import FIELDS
 from penstock.runtime.statistics import HEADER
 from penstock.runtime.transport import Transports
 from penstock.virtual.cost import Move, VirtualCost

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.cost import ClusterConfig, Workload
-from penstock.runtime.agree import check_agreement
+from penstock.runtime.checks.agree import check_agreement
 from penstock.runtime.executor import Execution
 from penstock.runtime.program import Programs
 from penstock.runtime.stack import Machinery

@@ -20,7 +20,7 @@ from penstock.bench.peers import Batch, Peer, Work, build_peer
 from penstock.models import GPT, ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
-from penstock.runtime.sockets import Sockets
+from penstock.runtime.transport.sockets import Sockets
 from penstock.schedule import ScheduleConfig
 from penstock.topology import Layout, ParallelConfig
 from tests.support.parity import Case, batch_of, check_close, stack_of

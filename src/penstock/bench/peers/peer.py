@@ -16,7 +16,7 @@ from penstock.bench.peers.transport import receives_first
 from penstock.cost.workload import capacity_slots
 from penstock.models import GPT
 from penstock.moe import MoEConfig
-from penstock.runtime.sockets import Sockets
+from penstock.runtime.transport.sockets import Sockets
 from penstock.topology import Layout
 from penstock.trace import TaskRecord
 

@@ -16,8 +16,8 @@ from penstock.moe import MoELayer
 from penstock.moe.choices import GateSums
 from penstock.ops import Op
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
+from penstock.runtime.ops.slices import joined
 from penstock.runtime.segment import AnySegment
-from penstock.runtime.slices import joined
 from penstock.runtime.statistics import HeadSums, StepStatistics
 
 F, B = Phase.FORWARD, Phase.BACKWARD

@@ -13,8 +13,8 @@ from penstock.moe.routes import Routes
 from penstock.ops import Op
 from penstock.ops.transfers import AWAY, HOME
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
-from penstock.runtime.legs import HostRoutes, exchange_counts, send_home, send_out
-from penstock.runtime.slices import to_ranks, to_slices
+from penstock.runtime.ops.slices import to_ranks, to_slices
+from penstock.runtime.transport.legs import HostRoutes, exchange_counts, send_home, send_out
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 Rows = Tensor | tuple[Tensor, ...]

@@ -20,8 +20,8 @@ from penstock.dispatch import DISPATCHES, Dispatch, Place
 from penstock.graph import Lane
 from penstock.mesh import Axes, Group
 from penstock.runtime import Machinery
-from penstock.runtime.legs import send_out
 from penstock.runtime.transport import Transport
+from penstock.runtime.transport.legs import send_out
 from penstock.topology import Layout
 from penstock.train.config import RunConfig
 from penstock.train.dispatch import hierarchical_among

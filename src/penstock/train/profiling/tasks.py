@@ -1,7 +1,7 @@
 """Compute tasks of the model as the engine runs them, on all ranks at once: alone, and beside traffic.
 
-Two layers run without a network (see `penstock.runtime.silent`), cut in several ways, so that every kind of
-task is seen at several sizes. What one layer costs, any other of its kind does.
+Two layers run without a network (see `penstock.runtime.transport.silent`), cut in several ways, so that
+every kind of task is seen at several sizes. What one layer costs, any other of its kind does.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from penstock.cost.fit import fit_line
 from penstock.graph import Lane, Phase, Task
 from penstock.moe import MoEConfig
 from penstock.runtime import Machinery, PipelinedStack
-from penstock.runtime.load import Load
-from penstock.runtime.silent import silent
+from penstock.runtime.transport.load import Load
+from penstock.runtime.transport.silent import silent
 from penstock.schedule import ScheduleConfig, StepPlan
 from penstock.topology import Control
 from penstock.train.assemble import build_stack, first_plan, workload

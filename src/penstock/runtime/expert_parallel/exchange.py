@@ -17,11 +17,11 @@ from penstock.mesh import Group
 from penstock.moe.layer import MoELayer
 from penstock.moe.orders.base import OrderPlan
 from penstock.moe.routes import ChunkRoute, RouteMaker, Routes
-from penstock.runtime.clip import mark_all
-from penstock.runtime.expert_ranks import ExpertRanks, ranks_of
-from penstock.runtime.guard import ExpertGuard
-from penstock.runtime.legs import exchange_counts, send_home, send_out
+from penstock.runtime.expert_parallel.guard import ExpertGuard
+from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of
+from penstock.runtime.gradients.clip import mark_all
 from penstock.runtime.transport import Transport, build_transport
+from penstock.runtime.transport.legs import exchange_counts, send_home, send_out
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig
 
 

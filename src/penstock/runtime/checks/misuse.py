@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.runtime.guard import gathered_by_composables
+from penstock.runtime.expert_parallel.guard import gathered_by_composables
 
 
 def refuse_data_parallel() -> NoReturn:

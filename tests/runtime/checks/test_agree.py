@@ -11,7 +11,7 @@ from penstock.graph import Graph, Lane
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.ops.transfers import Hop
-from penstock.runtime.agree import check_agreement, first_difference
+from penstock.runtime.checks.agree import check_agreement, first_difference
 from penstock.runtime.errors import ScheduleMismatchError
 from penstock.schedule import Schedule, StepPlan
 from penstock.schedule.system import all_reduce_at_the_end

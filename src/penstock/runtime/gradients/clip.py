@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from penstock.moe import MoELayer
-from penstock.runtime.expert_ranks import ExpertRanks, ranks_of
+from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of
 from penstock.runtime.stack import PipelinedStack
 
 TINY = 1e-6

@@ -17,7 +17,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.runtime.expert_ranks import ExpertRanks, is_marked, mark_experts
+from penstock.runtime.expert_parallel.ranks import ExpertRanks, is_marked, mark_experts
 
 DESCRIBED_BYTES = 4096
 _ANEW = "Build the model anew, it has lost experts already"

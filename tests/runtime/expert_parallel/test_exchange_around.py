@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.runtime.exchange import ignore_experts
+from penstock.runtime.expert_parallel.exchange import ignore_experts
 from tests.support.exchange import (
     AUX,
     EXPERTS,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from penstock.mesh import Group
-from penstock.runtime.load import SIZE_BYTES, TIMED, UNTIMED, Load
 from penstock.runtime.transport import GlooTransport
+from penstock.runtime.transport.load import SIZE_BYTES, TIMED, UNTIMED, Load
 from penstock.topology import Control, Layout, lane_groups
 from tests.support.ranks import Pools
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.mesh import Axes, Group
-from penstock.runtime.sockets import Sockets
 from penstock.runtime.transport import GlooTransport, LocalTransport
+from penstock.runtime.transport.sockets import Sockets
 from penstock.topology import Layout, lane_groups
 from tests.support.parity import machinery
 from tests.support.ranks import Pools

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.dispatch import DISPATCHES
 from penstock.moe import update_expert_biases
 from penstock.moe.config import BalanceGroup
-from penstock.runtime.exchange import ignore_experts
+from penstock.runtime.expert_parallel.exchange import ignore_experts
 from tests.support.exchange import (
     IN,
     LENGTH,

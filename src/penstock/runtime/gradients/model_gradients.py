@@ -9,11 +9,11 @@ from typing import cast
 import torch
 from torch import nn
 
-from penstock.runtime.assignment import Assignment, Layers, assign, names_of
-from penstock.runtime.buckets import Buckets, GradientBucket
-from penstock.runtime.marks import Entry, Marks, value_marks
+from penstock.runtime.checks.marks import Entry, Marks, value_marks
+from penstock.runtime.checks.snapshot import Snapshot
+from penstock.runtime.gradients.assignment import Assignment, Layers, assign, names_of
+from penstock.runtime.gradients.buckets import Buckets, GradientBucket
 from penstock.runtime.parts import ModelParts
-from penstock.runtime.snapshot import Snapshot
 from penstock.step import StepShape
 from penstock.topology import Layout
 

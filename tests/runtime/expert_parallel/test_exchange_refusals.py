@@ -8,7 +8,7 @@ import torch.distributed as dist
 import penstock
 from penstock.config import ConfigError
 from penstock.moe import GeluExperts, MergedOrder, MoELayer, SoftmaxGate, SortOrder
-from penstock.runtime.exchange import ExpertParallel
+from penstock.runtime.expert_parallel.exchange import ExpertParallel
 from tests.support.exchange import CHOICES, EXPERTS, HIDDEN, Case, exchange_of, model_of, numbers
 from tests.support.ranks import Pools
 

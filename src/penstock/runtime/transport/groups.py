@@ -1,146 +1,20 @@
-"""Moving tensors between ranks. One transport per device type; every lane has its own process groups."""
+"""Transports over process groups: Gloo for CPU tensors, NCCL for CUDA; every lane has groups of its own."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.graph import Lane
 from penstock.mesh import Axes, Group
-from penstock.runtime.sockets import Sockets
+from penstock.runtime.transport.interface import LocalTransport, Transport, Transports
+from penstock.runtime.transport.sockets import Sockets
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
-
-
-class Transport(Protocol):
-    """The collectives that tasks use. All block their lane, on a GPU the lane's stream."""
-
-    def all_to_all(
-        self,
-        rows: Tensor,
-        input_splits: Sequence[int],
-        output_splits: Sequence[int],
-        group: Axes = Group.EXPERT,
-    ) -> Tensor:
-        """Rows to the ranks of a group: [sum(input_splits), ...] to [sum(output_splits), ...]."""
-        ...
-
-    def all_reduce(self, tensor: Tensor, group: Axes) -> None:
-        """Sum over the group, in place."""
-        ...
-
-    def size(self, group: Axes) -> int:
-        """Number of ranks in the group."""
-        ...
-
-    def has(self, group: Axes) -> bool:
-        """Whether it can be used with such groups."""
-        ...
-
-    @property
-    def traffic(self) -> Counter[int]:
-        """Bytes of payload that this rank has sent, by receiving rank."""
-        ...
-
-    def abort(self) -> None:
-        """Wake whoever waits for this rank, here and on its direct peers; those abort in turn."""
-        ...
-
-
-@dataclass
-class Transports:
-    """One per communication lane. intra: only where a dispatch has legs inside nodes.
-
-    make: makes another transport, for groups that a plan needs and no other has; None = all have all.
-    """
-
-    inter: Transport
-    intra: Transport | None = None
-    make: Callable[[tuple[Axes, ...]], Transport] | None = None
-    more: dict[tuple[Lane, Axes], Transport] = field(default_factory=dict)
-
-    def of(self, lane: Lane, axes: Axes = ()) -> Transport:
-        """The transport of a lane; with axes, the one that has those groups."""
-        if (lane, axes) in self.more:
-            return self.more[lane, axes]
-        if lane is Lane.INTER:
-            return self.inter
-        assert self.intra is not None, "a layout with nodes has a transport inside them"
-        return self.intra
-
-    def open(self, pairs: Iterable[tuple[Lane, Axes]]) -> None:
-        """Make groups for the pairs that have none yet. All ranks call it with the same pairs.
-
-        Costs nothing if all are there, else one connection per pair of ranks and group.
-        """
-        held = {Lane.INTER: self.inter, Lane.INTRA: self.intra}
-        for lane, axes in sorted(set(pairs)):
-            transport = held.get(lane)
-            known = (lane, axes) in self.more or (transport is not None and transport.has(axes))
-            if not known and self.make is not None:
-                self.more[lane, axes] = self.make((axes,))
-
-    @property
-    def traffic(self) -> Counter[int]:
-        """Bytes of payload that this rank has sent, by receiving rank."""
-        total: Counter[int] = Counter()
-        for transport in self._all:
-            total += transport.traffic
-        return total
-
-    def abort(self) -> None:
-        """Wake whoever waits in any of them."""
-        for transport in self._all:
-            transport.abort()
-
-    @property
-    def _all(self) -> list[Transport]:
-        first = [self.inter] if self.intra is None else [self.inter, self.intra]
-        return [*first, *self.more.values()]
-
-
-class Unconnected:
-    """What transports without a network share: sums stay, nothing is sent, nobody waits."""
-
-    def has(self, group: Axes) -> bool:
-        del group
-        return True
-
-    def all_reduce(self, tensor: Tensor, group: Axes) -> None:
-        del tensor, group
-
-    @property
-    def traffic(self) -> Counter[int]:
-        return Counter()
-
-    def abort(self) -> None:
-        pass
-
-
-class LocalTransport(Unconnected):
-    """One process: nothing moves."""
-
-    def all_to_all(
-        self,
-        rows: Tensor,
-        input_splits: Sequence[int],
-        output_splits: Sequence[int],
-        group: Axes = Group.EXPERT,
-    ) -> Tensor:
-        del group
-        assert list(input_splits) == list(output_splits), "a rank alone gets what it sends"
-        return rows
-
-    def size(self, group: Axes) -> int:
-        del group
-        return 1
 
 
 class GroupTransport(ABC):
