@@ -36,6 +36,7 @@ LAYERS = (
     "runtime",
     "models",
     "train",
+    "autopilot",
     "emulate",
     "virtual",
     "bench",

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.cli.out import check_out, save_out
 from penstock.config import ConfigError
-from penstock.train.plan_config import PlanConfig
+from penstock.plan.plan_config import PlanConfig
 from tests.support.runs import refused
 
 PLAN = ("plan", "--model", "GPT2-Tiny-MoE", "--cluster", "flowmoe-cluster-2", "--layers", "1", "--batch", "2")

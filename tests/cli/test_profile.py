@@ -9,8 +9,8 @@ import pytest
 
 from penstock.config import to_dict
 from penstock.cost.clusters import find_cluster
+from tests.autopilot.test_profiling import TINY, check
 from tests.support.runs import check_refusal, refused, run
-from tests.train.test_profile import TINY, check
 
 pytestmark = pytest.mark.slow
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.autopilot import Autopilot
 from penstock.config import ConfigError, load
 from penstock.cost import ClusterFile
 from penstock.report import RunSummary
@@ -57,7 +58,7 @@ def train_on(rank: int, world_size: int, folder: Path, overrides: list[str], on_
 
     with redirect_stderr(stderr):
         try:
-            trainer = Trainer(config, info, torch.device("cpu"), quiet=False, on_step=note)
+            trainer = Trainer(config, info, torch.device("cpu"), Autopilot, quiet=False, on_step=note)
             told.summary = trainer.run()
         except ConfigError as error:
             told.refused = error.key, str(error)

@@ -11,12 +11,12 @@ from penstock.config import ConfigError, load, to_toml
 from penstock.cost import ClusterConfig
 from penstock.models import PRESETS, ModelConfig
 from penstock.moe import MoEConfig
+from penstock.plan.plan_config import PlanConfig, given_schedule
 from penstock.schedule import SCHEDULES, ScheduleConfig
 from penstock.topology import ParallelConfig
 from penstock.train.config import OutputConfig, RunConfig, TrainConfig
 from penstock.train.corpus import DataConfig
 from penstock.train.optimizer import OptimizerConfig
-from penstock.train.plan_config import PlanConfig, given_schedule
 
 CUTTING = {"flowmoe", "penstock"}
 

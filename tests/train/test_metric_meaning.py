@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.autopilot import Autopilot
 from penstock.config import load
 from penstock.topology.join import ALONE, join, leave
 from penstock.train.batches import Batch
@@ -52,7 +53,7 @@ def trainer_of(folder: Path, group: str) -> Trainer:
         "schedule.microbatches=2",
         "optimizer.clip_grad_norm=0.01",
     ]
-    trainer = Trainer(load(RunConfig, write_config(folder), settings), ALONE, CPU, quiet=True)
+    trainer = Trainer(load(RunConfig, write_config(folder), settings), ALONE, CPU, Autopilot, quiet=True)
     with torch.no_grad():
         for parameter in trainer.stack.parameters():
             if parameter.dim() >= 2:

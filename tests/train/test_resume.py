@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
+from penstock.autopilot import Autopilot
 from penstock.config import ConfigError, load
 from penstock.train.checkpoint import CheckpointError, complete_checkpoints
 from penstock.train.config import RunConfig
@@ -271,6 +272,8 @@ def test_the_saved_plan_is_checked_like_any_other(copied: Path) -> None:
     table = json.loads(plan.read_text())
     table["schedule"] = table["schedule"][:1]
     plan.write_text(json.dumps(table))
-    settled.resumption = replace(settled.resumption, record=record)
-    planned, continued = settled._plan(settled._saved_config, settled.stack.machinery)
-    assert not continued and planned.plan.schedule.text()
+    damaged = replace(settled.resumption, record=record)
+    said: list[str] = []
+    pilot = Autopilot(settled.config, settled.stack.machinery, damaged, said.append)
+    assert not pilot.settled and pilot.plan.schedule.text()
+    assert "is not continued" in said[0]

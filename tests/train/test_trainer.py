@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.autopilot import Autopilot
 from penstock.config import ConfigError, load
 from penstock.report import RunSummary
 from penstock.topology.join import ALONE, join, leave
@@ -42,7 +43,7 @@ def trainer(folder: Path, *overrides: str) -> Trainer:
     """A run of 6 steps, unless overrides say otherwise, in `folder/run`."""
     path = write_config(folder)
     config = load(RunConfig, path, ["parallel.processes=1", "train.steps=6", *overrides])
-    return Trainer(config, ALONE, CPU, quiet=True)
+    return Trainer(config, ALONE, CPU, Autopilot, quiet=True)
 
 
 def run(folder: Path, *overrides: str) -> RunSummary:

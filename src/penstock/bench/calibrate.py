@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from penstock.autopilot.dispatch_choice import hierarchical_among
 from penstock.bench.contender import Entry, run_step
 from penstock.bench.predict import ComputeTimes, PredictedCost, predict
 from penstock.bench.scheduled import Scheduled, Stacks
@@ -15,7 +16,6 @@ from penstock.runtime.transport.load import Load
 from penstock.schedule import SCHEDULES, ScheduleConfig, StepPlan
 from penstock.trace import TaskRecord
 from penstock.train.assemble import first_plan, workload
-from penstock.train.dispatch import hierarchical_among
 
 ROUNDS = 2
 SLACK = 1.25

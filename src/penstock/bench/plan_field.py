@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
+from penstock.autopilot.profiling import profile_run
+from penstock.autopilot.run_problem import run_problem
 from penstock.bench.config import BenchConfig
 from penstock.bench.contender import Entry
 from penstock.bench.scheduled import Scheduled, Stacks, timed
 from penstock.plan import Candidate, evaluate, explain, find_plan
 from penstock.plan.published import PUBLISHED
 from penstock.topology import Layout
-from penstock.train.problem import run_problem
-from penstock.train.profile import profile_run
 
 BESIDE: Final = ("sequential", "pipemoe", "flowmoe", "fsmoe")
 """Published planners whose plans are measured, too; the first is the base of all ratios."""

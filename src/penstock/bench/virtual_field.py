@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from penstock.autopilot.dispatch_choice import hierarchical_among
 from penstock.bench.config import BenchConfig
 from penstock.bench.contender import Entry
 from penstock.bench.scheduled import run_config_of
@@ -17,7 +18,6 @@ from penstock.simulate import simulate
 from penstock.topology import Layout
 from penstock.trace import TaskRecord
 from penstock.train.assemble import build_machinery, first_plan
-from penstock.train.dispatch import hierarchical_among
 from penstock.virtual import VirtualCost, VirtualStack, build_virtual
 
 

@@ -179,10 +179,10 @@ def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
         if getattr(options, name) is not None:
             why = "goes with --model; a configuration has settings"
             raise ConfigError(_option(name), getattr(options, name), why, "Write it as section.key=value.")
+    from penstock.autopilot.run_problem import run_problem
     from penstock.config import load
     from penstock.topology import Layout
     from penstock.train.config import RunConfig
-    from penstock.train.problem import run_problem
 
     config = load(RunConfig, options.config, options.overrides).resolved(file.ranks)
     experts = config.moe.num_experts

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from penstock.autopilot.deciding import decided
+from penstock.autopilot.profiling import profile_run
 from penstock.cli.codes import BAD_USAGE, FAILED
 from penstock.cli.out import check_out, save_out
 from penstock.cli.ranks import start_ranks
@@ -37,9 +39,7 @@ from penstock.topology import (
 from penstock.topology.join import ALONE
 from penstock.train.assemble import build_machinery, pick_device
 from penstock.train.config import RunConfig
-from penstock.train.deciding import decided
 from penstock.train.fits import check_memory, device_bytes, host_bytes
-from penstock.train.profile import profile_run
 
 DEFAULTS = (
     "model.hidden_size=512",

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import torch
 
+from penstock.autopilot import Autopilot
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.cli.ranks import start_ranks
 from penstock.config import ConfigError, load
 from penstock.emulate import Cluster, EmulateConfig
+from penstock.plan.plan_config import given_schedule
 from penstock.report import RunSummary
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
@@ -30,7 +32,6 @@ from penstock.train.corpus import load_corpus
 from penstock.train.fits import check_memory, host_bytes
 from penstock.train.health import DivergedError
 from penstock.train.launcher import Place
-from penstock.train.plan_config import given_schedule
 from penstock.train.resume import require_checkpoint
 from penstock.train.text import TextError
 from penstock.train.trainer import OnStep, Trainer
@@ -101,7 +102,7 @@ def _train_as_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> i
         keep_freed_memory()
         join(info, config.parallel.timeout_s, device)
         with _routing_file(config, info) as on_step:
-            summary = Trainer(config, info, device, quiet=False, on_step=on_step).run()
+            summary = Trainer(config, info, device, Autopilot, quiet=False, on_step=on_step).run()
     except ConfigError as error:
         if info.rank == 0:  # every rank finds the same fault; once is enough
             print(f"penstock: {error}", file=sys.stderr)

@@ -13,11 +13,11 @@ from penstock.config.bounds import MOST_STEPS, Seed, Steps
 from penstock.cost import ClusterConfig
 from penstock.models import PRESETS, ModelConfig
 from penstock.moe import MoEConfig
+from penstock.plan.plan_config import GIVEN, PlanConfig
 from penstock.schedule import ScheduleConfig
 from penstock.topology import ParallelConfig
 from penstock.train.corpus import VOCABULARY_SIZE, DataConfig
 from penstock.train.optimizer import OptimizerConfig
-from penstock.train.plan_config import GIVEN, PlanConfig
 
 Section = TypeVar("Section", ModelConfig, MoEConfig, DataConfig)
 Precision = Literal["auto", "float32", "bfloat16"]

@@ -11,7 +11,7 @@ from penstock.runtime import PipelinedStack
 from penstock.runtime.gradients.assignment import assign
 from penstock.train.config import RunConfig
 from penstock.train.metrics import StepMetrics
-from penstock.train.planning import CLUSTER_FILE, PLAN_FILE
+from penstock.train.pilot import CLUSTER_FILE, PLAN_FILE
 from penstock.train.source import Source
 from penstock.train.tracing import StepAnalysis
 

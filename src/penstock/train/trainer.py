@@ -17,7 +17,6 @@ from penstock.config import ConfigError, to_dict, to_toml
 from penstock.moe import update_expert_biases
 from penstock.moe.config import BalanceGroup
 from penstock.report import RunSummary
-from penstock.runtime import Machinery
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.trace import TaskRecord, occupation
@@ -25,18 +24,15 @@ from penstock.train.assemble import build_machinery, build_stack
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.clip import clip_grad_norm
 from penstock.train.config import RunConfig
-from penstock.train.continuing import continued_plan
 from penstock.train.evaluate import batch_loss, evaluate
 from penstock.train.fits import check_memory, device_bytes
 from penstock.train.health import ADVICE, DivergedError, StepGuard, forget_choices
 from penstock.train.metrics import MetricsWriter, Progress, StepMetrics
 from penstock.train.optimizer import build_adamw, initialise_state, learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, keep_config
-from penstock.train.planning import Planned, start, with_choice
+from penstock.train.pilot import MakePilot
 from penstock.train.resume import checkpoints_folder, find_resumption, restore
-from penstock.train.retune import reads_chunk_bytes
 from penstock.train.source import open_source
-from penstock.train.steering import Steering
 from penstock.train.stopping import StopRequests
 from penstock.train.summarise import summarise
 from penstock.train.tracing import StepAnalysis, analyse
@@ -51,7 +47,8 @@ OnStep = Callable[[int, StepStatistics], None]
 class Trainer:
     """Trains what a configuration describes, on this rank of a group that has joined already.
 
-    on_step: called before a step's checkpoint is written; the output folder is there by then.
+    make_pilot: makes what decides by which plan steps run. on_step: called before a step's checkpoint is
+    written; the output folder is there by then.
     """
 
     def __init__(
@@ -59,6 +56,7 @@ class Trainer:
         config: RunConfig,
         info: ProcessInfo,
         device: torch.device,
+        make_pilot: MakePilot,
         *,
         quiet: bool,
         on_step: OnStep | None = None,
@@ -78,10 +76,10 @@ class Trainer:
         # Both before anything is measured, which takes a while.
         self.resumption = find_resumption(config, self.control, self.progress.say)
         self.source = open_source(config, self.layout, self.control, scans=info.local_rank == 0)
-        planned, settled = self._plan(config, machinery)
-        config = with_choice(config, planned.choice)
-        self.stack = build_stack(config, machinery, plan=planned.plan)
-        self.steering = Steering(config, self.stack, planned, self.progress.say, settled=settled)
+        self.pilot = make_pilot(config, machinery, self.resumption, self.progress.say)
+        config = self.pilot.config
+        self.stack = build_stack(config, machinery, plan=self.pilot.plan)
+        self.pilot.take_over(self.stack)
         self.guard = StepGuard(self.control, config.train.max_skipped_steps)
         self.optimizer = build_adamw(self.stack.model.named_parameters(), config.optimizer)
         initialise_state(self.optimizer)
@@ -186,9 +184,7 @@ class Trainer:
             self.progress.say(f"{problem}: not saved")
             return
         try:
-            self.saved = self.checkpoints.save(
-                step, plan_settled=self.steering.settled, papers=self._write_plan
-            )
+            self.saved = self.checkpoints.save(step, plan_settled=self.pilot.settled, papers=self.pilot.save)
         except NotFiniteError as error:  # no step repairs that
             raise DivergedError(self._diverged(str(error))) from error
 
@@ -199,31 +195,20 @@ class Trainer:
             raise DivergedError(self._diverged(f"step {step} has loss {loss}, gradient norm {norm}"))
         self.progress.say(self.guard.describe(step, loss, norm))
 
-    def _plan(self, config: RunConfig, machinery: Machinery) -> tuple[Planned, bool]:
-        """The first plan, and whether it needs no more trials and tuning: one that a checkpoint continues."""
-        if self.resumption is not None:
-            planned = continued_plan(config, machinery, self.resumption, self.progress.say)
-            if planned is not None:
-                return planned, True
-        return start(config, machinery, self.progress.say), False
-
     @property
     def config(self) -> RunConfig:
         """What runs now: sections [schedule] and [moe] say what the plan has chosen."""
-        return self.steering.config
+        return self.pilot.config
 
     def _steer(self, slowest_s: float) -> None:
         """Between two steps: perhaps another plan."""
-        if self.steering.after_step(slowest_s, self.recent[-1]):
+        if self.pilot.after_step(slowest_s, self.recent[-1]):
             self.recent.clear()  # they ran under another plan
             self._save_plan()
 
     def _save_plan(self) -> None:
         if self.leader and self._saved_config.plan.is_saved:
-            self._write_plan(self.config.output.dir)
-
-    def _write_plan(self, folder: Path) -> None:
-        self.steering.planned.save(folder, self.config.model.preset or "the run's own")
+            self.pilot.save(self.config.output.dir)
 
     def _analyse(self) -> StepAnalysis:
         wanted = self.config.output.trace_steps
@@ -265,12 +250,6 @@ class Trainer:
         good = f"the last good checkpoint is {newest}" if newest else "no checkpoint had been written yet"
         return f"rank {self.layout.rank}: training diverged: {problem}; {good}. {ADVICE}"
 
-    @property
-    def _chunk_bytes(self) -> int | None:
-        """The size of all-reduce chunks, if the schedule has any."""
-        choice = self.steering.planned.choice
-        return choice.all_reduce_chunk_bytes if reads_chunk_bytes(choice) else None
-
     def _metrics(
         self,
         step: int,
@@ -297,7 +276,7 @@ class Trainer:
             compute_s=used.compute_s,
             tokens_per_expert_max_over_mean=_imbalance(statistics.chosen_YE),
             plan=self.stack.plan.schedule.digest[:PLAN_DIGITS],
-            all_reduce_chunk_bytes=self._chunk_bytes,
+            all_reduce_chunk_bytes=self.pilot.all_reduce_chunk_bytes,
             skipped=None,
             **router_losses(statistics, self.stack.balance.group),
         )

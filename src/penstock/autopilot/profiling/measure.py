@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from penstock.autopilot.profiling.kernels import measure_kernels, rates_of
+from penstock.autopilot.profiling.links import measure_links
+from penstock.autopilot.profiling.machine import here, memory_bytes
+from penstock.autopilot.profiling.tasks import time_tasks
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import KernelModel, LinkModel, TaskModel
 from penstock.runtime import Machinery
 from penstock.topology import Layout
 from penstock.train.config import RunConfig
-from penstock.train.profiling.kernels import measure_kernels, rates_of
-from penstock.train.profiling.links import measure_links
-from penstock.train.profiling.machine import here, memory_bytes
-from penstock.train.profiling.tasks import time_tasks
-
-__all__ = ["MeasuredTasks", "measure_links", "measure_tasks", "profile_run", "rates_with_links"]
 
 BUDGET_S = 60.0
 LINKS_SHARE, KERNELS_SHARE = 0.45, 0.25

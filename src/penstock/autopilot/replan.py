@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from penstock.autopilot.deciding import Beat, decided_slowly
+from penstock.autopilot.diagnose import Diagnosis
+from penstock.autopilot.planned import Order, Planned
+from penstock.autopilot.profiling import measure_links, rates_with_links
+from penstock.autopilot.run_problem import run_problem
+from penstock.autopilot.start import find
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import LinkModel
 from penstock.plan import Choice, evaluate
@@ -11,11 +17,7 @@ from penstock.plan.effort import Searched
 from penstock.plan.words import choice_words, milliseconds
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
-from penstock.train.deciding import Beat, decided_slowly
-from penstock.train.diagnose import Diagnosis
-from penstock.train.planning import Order, Planned, Say, find
-from penstock.train.problem import run_problem
-from penstock.train.profile import measure_links, rates_with_links
+from penstock.train.resume import Say
 
 LINKS_SHARE = 0.5
 """Of the time that measuring everything takes at the start."""

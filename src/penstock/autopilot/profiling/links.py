@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.autopilot.dispatch_choice import hierarchical_among
+from penstock.autopilot.profiling.sample import Action, Budget, measure_sizes
 from penstock.cost.cluster_file import Collective, Fit, LinkModel
 from penstock.cost.fit import fit_line
 from penstock.dispatch import DISPATCHES, Dispatch, Place
@@ -24,8 +26,6 @@ from penstock.runtime.transport import Transport
 from penstock.runtime.transport.legs import send_out
 from penstock.topology import Layout
 from penstock.train.config import RunConfig
-from penstock.train.dispatch import hierarchical_among
-from penstock.train.profiling.sample import Action, Budget, measure_sizes
 
 SIZES_BYTES = tuple(1 << power for power in (18, 20, 14, 22, 16, 12, 24))
 """In the order of their worth: two give a line, those at the ends tell its start-up from its slope."""

@@ -13,49 +13,78 @@ same steps; what is to be decided there, rank 0 decides.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from penstock.autopilot.continuing import continued_plan
+from penstock.autopilot.deciding import decided
+from penstock.autopilot.diagnose import Diagnosis, diagnose
+from penstock.autopilot.planned import Planned, with_choice
+from penstock.autopilot.refine import refine
+from penstock.autopilot.replan import replan
+from penstock.autopilot.retune import Tuning, reads_chunk_bytes
+from penstock.autopilot.start import start
+from penstock.autopilot.trials import Trials, worth_while
+from penstock.autopilot.watch import Drift, Watch
 from penstock.cost.measured import Kind
+from penstock.plan.plan_config import AUTO, DROPPED_STEPS
 from penstock.plan.words import milliseconds
-from penstock.runtime import PipelinedStack
+from penstock.runtime import Machinery, PipelinedStack
+from penstock.schedule import StepPlan
 from penstock.trace import TaskRecord
 from penstock.train.config import RunConfig
-from penstock.train.deciding import decided
-from penstock.train.diagnose import Diagnosis, diagnose
-from penstock.train.plan_config import AUTO, DROPPED_STEPS
-from penstock.train.planning import Planned, Say, with_choice
-from penstock.train.refine import refine
-from penstock.train.replan import replan
-from penstock.train.retune import Tuning, reads_chunk_bytes
-from penstock.train.trials import Trials, worth_while
-from penstock.train.watch import Drift, Watch
+from penstock.train.resume import Resumption, Say
 
 CALIBRATION_STEPS = 8
 COMPARED_STEPS = 4
 """Of how many steps durations are compared when the time of a step has changed."""
 
-Records = list[TaskRecord]
+Records = Sequence[TaskRecord]
 
 
-class Steering:
-    """What a run does about its plan while it trains. planned: the plan in use.
+class Autopilot:
+    """Makes the first plan of a resolved configuration, and keeps it right; a `penstock.train.pilot.Pilot`.
 
-    config: as resolved, with what the present plan says. settled: the plan is one that an earlier start of
-    this run has tried, ordered and tuned already.
+    resumption: a checkpoint whose plan is continued if that fits. say: told what goes on and what was chosen.
+    All ranks make theirs together, which may measure the cluster. planned: the plan in use.
     """
 
+    _stack: PipelinedStack
+
     def __init__(
-        self, config: RunConfig, stack: PipelinedStack, planned: Planned, say: Say, *, settled: bool = False
+        self, config: RunConfig, machinery: Machinery, resumption: Resumption | None, say: Say
     ) -> None:
-        self.planned, self._stack, self._say = planned, stack, say
-        self._asked = config
+        self._asked, self._say = config, say
+        continued = continued_plan(config, machinery, resumption, say) if resumption is not None else None
+        settled = continued is not None  # an earlier start has tried, ordered and tuned it already
+        self.planned = continued or start(config, machinery, say)
         self._steps = 0
         self._tuned = settled or config.plan.tuner is None
         self._tuning: Tuning | None = None
         plan = config.plan
         self._watch = Watch(plan.drift_threshold, plan.drift_steps, DROPPED_STEPS)
-        self._trials = Trials(planned) if worth_while(planned, config.train.steps) else None
+        self._trials = Trials(self.planned) if worth_while(self.planned, config.train.steps) else None
         self._begin(settle=self._refines and self._trials is None and not settled)
+
+    def take_over(self, stack: PipelinedStack) -> None:
+        """Steer this stack from now on. It was built with `plan`."""
+        self._stack = stack
+
+    @property
+    def plan(self) -> StepPlan:
+        """The plan in use."""
+        return self.planned.plan
+
+    @property
+    def all_reduce_chunk_bytes(self) -> int | None:
+        """The size of all-reduce chunks; None for a schedule without chunks."""
+        choice = self.planned.choice
+        return choice.all_reduce_chunk_bytes if reads_chunk_bytes(choice) else None
+
+    def save(self, folder: Path) -> None:
+        """Write the plan, and the cluster it was made for, into a folder; for one rank."""
+        self.planned.save(folder, self._asked.model.preset or "the run's own")
 
     @property
     def settled(self) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from penstock.autopilot.dispatch_choice import candidates
 from penstock.cost import ClusterFile, ProfiledCluster
 from penstock.plan import Problem
 from penstock.topology import Layout
 from penstock.train.assemble import base_shape, gradient_bytes, workload
 from penstock.train.config import RunConfig
-from penstock.train.dispatch import candidates
 
 
 def run_problem(
@@ -26,4 +26,13 @@ def run_problem(
         cluster=ProfiledCluster.build(file),
         dispatches=tuple(candidates(config.moe, layout)),
         slowness=slowness,
+    )
+
+
+def assumed_problem(config: RunConfig, layout: Layout) -> Problem:
+    """The step of this run on what section [cluster] assumes."""
+    gradients = gradient_bytes(config.model, config.moe, layout)
+    sizes = workload(config, layout, *gradients)
+    return Problem(
+        shape=base_shape(config), workload=sizes, cluster=config.cluster, dispatches=(sizes.dispatch,)
     )

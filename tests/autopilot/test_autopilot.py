@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from penstock.autopilot.retune import best_simulated
+from penstock.autopilot.trials import TRIAL_STEPS
 from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.plan import Choice, PlanFile
+from penstock.plan.plan_config import PlanConfig
 from penstock.plan.tuner import SizeRange
 from penstock.schedule import Partition
 from penstock.schedule.partition import TAIL, Portion, Slot
@@ -17,10 +20,7 @@ from penstock.topology import Layout
 from penstock.train.assemble import gradient_bytes
 from penstock.train.config import RunConfig
 from penstock.train.metrics import StepMetrics, read_metrics
-from penstock.train.plan_config import PlanConfig
-from penstock.train.retune import best_simulated
 from penstock.train.trainer import PLAN_DIGITS, Trainer
-from penstock.train.trials import TRIAL_STEPS
 from tests.plan.problems import problem
 from tests.support.ranks import Pools
 from tests.support.runs import write_config

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.autopilot.planned import Planned, Rival
+from penstock.autopilot.trials import TRIAL_STEPS, Trials, worth_while
 from penstock.plan import Choice, evaluate
-from penstock.train.plan_config import DROPPED_STEPS
-from penstock.train.planning import Planned, Rival
-from penstock.train.trials import TRIAL_STEPS, Trials, worth_while
+from penstock.plan.plan_config import DROPPED_STEPS
 from tests.plan.problems import problem
 
 EACH = problem()

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import median
 
+from penstock.autopilot.planned import Planned, Rival
+from penstock.plan.plan_config import DROPPED_STEPS
 from penstock.plan.words import choice_words, milliseconds
-from penstock.train.plan_config import DROPPED_STEPS
-from penstock.train.planning import Planned, Rival
 
 TRIAL_STEPS = DROPPED_STEPS + 4
 MOST_SHARE = 0.1

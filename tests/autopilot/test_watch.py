@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.train.watch import Drift, Watch
+from penstock.autopilot.watch import Drift, Watch
 
 LASTING, SETTLING, THRESHOLD = 8, 2, 0.15
 LEARNED = SETTLING + LASTING

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.autopilot.profiling.sample import PURPOSE, Budget
 from penstock.cost import ClusterConfig, StepCost
 from penstock.cost.cluster_file import Fit, TaskModel
 from penstock.cost.fit import fit_line
@@ -28,7 +29,6 @@ from penstock.schedule import ScheduleConfig, StepPlan
 from penstock.topology import Control
 from penstock.train.assemble import build_stack, first_plan, workload
 from penstock.train.config import RunConfig
-from penstock.train.profiling.sample import PURPOSE, Budget
 
 MOST_ROUNDS = 12
 SLACK = 1.25

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock.autopilot.profiling.sample import Action, Budget, measure_sizes
 from penstock.cost import ClusterConfig
 from penstock.cost.cluster_file import Fit, KernelModel
 from penstock.cost.fit import fit_line
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.optimizer import build_adamw, initialise_state
-from penstock.train.profiling.sample import Action, Budget, measure_sizes
 
 FLOAT_BYTES = 4
 PIECES = (1, 4, 2, 8)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from penstock.autopilot.deciding import decided
+from penstock.autopilot.dispatch_choice import candidates
+from penstock.autopilot.planned import Planned
+from penstock.autopilot.profiling.machine import here
+from penstock.autopilot.run_problem import assumed_problem, run_problem
 from penstock.config import UNSET, ConfigError, to_dict
 from penstock.cost import ClusterFile
 from penstock.cost.match import mismatch
@@ -11,12 +16,8 @@ from penstock.plan import PlanFile
 from penstock.plan.words import choice_words
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
-from penstock.train.deciding import decided
-from penstock.train.dispatch import candidates
-from penstock.train.planning import CLUSTER_FILE, PLAN_FILE, Planned, Say, assumed_problem
-from penstock.train.problem import run_problem
-from penstock.train.profiling.machine import here
-from penstock.train.resume import Resumption
+from penstock.train.pilot import CLUSTER_FILE, PLAN_FILE
+from penstock.train.resume import Resumption, Say
 
 ANEW = "the plan of {path} is not continued ({why}): losses will be as without the break up to rounding"
 

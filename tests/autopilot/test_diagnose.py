@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.autopilot.diagnose import Diagnosis, diagnose
 from penstock.graph import Lane, Task
 from penstock.mesh import Group, Mesh
 from penstock.ops import Op
@@ -17,7 +18,6 @@ from penstock.schedule.flowmoe import FlowMoE
 from penstock.simulate import simulate
 from penstock.step import StepShape
 from penstock.trace import TaskRecord
-from penstock.train.diagnose import Diagnosis, diagnose
 from tests.steps import pieces_for
 
 RANKS, THRESHOLD = 2, 0.15

@@ -6,41 +6,35 @@ of a machine than one on every core.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
+from penstock.autopilot.deciding import Beat, decided, decided_slowly
+from penstock.autopilot.dispatch_choice import candidates, choose_dispatch, with_dispatch
+from penstock.autopilot.planned import Order, Planned, Rival, given_choice
+from penstock.autopilot.profiling import profile_run
+from penstock.autopilot.profiling.machine import here
+from penstock.autopilot.run_problem import assumed_problem, run_problem
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.cost.match import mismatch
-from penstock.moe.config import DispatchName
 from penstock.plan import (
     Candidate,
     Choice,
     MemoryBudget,
     PlanFile,
     Problem,
-    estimate_memory,
     explain,
     find_plan,
-    predict_s,
 )
 from penstock.plan.effort import Searched
-from penstock.plan.predict import alone
+from penstock.plan.plan_config import AUTO, GIVEN
 from penstock.plan.search import FoundPlan
 from penstock.runtime import Machinery
-from penstock.schedule import Schedule, ScheduleConfig, StepPlan
-from penstock.step import StepShape, build_graph
-from penstock.topology import Layout
-from penstock.train.assemble import base_shape, gradient_bytes, workload
+from penstock.schedule import ScheduleConfig
 from penstock.train.config import RunConfig
-from penstock.train.deciding import Beat, decided, decided_slowly
-from penstock.train.dispatch import NAMES, candidates, choose_dispatch, with_dispatch
-from penstock.train.plan_config import AUTO, GIVEN
-from penstock.train.problem import run_problem
-from penstock.train.profile import profile_run
-from penstock.train.profiling.machine import here
+from penstock.train.resume import Say
 
 WORTH_TRYING = 1.3
 """A plan that is predicted to take longer than so many times the best is not tried."""
@@ -49,89 +43,6 @@ UNUSED = (
     "warning: section [schedule] (name {name}) is not used, since plan.source = {source} decides; "
     "plan.source=given uses it"
 )
-
-CLUSTER_FILE, PLAN_FILE = "cluster.json", "plan.json"
-
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rival:
-    """A plan that was not chosen."""
-
-    choice: Choice
-    plan: StepPlan
-    predicted_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A plan in use, and what it is the answer to. The same on all ranks.
-
-    file: of the cluster, if a file describes it. lines: what people are told of the choice. rivals: others
-    that may turn out to be faster, the most promising first. misses: by schedule that has been tried, how
-    many times as long a step has taken as it promised to.
-    """
-
-    problem: Problem
-    choice: Choice
-    plan: StepPlan
-    file: ClusterFile | None = None
-    lines: tuple[str, ...] = ()
-    rivals: tuple[Rival, ...] = ()
-    misses: Mapping[str, float] = field(default_factory=dict)
-    searched: Searched | None = None
-
-    def expected_s(self, candidate: Candidate) -> float:
-        """What is predicted, as far off as with its schedule before; as with all on average if it is new."""
-        misses = self.misses.values()
-        usual = sum(misses) / len(misses) if misses else 1.0
-        return candidate.predicted_s * self.misses.get(candidate.choice.schedule, usual)
-
-    @property
-    def predicted_s(self) -> float:
-        return predict_s(self.problem, self.choice, self.plan)
-
-    def noting(self, line: str) -> Planned:
-        """The same with one more line on how it came about."""
-        return replace(self, lines=tuple(dict.fromkeys((*self.lines, line))))
-
-    def save(self, folder: Path, model: str) -> None:
-        """Leave the cluster and the plan in the run's folder; for one rank."""
-        if self.file is not None:
-            self.file.save(folder / CLUSTER_FILE)
-        candidate = Candidate(
-            choice=self.choice,
-            plan=self.plan,
-            predicted_s=self.predicted_s,
-            bound=alone(self.problem).bound(self.choice, self.plan),
-            memory_bytes=estimate_memory(self.problem, self.choice).total_bytes,
-        )
-        cluster = self.file.name if self.file is not None else "section [cluster]"
-        paper = PlanFile.of(
-            self.problem, candidate, model=model, cluster=cluster, why=self.lines, search=self.searched
-        )
-        paper.save(folder / PLAN_FILE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """A step plan as it travels between ranks: small, and the graph is built where it arrives."""
-
-    shape: StepShape
-    text: str
-
-    @staticmethod
-    def of(plan: StepPlan) -> Order:
-        return Order(shape=plan.shape, text=plan.schedule.text())
-
-    @property
-    def plan(self) -> StepPlan:
-        graph = build_graph(self.shape)
-        return StepPlan(graph, Schedule.parse(self.text, graph), self.shape)
-
-
-# ---- the plan at the start ---------------------------------------------------------------------------------
 
 
 def start(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
@@ -255,52 +166,6 @@ def find(
     return found, (*explain(problem, found, memory).lines, *found.searched.lines)
 
 
-# ---- problems and choices ----------------------------------------------------------------------------------
-
-
-def assumed_problem(config: RunConfig, layout: Layout) -> Problem:
-    """The step of this run on what section [cluster] assumes."""
-    gradients = gradient_bytes(config.model, config.moe, layout)
-    sizes = workload(config, layout, *gradients)
-    return Problem(
-        shape=base_shape(config), workload=sizes, cluster=config.cluster, dispatches=(sizes.dispatch,)
-    )
-
-
-def given_choice(schedule: ScheduleConfig, problem: Problem) -> Choice:
-    """What section [schedule] means as a choice: where it leaves the number of chunks open, the usual one."""
-    work = problem.workload
-    pieces = schedule.pieces(work.all_reduce_bytes, work.expert_all_reduce_bytes)
-    shape = schedule.system.shape(problem.shape, pieces)
-    return Choice(
-        schedule=schedule.name,
-        microbatches=schedule.microbatches,
-        chunks=shape.chunks,
-        backward_chunks=shape.backward_chunks,
-        all_reduce_chunk_bytes=schedule.all_reduce_chunk_bytes,
-        priority=schedule.priority,
-        dispatch=work.dispatch,
-    )
-
-
 def unused(schedule: ScheduleConfig) -> ScheduleConfig:
     """The section with nothing in it but what counts whoever decides."""
     return ScheduleConfig(refine_after=schedule.refine_after)
-
-
-def with_choice(config: RunConfig, choice: Choice) -> RunConfig:
-    """The same run with sections [schedule] and [moe] saying what was chosen."""
-    schedule = replace(
-        config.schedule,
-        name=choice.schedule,
-        microbatches=choice.microbatches,
-        chunks=choice.chunks,
-        backward_chunks=choice.backward_chunks,
-        all_reduce_chunk_bytes=choice.all_reduce_chunk_bytes,
-        priority=choice.priority,
-    )
-    return with_dispatch(replace(config, schedule=schedule), _dispatch_name(choice.dispatch))
-
-
-def _dispatch_name(name: str) -> DispatchName:
-    return next(each for each in NAMES if each == name)

@@ -9,6 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.autopilot.profiling import measure_links, measure_tasks, profile_run
+from penstock.autopilot.profiling.links import _Exchanges, _groups
+from penstock.autopilot.profiling.sample import Budget, median_interval
+from penstock.autopilot.profiling.tasks import _apart, cuts, sample_of
+from penstock.autopilot.run_problem import run_problem
 from penstock.config import load
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import LinkModel
@@ -18,11 +23,6 @@ from penstock.plan import Choice
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
-from penstock.train.problem import run_problem
-from penstock.train.profile import measure_links, measure_tasks, profile_run
-from penstock.train.profiling.links import _Exchanges, _groups
-from penstock.train.profiling.sample import Budget, median_interval
-from penstock.train.profiling.tasks import _apart, cuts, sample_of
 from tests.support.ranks import Pools
 
 TINY = (

@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from penstock.autopilot.deciding import Beat, decided, decided_slowly
 from penstock.config import ConfigError
 from penstock.topology import Control
-from penstock.train.deciding import Beat, decided, decided_slowly
 from tests.support.ranks import Pools
 
 PATIENCE_S = 1.0

@@ -10,19 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 
+from penstock.autopilot.deciding import decided
+from penstock.autopilot.planned import Order, Planned
 from penstock.cost import MeasuredCost
 from penstock.cost.measured import Kind
 from penstock.ops import Op
 from penstock.plan import Choice, Problem
+from penstock.plan.plan_config import DROPPED_STEPS, PlanConfig
 from penstock.plan.tuner import Sample, SizeRange, Tuner, build_tuner
 from penstock.plan.words import mib, milliseconds
 from penstock.schedule import Cost, Pieces, StepPlan, plan_step
 from penstock.simulate import iteration_s
 from penstock.step import StepShape
 from penstock.topology import Control
-from penstock.train.deciding import decided
-from penstock.train.plan_config import DROPPED_STEPS, PlanConfig
-from penstock.train.planning import Order, Planned
 
 PURPOSE = "choosing a size of all-reduce chunks"
 STARTS = 9

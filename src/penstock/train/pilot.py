@@ -1,0 +1,52 @@
+"""What the training loop asks of whoever decides how steps are cut and ordered: `penstock.autopilot`, say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from penstock.runtime import Machinery, PipelinedStack
+from penstock.schedule import StepPlan
+from penstock.trace import TaskRecord
+from penstock.train.config import RunConfig
+from penstock.train.resume import Resumption, Say
+
+CLUSTER_FILE, PLAN_FILE = "cluster.json", "plan.json"
+"""What a pilot may leave in the run's folder and in a checkpoint."""
+
+
+class Pilot(Protocol):
+    """Decides by which plan steps run. Made before the model, it takes that over before the first step."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The run as it is now: sections [schedule] and [moe] say what the plan has chosen."""
+
+    @property
+    def plan(self) -> StepPlan:
+        """The plan in use."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the plan is final, until something changes."""
+
+    @property
+    def all_reduce_chunk_bytes(self) -> int | None:
+        """The size of all-reduce chunks; None for a schedule without chunks."""
+
+    def take_over(self, stack: PipelinedStack) -> None:
+        """Steer this stack from now on. It was built with `plan`."""
+
+    def after_step(self, slowest_s: float, records: Sequence[TaskRecord]) -> bool:
+        """Perhaps adopt another plan; returns whether it did. All ranks call it after the same steps.
+
+        slowest_s: how long the step took on the slowest rank. records: of this rank.
+        """
+
+    def save(self, folder: Path) -> None:
+        """Write the plan, and the cluster it was made for, into a folder; for one rank."""
+
+
+MakePilot = Callable[[RunConfig, Machinery, Resumption | None, Say], Pilot]
+"""Makes the first plan of a resolved configuration, or goes on with a checkpoint's. All ranks call it."""

@@ -1,1 +1,0 @@
-"""The parts of `penstock.train.profile`: what is measured, and how long."""
