@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from penstock.autopilot.deciding import decided
-from penstock.autopilot.dispatch_choice import candidates
 from penstock.autopilot.planned import Planned
 from penstock.autopilot.profiling.machine import here
 from penstock.autopilot.run_problem import assumed_problem, run_problem
@@ -46,7 +43,7 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
             raise ConfigError(section, UNSET, "other settings are asked for")
     paper, file = decided(machinery.control, lambda: _files(from_), f"reading the plan of {path.name}")
     if file is None:
-        problem = replace(assumed_problem(config, layout), dispatches=tuple(candidates(config.moe, layout)))
+        problem = assumed_problem(config, layout)
     else:
         problem = run_problem(config, layout, file)
         other = mismatch(file, here(machinery.device), layout.world_size, layout.nodes)

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from penstock.autopilot.dispatch_choice import NAMES, with_dispatch
+from penstock.autopilot.run_problem import NAMES
 from penstock.cost import ClusterFile
-from penstock.moe.config import DispatchName
 from penstock.plan import Candidate, Choice, PlanFile, Problem, estimate_memory, predict_s
 from penstock.plan.effort import Searched
 from penstock.plan.predict import alone
-from penstock.schedule import Schedule, ScheduleConfig, StepPlan
+from penstock.schedule import Schedule, StepPlan
 from penstock.step import StepShape, build_graph
 from penstock.train.config import RunConfig
 from penstock.train.pilot import CLUSTER_FILE, PLAN_FILE
@@ -94,22 +93,6 @@ class Order:
         return StepPlan(graph, Schedule.parse(self.text, graph), self.shape)
 
 
-def given_choice(schedule: ScheduleConfig, problem: Problem) -> Choice:
-    """What section [schedule] means as a choice: where it leaves the number of chunks open, the usual one."""
-    work = problem.workload
-    pieces = schedule.pieces(work.all_reduce_bytes, work.expert_all_reduce_bytes)
-    shape = schedule.system.shape(problem.shape, pieces)
-    return Choice(
-        schedule=schedule.name,
-        microbatches=schedule.microbatches,
-        chunks=shape.chunks,
-        backward_chunks=shape.backward_chunks,
-        all_reduce_chunk_bytes=schedule.all_reduce_chunk_bytes,
-        priority=schedule.priority,
-        dispatch=work.dispatch,
-    )
-
-
 def with_choice(config: RunConfig, choice: Choice) -> RunConfig:
     """The same run with sections [schedule] and [moe] saying what was chosen."""
     schedule = replace(
@@ -121,8 +104,5 @@ def with_choice(config: RunConfig, choice: Choice) -> RunConfig:
         all_reduce_chunk_bytes=choice.all_reduce_chunk_bytes,
         priority=choice.priority,
     )
-    return with_dispatch(replace(config, schedule=schedule), _dispatch_name(choice.dispatch))
-
-
-def _dispatch_name(name: str) -> DispatchName:
-    return next(each for each in NAMES if each == name)
+    dispatch = next(name for name in NAMES if name == choice.dispatch)
+    return replace(config, schedule=schedule, moe=replace(config.moe, dispatch=dispatch))

@@ -1,13 +1,20 @@
-"""What a training run asks the planner."""
+"""What a training run asks the planner, and what it leaves open."""
 
 from __future__ import annotations
 
-from penstock.autopilot.dispatch_choice import candidates
-from penstock.cost import ClusterFile, ProfiledCluster
-from penstock.plan import Problem
+from typing import get_args
+
+from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster
+from penstock.dispatch import DISPATCHES
+from penstock.moe import MoEConfig
+from penstock.moe.config import DispatchName
+from penstock.plan import Choice, Problem
+from penstock.schedule import ScheduleConfig
 from penstock.topology import Layout
 from penstock.train.assemble import base_shape, gradient_bytes, workload
 from penstock.train.config import RunConfig
+
+NAMES: tuple[DispatchName, ...] = tuple(name for name in get_args(DispatchName) if name in DISPATCHES)
 
 
 def run_problem(
@@ -19,20 +26,56 @@ def run_problem(
     """
     if slowness is None:
         slowness = file.slowness if file.ranks == layout.world_size else ()
+    return _problem(config, layout, ProfiledCluster.build(file), slowness)
+
+
+def assumed_problem(config: RunConfig, layout: Layout) -> Problem:
+    """The step of this run on what section [cluster] assumes."""
+    return _problem(config, layout, config.cluster)
+
+
+def _problem(
+    config: RunConfig, layout: Layout, cluster: ClusterConfig, slowness: tuple[float, ...] = ()
+) -> Problem:
     gradients = gradient_bytes(config.model, config.moe, layout)
     return Problem(
         shape=base_shape(config),
         workload=workload(config, layout, *gradients),
-        cluster=ProfiledCluster.build(file),
+        cluster=cluster,
         dispatches=tuple(candidates(config.moe, layout)),
         slowness=slowness,
     )
 
 
-def assumed_problem(config: RunConfig, layout: Layout) -> Problem:
-    """The step of this run on what section [cluster] assumes."""
-    gradients = gradient_bytes(config.model, config.moe, layout)
-    sizes = workload(config, layout, *gradients)
-    return Problem(
-        shape=base_shape(config), workload=sizes, cluster=config.cluster, dispatches=(sizes.dispatch,)
+def candidates(moe: MoEConfig, layout: Layout) -> list[DispatchName]:
+    """Dispatches that these ranks can run, and that the configuration leaves open.
+
+    Raises ConfigError if it names one that they cannot run.
+    """
+    if moe.dispatch != "auto":
+        if DISPATCHES[moe.dispatch].needs_table:
+            layout.require_nodes("moe.dispatch", moe.dispatch)
+        return [moe.dispatch]
+    # In nodes of one rank every leg inside them would be a copy for nothing.
+    return list(NAMES) if layout.ep_nodes > 1 and layout.ep_node_size > 1 else ["flat"]
+
+
+def hierarchical_among(moe: MoEConfig, layout: Layout) -> list[DispatchName]:
+    """The candidates with legs of their own to be measured."""
+    return [name for name in candidates(moe, layout) if DISPATCHES[name].needs_table]
+
+
+def given_choice(schedule: ScheduleConfig, problem: Problem) -> Choice:
+    """What section [schedule] means as a choice: where it leaves the number of chunks open, the usual one."""
+    work = problem.workload
+    pieces = schedule.pieces(work.all_reduce_bytes, work.expert_all_reduce_bytes)
+    shape = schedule.system.shape(problem.shape, pieces)
+    return Choice(
+        schedule=schedule.name,
+        microbatches=schedule.microbatches,
+        chunks=shape.chunks,
+        backward_chunks=shape.backward_chunks,
+        all_reduce_chunk_bytes=schedule.all_reduce_chunk_bytes,
+        priority=schedule.priority,
+        dispatch=work.dispatch,
     )

@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.autopilot.deciding import Beat, decided, decided_slowly
-from penstock.autopilot.dispatch_choice import candidates, choose_dispatch, with_dispatch
-from penstock.autopilot.planned import Order, Planned, Rival, given_choice
-from penstock.autopilot.profiling import profile_run
+from penstock.autopilot.planned import Order, Planned, Rival
+from penstock.autopilot.profiling import measured_links, profile_run
 from penstock.autopilot.profiling.machine import here
-from penstock.autopilot.run_problem import assumed_problem, run_problem
+from penstock.autopilot.run_problem import assumed_problem, given_choice, run_problem
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
@@ -25,6 +24,7 @@ from penstock.plan import (
     MemoryBudget,
     PlanFile,
     Problem,
+    evaluate,
     explain,
     find_plan,
 )
@@ -60,12 +60,20 @@ def start(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
 
 
 def as_given(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
-    """What section [schedule] says, ordered by the costs of section [cluster]."""
-    dispatch = choose_dispatch(config, machinery)
-    if dispatch.line is not None:
-        say(dispatch.line)
-    problem = assumed_problem(with_dispatch(config, dispatch.name), machinery.layout)
+    """What section [schedule] says, ordered by the costs of section [cluster].
+
+    Where the dispatch is open and ranks have a choice, links are measured for some seconds, and the dispatch
+    with the shortest predicted step is taken.
+    """
+    problem = assumed_problem(config, machinery.layout)
     choice = given_choice(config.schedule, problem)
+    if len(problem.dispatches) > 1:
+        measured = run_problem(config, machinery.layout, measured_links(config, machinery))
+        names = problem.dispatches
+        times_s = {name: evaluate(measured, replace(choice, dispatch=name)).predicted_s for name in names}
+        choice = replace(choice, dispatch=min(times_s, key=times_s.__getitem__))
+        times = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in times_s.items())
+        say(f"dispatch {choice.dispatch}: by the measured links a step takes {times}")
     return Planned(problem=problem, choice=choice, plan=problem.plan(choice))
 
 
@@ -118,7 +126,7 @@ def replay(config: RunConfig, machinery: Machinery, path: Path, say: Say) -> Pla
     """The plan in a file, as it is."""
     paper = decided(machinery.control, lambda: PlanFile.read(path), f"reading {path}")
     layout, file = machinery.layout, None
-    problem = replace(assumed_problem(config, layout), dispatches=tuple(candidates(config.moe, layout)))
+    problem = assumed_problem(config, layout)
     if config.plan.cluster is not None:
         file = cluster_of(config, machinery, say)
         problem = run_problem(config, layout, file)

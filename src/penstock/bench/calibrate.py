@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.autopilot.dispatch_choice import hierarchical_among
+from penstock.autopilot.run_problem import hierarchical_among
 from penstock.bench.contender import Entry, run_step
 from penstock.bench.predict import ComputeTimes, PredictedCost, predict
 from penstock.bench.scheduled import Scheduled, Stacks

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from penstock.autopilot.dispatch_choice import hierarchical_among
+from penstock.autopilot.run_problem import hierarchical_among
 from penstock.bench.config import BenchConfig
 from penstock.bench.contender import Entry
 from penstock.bench.scheduled import run_config_of

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.autopilot.dispatch_choice import hierarchical_among
 from penstock.autopilot.profiling.sample import Action, Budget, measure_sizes
+from penstock.autopilot.run_problem import hierarchical_among
 from penstock.cost.cluster_file import Collective, Fit, LinkModel
 from penstock.cost.fit import fit_line
 from penstock.dispatch import DISPATCHES, Dispatch, Place
@@ -62,13 +62,18 @@ class Probe:
         return self.collective, self.lane, self.op, self.members
 
 
-def measure_links(config: RunConfig, machinery: Machinery, budget_s: float) -> tuple[LinkModel, ...]:
+def measure_links(
+    config: RunConfig, machinery: Machinery, budget_s: float, *, used_only: bool = False
+) -> tuple[LinkModel, ...]:
     """Lines of all collectives; the same on all ranks, which must call this together. None for one rank.
+
+    used_only: leave out what no plan rests on.
 
     The time goes to what plans rest on first; what is left over pays for two sizes of everything else at
     least. Groups with the same members are measured once.
     """
     probes = sorted(_probes(config, machinery), key=lambda probe: not probe.used)
+    probes = [probe for probe in probes if probe.used or not used_only]
     budget = Budget(machinery.control, budget_s)
     waiting = {each.wire: USED_WEIGHT if each.used else WEIGHT for each in reversed(probes)}
     known: dict[tuple[object, ...], LinkModel] = {}

@@ -19,6 +19,9 @@ BUDGET_S = 60.0
 LINKS_SHARE, KERNELS_SHARE = 0.45, 0.25
 """Of the whole budget; of what computation has of it."""
 
+LINKS_S = 4.0
+"""How long links are measured for where no file is made of it."""
+
 LEAST_LATENCY_S = 1e-7
 """A section [cluster] has no links without latency."""
 
@@ -72,6 +75,22 @@ def profile_run(
         source=_source(config, layout),
     )
     return machinery.control.gather(file, "comparing cluster files")[0]
+
+
+def measured_links(config: RunConfig, machinery: Machinery) -> ClusterFile:
+    """The cluster with the links that plans rest on measured, and devices as section [cluster] assumes them.
+
+    All ranks call it together and get the same; it takes some seconds.
+    """
+    layout = machinery.layout
+    links = measure_links(config, machinery, LINKS_S, used_only=True) if layout.world_size > 1 else ()
+    return ClusterFile(
+        name="links as measured",
+        nodes=layout.nodes,
+        ranks_per_node=layout.world_size // layout.nodes,
+        rates=rates_with_links(config.cluster, links),
+        links=links,
+    )
 
 
 def measure_tasks(
