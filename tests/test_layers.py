@@ -16,6 +16,7 @@ import penstock
 PURE = (
     "config",
     "mesh",
+    "placement",
     "graph",
     "ops",
     "step",

@@ -137,7 +137,7 @@ def test_experts_that_do_not_divide_are_refused(num_experts: int, ep_size: int, 
 
 def test_a_rank_holds_its_share() -> None:
     layer = build_layer(HIDDEN, MoEConfig(num_experts=6, moe_ffn_hidden_size=12), ep_size=3, ep_rank=2)
-    assert (layer.num_local_experts, layer.first_expert) == (2, 4)
+    assert (layer.num_local_experts, layer.placement.held(2)) == (2, (4, 5))
     assert {p.shape[0] for p in layer.experts.parameters()} == {2}
     assert layer.gate.get_parameter("weight").shape == (6, HIDDEN)
 

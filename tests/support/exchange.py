@@ -166,8 +166,7 @@ def logical(model: Model, tensors: Tensors) -> Tensors:
         if not name.startswith("1.experts."):
             found[name] = tensor
             continue
-        for stem, number, part in model.layer.experts.split(name, tensor):
-            found[f"{stem}.{model.layer.first_expert + number}"] = part
+        found.update(model.layer.by_number(name, tensor))
     return found
 
 

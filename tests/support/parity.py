@@ -17,7 +17,7 @@ from penstock.cost import split_sizes
 from penstock.dispatch import DISPATCHES
 from penstock.models import ModelConfig
 from penstock.moe import ModuleExperts, MoEConfig, MoELayer
-from penstock.moe.build import GATES, build_order, build_shared, dispatch_of
+from penstock.moe.build import GATES, build_layer, build_order, build_shared, dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.schedule import ScheduleConfig
 from penstock.schedule import penstock as searching
@@ -27,6 +27,7 @@ from penstock.train.clip import clip_grad_norm
 from penstock.train.config import RunConfig, TrainConfig
 from penstock.train.corpus import DataConfig
 from penstock.train.optimizer import OptimizerConfig, build_adamw
+from tests.support.placed import placement_of
 from tests.support.reference import Settings, reference_loss
 from tests.support.reference_moe import Weights
 
@@ -43,7 +44,8 @@ class Case:
 
     batch: samples of every rank. batches: of each rank, where they differ. padding: some
     tokens are padding. module_experts: experts are modules of their own. node_size: ranks per emulated node.
-    idle_expert, busy_experts: gets no tokens, get all of them.
+    idle_expert, busy_experts: gets no tokens, get all of them. scattered: experts are on the ranks in another
+    order than that of their numbers, in every layer another.
     """
 
     world_size: int
@@ -61,6 +63,7 @@ class Case:
     node_size: int | None = None
     idle_expert: int | None = None
     busy_experts: tuple[int, ...] = ()
+    scattered: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -157,7 +160,10 @@ def _machinery(world_size: int, ep_size: int, rank: int, node_size: int) -> Mach
 def stack_of(rank: int, case: Case) -> PipelinedStack:
     ep_size = case.ep_size or case.world_size
     found = machinery(case.world_size, ep_size, rank, case.node_size or 0)
-    make_moe = partial(module_layer, case, ep_size, rank % ep_size) if case.module_experts else None
+    place = found.layout.ep_rank
+    make_moe = partial(module_layer, case, ep_size, place) if case.module_experts else None
+    if case.scattered and not case.module_experts:
+        make_moe = partial(scattered_layer, case, ep_size, place)
     with short_search():
         stack = build_stack(case.config, found, case.dtype, make_moe)
     prepare(stack, case)
@@ -186,7 +192,15 @@ def module_layer(case: Case, ep_size: int, ep_rank: int, layer: int) -> MoELayer
         shared=build_shared(hidden, config),
         ep_size=ep_size,
         ep_rank=ep_rank,
+        placement=placement_of(config.num_experts, ep_size, layer, scattered=case.scattered),
     )
+
+
+def scattered_layer(case: Case, ep_size: int, ep_rank: int, layer: int) -> MoELayer:
+    """The case's layer, with experts elsewhere than by default."""
+    placement = placement_of(case.moe.num_experts, ep_size, layer, scattered=True)
+    place = {"ep_size": ep_size, "ep_rank": ep_rank, "layer": layer}
+    return build_layer(case.model.hidden_size, case.moe, **place, placement=placement)
 
 
 class Tanh(nn.Module):
@@ -244,15 +258,15 @@ def logical(stack: PipelinedStack, tensors: Weights) -> Weights:
             continue
         moe = stack.parts.parts[int(name.split(".")[1])].moe
         assert moe is not None
-        parts = moe.experts.split(name, tensor)
-        found.update({f"{logical}.{moe.first_expert + number}": part for logical, number, part in parts})
+        found.update(moe.by_number(name, tensor))
     return found
 
 
 def reference_step(case: Case) -> StepResult:
     """The same step by the reference, in one process. Of a schedule it has only the pieces to know."""
     dispatch = replace(case.moe, dispatch="flat")
-    return _reference_step(replace(case, ep_size=None, node_size=None, moe=dispatch, schedule=_pieces(case)))
+    alone = replace(case, ep_size=None, node_size=None, moe=dispatch, scattered=False)
+    return _reference_step(replace(alone, schedule=_pieces(case)))
 
 
 def _pieces(case: Case) -> ScheduleConfig:

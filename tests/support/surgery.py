@@ -94,8 +94,8 @@ def replace_block(model: GPT) -> None:
         if ".experts." not in name:
             parameter.data = drawn(*parameter.shape, seed=len(name)) / 3
     for name, parameter in block.moe.experts.named_parameters():
-        for number, weight in enumerate(parameter.data.unbind()):
-            weight.copy_(drawn(*weight.shape, seed=len(name) + block.moe.first_expert + number))
+        for number, weight in zip(block.moe.placement.held(block.moe.ep_rank), parameter.data, strict=True):
+            weight.copy_(drawn(*weight.shape, seed=len(name) + number))
     model.blocks[1] = block
 
 

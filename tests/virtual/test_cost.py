@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.ops.transfers import TRANSFERS
+from penstock.placement import ExpertPlacement
 from penstock.schedule import SCHEDULES, plan_step
 from penstock.simulate import lower_bound, simulate
 from penstock.step import StepShape, build_graph
 from penstock.virtual import Routing, VirtualCost
+from penstock.virtual.rows import by_source_and_target
 from tests.steps import pieces_for, task_at
 from tests.virtual.strategies import CLUSTER, steps
 
@@ -284,3 +287,25 @@ def test_legs_end_where_flat_ones_do(name: str, step: Step) -> None:
             for rank in range(work.world_size):
                 received = sum(cost.move(last, rank).output_splits)
                 assert received == sum(flat.move(task, rank).output_splits)
+
+
+@given(steps(), st.randoms(use_true_random=False))
+def test_rows_go_to_the_rank_that_has_their_expert(step: Step, random: Random) -> None:
+    shape, work, routing = step
+    experts = list(range(work.num_experts))
+    random.shuffle(experts)
+    slots = work.placement.slots
+    placement = ExpertPlacement.of(
+        [experts[rank * slots : (rank + 1) * slots] for rank in range(work.ep_size)]
+    )
+    cost = VirtualCost(shape, work, CLUSTER, routing.counts(0), placement)
+    for task in moves(shape):
+        rows_PE = cost.rows[:, task.microbatch, task.cut.first : task.cut.stop, cost._moe_layer(task)].sum(1)
+        for target in range(work.ep_size):
+            sent = by_source_and_target(rows_PE, placement)[:, :, target]
+            assert (sent.reshape(-1, slots) == rows_PE[:, placement.held(target)]).all()
+    if work.dispatch == "flat" and any(shape.moe_layers):
+        task = next(task for task in moves(shape) if task.op == Op.DISPATCH and task.forward)
+        rows_PE = cost.rows[:, task.microbatch, task.cut.first : task.cut.stop, cost._moe_layer(task)].sum(1)
+        sent_to = [rows_PE[0, placement.held(target)].sum() for target in range(work.ep_size)]
+        assert splits_of(cost, task, 0)[0] == sent_to

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 
 from penstock.cost.span import Span, span_of
 from penstock.mesh import Axes, Mesh
+from penstock.placement import ExpertPlacement
 
 
 def split_sizes(total: int, pieces: int) -> tuple[int, ...]:
@@ -79,6 +80,11 @@ class Workload:
     def mesh(self) -> Mesh:
         """The ranks of the step, as its layers share them."""
         return Mesh(world_size=self.world_size, ep_size=self.ep_size, ep_local_size=self.node_size)
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        """Where experts are: even and contiguous."""
+        return ExpertPlacement.even(self.num_experts, self.ep_size)
 
     @property
     def ranks_per_node(self) -> int:

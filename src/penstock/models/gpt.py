@@ -140,8 +140,8 @@ class GPT(nn.Module):
     def _fill_experts(self, name: str, parameter: Tensor, seed: int, std: float) -> None:
         moe = self.parts[int(name.split(".")[1])].moe
         assert moe is not None, name
-        for logical, number, weight in moe.experts.split(name, parameter):
-            fill_normal(weight, f"{logical}.{moe.first_expert + number}", seed, std)
+        for logical, weight in moe.by_number(name, parameter):
+            fill_normal(weight, logical, seed, std)
 
     def embed(self, tokens_BL: Tensor, keys: SampleKeys) -> Tensor:
         length = tokens_BL.shape[1]

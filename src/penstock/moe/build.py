@@ -29,33 +29,38 @@ from penstock.moe.orders.einsum import EinsumOrder
 from penstock.moe.orders.index import IndexOrder
 from penstock.moe.orders.merged import MergedOrder
 from penstock.moe.orders.sort import SortOrder
+from penstock.placement import ExpertPlacement
 
 Build = Callable[[int, MoEConfig, int], Gate]
 """hidden size, configuration, number of the layer -> gate."""
 
 
 def build_layer(
-    hidden_size: int, config: MoEConfig, *, ep_size: int = 1, ep_rank: int = 0, layer: int = 0
+    hidden_size: int,
+    config: MoEConfig,
+    *,
+    ep_size: int = 1,
+    ep_rank: int = 0,
+    layer: int = 0,
+    placement: ExpertPlacement | None = None,
 ) -> MoELayer:
     """The layer that `config` describes, with this rank's share of the experts. layer: its number, for noise.
 
-    Raises ValueError if the experts cannot be shared evenly.
+    placement: where experts are; None shares them out in the order of their numbers. Raises PlacementError
+    if they cannot be shared evenly.
     """
-    if config.num_experts % ep_size:
-        raise ValueError(
-            f"num_experts = {config.num_experts} cannot be shared evenly by ep_size = {ep_size} ranks; "
-            f"nearest valid: {max(1, round(config.num_experts / ep_size)) * ep_size}"
-        )
+    placement = placement or ExpertPlacement.even(config.num_experts, ep_size)
     return MoELayer(
         gate=GATES[config.gate](hidden_size, config, layer),
         order=build_order(config, ep_size),
-        expert=build_experts(hidden_size, config, config.num_experts // ep_size),
+        expert=build_experts(hidden_size, config, placement.slots),
         dispatch=DISPATCHES[dispatch_of(config)],
         hooks=build_hooks(hidden_size, config),
         shared=build_shared(hidden_size, config),
         ep_size=ep_size,
         ep_rank=ep_rank,
         balance=config.aux_loss_group,
+        placement=placement,
     )
 
 

@@ -5,12 +5,13 @@ Shapes: T tokens, B samples of L tokens, E experts (total), k choices per token,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from penstock.moe.tokens import Tokens
+from penstock.placement import ExpertPlacement
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,24 @@ class SoftChoice:
 
 
 Choice = TokenChoice | ExpertChoice | SoftChoice
+
+
+def placed(choice: Choice, placement: ExpertPlacement, rank: int) -> Choice:
+    """The same choice with experts counted by position, as orders take them. rank: in the expert group.
+
+    Costs a copy of E integers to the device, and nothing under the default placement.
+    """
+    if placement.is_even:
+        return choice
+    if isinstance(choice, TokenChoice):
+        # Behind the last expert stands what padding (-1) stays.
+        table = torch.tensor((*placement.positions(rank), -1), device=choice.experts_Tk.device)
+        return replace(choice, experts_Tk=table[choice.experts_Tk])
+    experts = torch.tensor(placement.by_position, device=choice.weights.device)
+    if isinstance(choice, ExpertChoice):
+        return replace(choice, tokens_ES=choice.tokens_ES[experts], weights=choice.weights[experts])
+    mix_BLES, weights = (part.index_select(2, experts) for part in (choice.mix_BLES, choice.weights))
+    return replace(choice, mix_BLES=mix_BLES, weights=weights)
 
 
 def count_choices(experts_Tk: Tensor, samples: int, num_experts: int) -> Tensor:

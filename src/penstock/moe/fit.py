@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.moe.accept import REFUSED
+from penstock.placement import ExpertPlacement, PlacementError
 
 if TYPE_CHECKING:
     from penstock.moe.experts.base import Experts
@@ -34,6 +35,24 @@ def check_parts(gate: Gate, order: Order, expert: Experts, hooks: tuple[Hook, ..
             "rounded; use only one of the two"
         )
     _check_order(order, gate, ep_size)
+
+
+def check_placement(placement: ExpertPlacement, num_experts: int, ep_size: int, slots: int) -> None:
+    """Raise PlacementError unless a layer of these sizes can run under `placement`."""
+    if placement.has_replicas:
+        raise PlacementError(
+            "the placement gives an expert several hosts, and a layer does not sum gradients of replicas "
+            "inside an expert group yet: give every expert one host"
+        )
+    for name, found, wanted in (
+        ("experts", placement.num_experts, num_experts),
+        ("ranks", placement.ranks, ep_size),
+        ("slots per rank", placement.slots, slots),
+    ):
+        if found != wanted:
+            raise PlacementError(
+                f"the placement has {found} {name}, and the layer has {wanted}: make one for this layer"
+            )
 
 
 def _check_order(order: Order, gate: Gate, ep_size: int) -> None:

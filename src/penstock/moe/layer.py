@@ -6,7 +6,7 @@ Shapes: T tokens, M hidden size, E experts (total), R rows in expert order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,17 +16,18 @@ from torch import Tensor, nn
 
 from penstock.dispatch import Dispatch, find_dispatch
 from penstock.moe.balance import BALANCES
-from penstock.moe.choices import GateSums
+from penstock.moe.choices import GateSums, placed
 from penstock.moe.config import BalanceGroup
 from penstock.moe.exchange import Alone, Exchange
 from penstock.moe.experts.base import Experts
 from penstock.moe.experts.product import Product, grouped_product
-from penstock.moe.fit import check_parts
+from penstock.moe.fit import check_parts, check_placement
 from penstock.moe.gates.base import Gate
 from penstock.moe.hooks.base import Hook, Hooks
 from penstock.moe.orders.base import Order, OrderPlan
 from penstock.moe.routes import ChunkRoute
 from penstock.moe.tokens import Tokens
+from penstock.placement import ExpertPlacement
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class MoELayer(nn.Module):
     passes, added to the output, computed while rows are under way. exchange: the ranks that share the
     experts when the layer runs by itself (`penstock.ExpertParallel`); ep_size and ep_rank say the same for a
     layer inside a stack, which has no exchange (default 1 and 0). balance: over which tokens `losses.balance`
-    judges the balance of experts.
+    judges the balance of experts. placement: which rank holds which expert in which slot, the same on all
+    ranks; without it they are shared out evenly, in the order of their numbers.
 
     `route` and `unorder` are the halves around the transfer, `expert_rows` is what happens at the experts.
     Raises ValueError for parts that do not fit together.
@@ -84,14 +86,17 @@ class MoELayer(nn.Module):
         ep_size: int | None = None,
         ep_rank: int | None = None,
         balance: BalanceGroup = "global",
+        placement: ExpertPlacement | None = None,
     ) -> None:
         super().__init__()
         ep_size, ep_rank = _place_of(exchange, ep_size, ep_rank)
+        if placement is not None:
+            check_placement(placement, gate.num_experts, ep_size, expert.num_local_experts)
         check_parts(gate, order, expert, tuple(hooks), ep_size)
         self.gate, self.order, self.experts, self.shared = gate, order, expert, shared
         self.dispatch, self.hooks = find_dispatch(dispatch), Hooks(tuple(hooks))
-        self.ep_size, self.num_local_experts = ep_size, expert.num_local_experts
-        self.first_expert = ep_rank * expert.num_local_experts
+        self.ep_size, self.ep_rank, self.num_local_experts = ep_size, ep_rank, expert.num_local_experts
+        self.placement = placement or ExpertPlacement.even(gate.num_experts, ep_size)
         self.balance = BALANCES[balance]
         self.exchange: Exchange | None = exchange if exchange is not None or ep_size > 1 else Alone()
         self._maker = None
@@ -99,6 +104,7 @@ class MoELayer(nn.Module):
             self._maker = self.exchange.maker(self.dispatch, row_counts=order.row_counts)
             self.exchange.adopt(expert)
         self._words = _in_words(gate, order, expert, self.dispatch, tuple(hooks), balance)
+        self._words += f", placement {self.placement.digest[:8]}"
         self._losses: LayerLosses | None = None
         self._recomputed: weakref.ref[LayerLosses] | None = None
 
@@ -113,13 +119,19 @@ class MoELayer(nn.Module):
         alive = None if self._recomputed is None else self._recomputed()
         return self._losses if alive is None else alive
 
+    def by_number(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Cut what belongs to the experts into them: a name that ends in the expert's number, and a view."""
+        held = self.placement.held(self.ep_rank)
+        for logical, slot, part in self.experts.split(name, tensor):
+            yield f"{logical}.{held[slot]}", part
+
     def route(self, x_TM: Tensor, tokens: Tokens, chunks: int = 1) -> RoutedTokens:
         """Choose experts and bring the tokens into their order."""
         x_TM = self.hooks.run("before_moe_start", x_TM)
         known_TM = x_TM
         if tokens.valid_T is not None:  # whatever stands in padding, a NaN too, reaches no sum
             known_TM = x_TM.masked_fill(~tokens.valid_T.unsqueeze(1), 0)
-        choice = self.gate(known_TM, tokens)
+        choice = placed(self.gate(known_TM, tokens), self.placement, self.ep_rank)
         plan = self.order.plan(choice, chunks)
         rows_RM = self.hooks.run("before_dispatch", self.order.order(known_TM, choice, plan))
         return RoutedTokens(rows_RM, self.order.weights(choice), x_TM, choice.sums, plan)
@@ -154,7 +166,7 @@ class MoELayer(nn.Module):
                 "(penstock.ExpertParallel), or run it inside a penstock stack"
             )
         tokens = _tokens_of(x, valid)
-        _require_place(self.exchange, self.ep_size, self.first_expert // self.num_local_experts)
+        _require_place(self.exchange, self.ep_size, self.ep_rank)
         self.exchange.check(self.experts, x, self._words)
         routed = self._counted(self._route_checked(x.flatten(0, -2), tokens))
         route = self.exchange.routes(routed.plan, self.num_local_experts, self._maker).chunks[0]

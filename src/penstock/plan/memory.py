@@ -95,7 +95,7 @@ def estimate_memory(problem: Problem, choice: Choice) -> MemoryEstimate:
 def _weights_bytes(problem: Problem) -> int:
     work = problem.workload
     expert = work.expert_matrices * work.hidden_size * work.ffn_hidden_size * FLOAT32_BYTES
-    experts = sum(problem.shape.moe_layers) * (work.num_experts / work.ep_size) * expert / work.shard_size
+    experts = sum(problem.shape.moe_layers) * work.placement.slots * expert / work.shard_size
     return sum(work.all_reduce_bytes) + int(experts)
 
 

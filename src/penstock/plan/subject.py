@@ -15,6 +15,7 @@ from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.ops.transfers import FLAT as FLAT_HOPS
 from penstock.ops.transfers import Hop
+from penstock.placement import ExpertPlacement
 from penstock.plan.models import MODELS, PublishedModel
 from penstock.plan.problem import Problem
 from penstock.step import StepShape
@@ -180,7 +181,7 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
     replicated = (4 * model.hidden_size**2 + model.hidden_size * experts) * FLOAT32_BYTES // shards
     matrices = MATRICES[model.expert]
     expert = matrices * model.hidden_size * model.ffn_hidden_size * FLOAT32_BYTES // shards
-    replicas = expert * (experts // ep_size) if groups > ep_size else 0
+    replicas = expert * ExpertPlacement.even(experts, ep_size).slots if groups > ep_size else 0
     return Workload(
         batch=model.batch,
         seq_len=model.seq_len,

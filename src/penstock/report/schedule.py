@@ -118,7 +118,7 @@ class ScheduleDescription:
         yield (
             "step",
             f"batch {work.batch} x {work.seq_len} tokens per rank, float32, on {work.world_size} ranks with "
-            f"{work.num_experts // work.ep_size} experts each (ep {work.ep_size})",
+            f"{work.placement.slots} experts each (ep {work.ep_size})",
         )
         yield "cluster", _cluster_text(self.cluster)
         yield "pieces", _pieces_text(shape)

@@ -16,13 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from penstock.dispatch import Place
-from penstock.moe import RouteMaker
+from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.balance import BALANCES
 from penstock.moe.config import MoEConfig
 from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
 from penstock.runtime.batch import AnySizes, EqualSizes, SampleNumbers, Samples, Sizes
 from penstock.runtime.checks.agree import check_agreement
-from penstock.runtime.checks.layers import check_layers, check_same, shape_of
+from penstock.runtime.checks.layers import (
+    check_layers,
+    check_not_moved,
+    check_placements,
+    check_same,
+    placements_of,
+    shape_of,
+)
 from penstock.runtime.checks.misuse import (
     check_no_checkpoint,
     check_no_data_parallel,
@@ -90,6 +97,7 @@ class PipelinedStack(nn.Module):
         # Usually `parts` is `model` itself: registered a second time, every parameter would have two names.
         object.__setattr__(self, "parts", parts)
         self._shape = self._checked_shape()
+        self._placements = check_placements(placements_of(self._moe_layers), machinery.control)
         self.balance = BALANCES[moe.aux_loss_group]
         self.codec = StatisticsCodec(moe, self.balance)
         self.gradients = Gradients(model, parts, machinery.layout, machinery.device)
@@ -221,14 +229,19 @@ class PipelinedStack(nn.Module):
         if not self.gradients.holds(self.plan.shape):
             check_not_sharded(self.model)
             check_same(self._checked_shape(), self._shape)
+            check_not_moved(placements_of(self._moe_layers), self._placements)
             self.makers = self._route_makers()
             self.mark_experts()
             self.gradients.renew(self.plan.shape)
 
     def _checked_shape(self) -> StepShape:
         """The uncut shape of a step of the layers that there are now."""
-        check_layers([part.moe for part in self.parts.parts], self.moe, self.machinery.layout)
-        return shape_of([part.moe for part in self.parts.parts])
+        check_layers(self._moe_layers, self.moe, self.machinery.layout)
+        return shape_of(self._moe_layers)
+
+    @property
+    def _moe_layers(self) -> list[MoELayer | None]:
+        return [part.moe for part in self.parts.parts]
 
     def _samples(
         self,

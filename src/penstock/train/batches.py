@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from penstock.config import ConfigError
+from penstock.placement import SamplePlacement
 from penstock.train.corpus import Corpus
 from penstock.train.order import Indices, Shuffled
 
@@ -74,6 +75,7 @@ class BatchStream:
         self._batch_per_device = batch_per_device
         self._global_batch = batch_per_device * world_size
         self._rank, self._world_size = rank, world_size
+        self._mine = np.array(SamplePlacement.even(self._global_batch, world_size).held(rank), dtype=np.int64)
         self._seed = seed
         window_count = max(0, (corpus.text.size - 1) // seq_len)
         self._split = Split.of(window_count, held_out_fraction)
@@ -110,14 +112,14 @@ class BatchStream:
         for index in range(min(max_batches, -(-held_out // self._global_batch))):
             start = index * self._global_batch
             places_G = np.arange(start, min(start + self._global_batch, held_out), dtype=np.int64)
-            places_B = np.array_split(places_G, self._world_size)[self._rank]
+            homes = SamplePlacement.even(places_G.size, self._world_size)
+            places_B = places_G[np.array(homes.held(self._rank), dtype=np.int64)]
             windows_B = self._split.held_out_windows(self._held_out_order.at(places_B))
             yield self._cut(windows_B, -1 - places_B, -(-places_G.size // self._world_size))
 
     def _places(self, index: int) -> Indices:
         """Places of this rank's samples when global batches are laid one after another, [B]."""
-        start = index * self._global_batch + self._rank * self._batch_per_device
-        return np.arange(start, start + self._batch_per_device, dtype=np.int64)
+        return index * self._global_batch + self._mine
 
     def _epoch_order(self, epoch: int) -> Shuffled:
         """The order of `epoch`; that of the last epoch asked for is kept."""

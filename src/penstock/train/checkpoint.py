@@ -216,8 +216,7 @@ class Checkpoints:
         layer = int(name.split(".blocks.", 1)[1].split(".", 1)[0])
         moe = self.stack.parts.parts[layer].moe
         assert moe is not None, name
-        parts = moe.experts.split(name, tensor)
-        return {f"{logical}.{moe.first_expert + number}": part for logical, number, part in parts}
+        return dict(moe.by_number(name, tensor))
 
     def _check_finite(self, state: Mapping[str, Tensor], purpose: str) -> None:
         found = self._control.gather(first_not_finite(state), "checking that all numbers are finite")

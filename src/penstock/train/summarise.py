@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from penstock.placement import ExpertPlacement
 from penstock.report import RunSummary
 from penstock.runtime import PipelinedStack
 from penstock.runtime.gradients.assignment import assign
@@ -50,7 +51,7 @@ def summarise(
         communication_s=median(m.communication_s for m in steady),
         processes=stack.machinery.layout.world_size,
         num_experts=config.moe.num_experts,
-        num_local_experts=config.moe.num_experts // stack.machinery.layout.ep_size,
+        num_local_experts=ExpertPlacement.even(config.moe.num_experts, stack.machinery.layout.ep_size).slots,
         parameters=total_parameters(stack),
         corpus=source.words,
         checkpoint=checkpoint,

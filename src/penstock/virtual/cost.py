@@ -20,6 +20,7 @@ from penstock.graph import Lane, Task
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
 from penstock.ops.transfers import AWAY, HOME, TRANSFERS
+from penstock.placement import ExpertPlacement
 from penstock.step import StepShape
 from penstock.virtual.apportion import Counts
 from penstock.virtual.rows import by_source_and_target, cut_rows
@@ -40,13 +41,15 @@ class Move:
 class VirtualCost:
     """`cost(task)` in seconds, an array [ranks]: `StepCost`, but experts and transfers follow the routing.
 
-    counts_PBYE: token copies of every sample for every expert, as `Routing.counts` gives them.
+    counts_PBYE: token copies of every sample for every expert, as `Routing.counts` gives them. placement:
+    where experts are; None = the workload's.
     """
 
     shape: StepShape
     workload: Workload
     cluster: ClusterConfig
     counts_PBYE: Counts
+    placement: ExpertPlacement | None = None
 
     def __call__(self, task: Task) -> Seconds:
         """Seconds on every rank, [P]; of a transfer without the time to wait for partners."""
@@ -85,8 +88,7 @@ class VirtualCost:
 
     def move(self, task: Task, rank: int) -> Move:
         """What a leg hands to the transport on one rank."""
-        work = self.workload
-        group, place = divmod(rank, work.ep_size)
+        group, place = self._in_group(rank)
         table = self._table(self._piece(task))[group].sum(axis=2)
         leg = self._legs(table, place)[self._number(task)]
         there = Move(leg.axes, leg.input_splits, leg.output_splits)
@@ -95,7 +97,7 @@ class VirtualCost:
     def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
         """What a COUNTS task sends and receives on one rank, both [peers, slices, local experts]."""
         assert task.op == Op.COUNTS and task.microbatch is not None, task
-        group, place = divmod(rank, self.workload.ep_size)
+        group, place = self._in_group(rank)
         layer, rows = self._moe_layer(task), self.rows[:, task.microbatch]
         tables = np.stack([self._table(rows[:, c, layer]) for c in range(self.shape.slices)], axis=3)
         return tables[group, place], tables[group, :, place]
@@ -130,14 +132,17 @@ class VirtualCost:
             return direct
         remote = np.zeros(work.world_size)
         for group, table in enumerate(by_pair):
-            for place in range(work.ep_size):
+            for place, rank in enumerate(work.mesh.groups(Group.EXPERT)[group]):
                 leg = self._legs(table, place)[number]
                 own = place_in(leg.axes, Place(place, work.ep_size, work.ranks_per_node))
                 sent, received = sum(leg.input_splits), sum(leg.output_splits)
-                remote[group * work.ep_size + place] = max(
-                    sent - leg.input_splits[own], received - leg.output_splits[own]
-                )
+                remote[rank] = max(sent - leg.input_splits[own], received - leg.output_splits[own])
         return remote
+
+    def _in_group(self, rank: int) -> tuple[int, int]:
+        """Which expert group a rank is in, and its place there."""
+        mesh = self.workload.mesh
+        return mesh.group(rank, Group.EXPERT), mesh.place(rank, Group.EXPERT)
 
     def _legs(self, table: Counts, place: int) -> tuple[Leg, ...]:
         work = self.workload
@@ -156,7 +161,7 @@ class VirtualCost:
         return rows_PE
 
     def _table(self, rows_PE: Counts) -> Counts:
-        return by_source_and_target(rows_PE, self.workload.ep_size)
+        return by_source_and_target(rows_PE, self.placement or self.workload.placement)
 
     def _moe_layer(self, task: Task) -> int:
         """The task's layer counted among MoE layers."""

@@ -44,7 +44,7 @@ class RankStep:
             seconds={t: float(cost.seconds(t)[rank]) for t in graph.tasks if t.lane is Lane.COMPUTE},
             moves={t: cost.move(t, rank) for t in graph.tasks if t.op in TRANSFERS},
             counts={t: (torch.tensor(sent), torch.tensor(got)) for t, (sent, got) in counts.items()},
-            place=rank % cost.workload.ep_size,
+            place=cost.workload.mesh.place(rank, Group.EXPERT),
         )
 
     @property

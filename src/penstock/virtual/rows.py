@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.cost import Workload, split_sizes
+from penstock.placement import ExpertPlacement
 from penstock.step import StepShape
 from penstock.virtual.apportion import Counts, apportion
 
@@ -29,10 +30,10 @@ def cut_rows(counts_PBYE: Counts, shape: StepShape, work: Workload) -> Counts:
     return rows
 
 
-def by_source_and_target(rows_PE: Counts, ep_size: int) -> Counts:
+def by_source_and_target(rows_PE: Counts, placement: ExpertPlacement) -> Counts:
     """Rows of one piece by who sends them and who holds their expert: [G, S, T, N]."""
-    groups, local = rows_PE.shape[0] // ep_size, rows_PE.shape[1] // ep_size
-    return rows_PE.reshape(groups, ep_size, ep_size, local)
+    by_position = rows_PE if placement.is_even else rows_PE[:, list(placement.by_position)]
+    return by_position.reshape(-1, placement.ranks, placement.ranks, placement.slots)
 
 
 def _even(counts_PBYE: Counts, shape: StepShape, work: Workload) -> Counts:

@@ -14,6 +14,7 @@ from penstock.autopilot.profiling.sample import Action, Budget, measure_sizes
 from penstock.cost import ClusterConfig
 from penstock.cost.cluster_file import Fit, KernelModel
 from penstock.cost.fit import fit_line
+from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.optimizer import build_adamw, initialise_state
@@ -109,7 +110,7 @@ class _Shapes:
         self.hidden, self.k = config.model.hidden_size, config.moe.top_k
         self.tokens = config.data.batch_per_device * config.model.seq_len
         self.copies = 2 * self.tokens * self.k
-        local_experts = max(1, config.moe.num_experts // machinery.layout.ep_size)
+        local_experts = ExpertPlacement.even(config.moe.num_experts, machinery.layout.ep_size).slots
         self.rows_per_expert = max(1, self.tokens * self.k // local_experts)
         self.matrix_rows = config.moe.moe_ffn_hidden_size * config.moe.expert_matrices * local_experts
 

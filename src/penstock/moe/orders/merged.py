@@ -21,6 +21,7 @@ from penstock.moe.orders.base import Order, OrderPlan
 from penstock.moe.orders.rows import RowPlan
 from penstock.moe.orders.sort import bins, sorted_rows
 from penstock.moe.routes import ChunkRoute
+from penstock.placement import ExpertPlacement
 
 MOST_LOCAL_EXPERTS = 256
 """Numbers up to here are exact in bfloat16, whose significand has eight bits."""
@@ -38,16 +39,13 @@ class MergedOrder(Order):
     name, kinds, dynamic, row_counts = "sort", ("token",), True, True
 
     def __init__(self, num_experts: int, top_k: int, ep_size: int) -> None:
-        if num_experts % ep_size:
+        slots = ExpertPlacement.even(num_experts, ep_size).slots
+        if slots > MOST_LOCAL_EXPERTS:
             raise ValueError(
-                f"num_experts = {num_experts} cannot be shared evenly by ep_size = {ep_size} ranks"
-            )
-        if num_experts // ep_size > MOST_LOCAL_EXPERTS:
-            raise ValueError(
-                f"num_experts / ep_size = {num_experts // ep_size}: expert numbers travel with the rows and "
+                f"num_experts / ep_size = {slots}: expert numbers travel with the rows and "
                 f"are exact up to {MOST_LOCAL_EXPERTS} per rank; use more ranks or one_copy_per_rank = false"
             )
-        self.num_experts, self.ranks, self.local_experts = num_experts, ep_size, num_experts // ep_size
+        self.num_experts, self.ranks, self.local_experts = num_experts, ep_size, slots
         self.choices = top_k
 
     def plan(self, choice: Choice, chunks: int) -> OrderPlan:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from penstock.mesh import Group
 from penstock.runtime.errors import ParameterMismatchError
 from penstock.topology import Control, Layout
 
@@ -62,7 +63,7 @@ class Marks:
     def numbers(self, layout: Layout) -> list[float]:
         """What this rank adds to the sums, [FIELDS]. What must cancel exactly is whole and below 2**53."""
         world = 1 - layout.world_size if layout.rank == 0 else 1
-        first = layout.rank < layout.ep_size
+        first = layout.mesh.place(layout.rank, Group.EXPERT_REPLICAS) == 0
         replicas = (1 - layout.edp_size if first else 1) * (2 * layout.ep_rank + 1)
         return [
             1.0,
@@ -95,7 +96,8 @@ def raise_mismatch(mine: Marks, layout: Layout, control: Control) -> None:
     """Raise ParameterMismatchError that names a parameter. Every rank must call it."""
     everyone = control.gather(mine, "comparing parameters")
     for rank, theirs in enumerate(everyone):
-        pairs = ((theirs.replicated, 0, "replicated"), (theirs.experts, rank % layout.ep_size, "experts"))
+        replica = layout.mesh.members(rank, Group.EXPERT_REPLICAS)[0]
+        pairs = ((theirs.replicated, 0, "replicated"), (theirs.experts, replica, "experts"))
         for entries, first, kind in pairs:
             reference: tuple[Entry, ...] = getattr(everyone[first], kind)
             found = _difference(entries, reference)

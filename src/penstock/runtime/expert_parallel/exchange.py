@@ -136,7 +136,7 @@ class ExpertParallel:
             # A sum with zeros: the transport has no broadcast, and this happens once.
             held = tensor.detach().to(torch.uint8 if tensor.dtype == torch.bool else tensor.dtype, copy=True)
             held = held.contiguous()
-            if self.layout.rank >= self.layout.ep_size:
+            if not self._ranks.is_first_replica:
                 held.zero_()
             self._transport.all_reduce(held, Group.EXPERT_REPLICAS)
             tensor.copy_(held)

@@ -39,7 +39,7 @@ class ExpertRanks:
     @property
     def is_first_replica(self) -> bool:
         """Whether this rank's experts are the ones that count; other ranks may hold the same again."""
-        return self.layout.rank < self.layout.ep_size
+        return self.layout.mesh.place(self.layout.rank, Group.EXPERT_REPLICAS) == 0
 
     def gather(self, row: Tensor) -> Tensor:
         """`row` [N] of every rank, [ranks, N] on this rank's device; all ranks get the very same bits."""

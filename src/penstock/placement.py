@@ -1,0 +1,205 @@
+"""Where experts and samples are: the ranks that host an expert, its owner, the rank of a sample. No torch.
+
+The ranks of an expert group have equally many slots, one expert in each. A *position* is a slot of the whole
+group, counted rank by rank: rows on their way to experts lie in the order of positions, and counts, routes
+and orders go by it. Gates, statistics, checkpoints and the optimiser know an expert by its number.
+
+The default is even and contiguous: with 4 experts on 2 ranks, rank 0 has experts 0 and 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+
+class PlacementError(ValueError):
+    """A placement that contradicts itself, or that ranks do not have alike."""
+
+
+class Host(NamedTuple):
+    """A rank, counted within the expert group, and the slot in which it holds an expert."""
+
+    rank: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """The hosts of every expert of a layer, and who owns it. Equal on all ranks, which compare its digest.
+
+    ranks: of the expert group. slots: of every rank, all of them used. hosts: by expert number; more than one
+    host means replicas, whose gradients are summed at the owner. owners: the rank of the expert group that
+    keeps an expert's optimiser state and saves it. Raises PlacementError naming expert, rank and slot.
+    """
+
+    ranks: int
+    slots: int
+    hosts: tuple[tuple[Host, ...], ...]
+    owners: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_owners(self)
+        _check_slots(self)
+
+    @staticmethod
+    @cache
+    def even(num_experts: int, ranks: int) -> ExpertPlacement:
+        """Consecutive experts on every rank. Raises PlacementError if ranks cannot have equally many."""
+        if num_experts % ranks:
+            raise PlacementError(
+                f"num_experts = {num_experts} cannot be shared evenly by ep_size = {ranks} ranks; "
+                f"nearest valid: {max(1, round(num_experts / ranks)) * ranks}"
+            )
+        slots = num_experts // ranks
+        return ExpertPlacement.of([range(r * slots, (r + 1) * slots) for r in range(ranks)])
+
+    @staticmethod
+    def of(held: Sequence[Sequence[int]], owners: Sequence[int] | None = None) -> ExpertPlacement:
+        """The placement in which rank r holds expert `held[r][s]` in slot s.
+
+        owners: by expert; without it an expert's owner is its first host.
+        """
+        sizes = [len(experts) for experts in held]
+        for rank, size in enumerate(sizes):
+            if size != sizes[0]:
+                raise PlacementError(
+                    f"rank {rank} has {size} slots and rank 0 has {sizes[0]}: ranks need equally many, since "
+                    "counts of rows travel in pieces of one size"
+                )
+        hosts: dict[int, list[Host]] = {}
+        for rank, experts in enumerate(held):
+            for slot, expert in enumerate(experts):
+                hosts.setdefault(expert, []).append(Host(rank, slot))
+        by_expert = tuple(tuple(hosts.get(expert, ())) for expert in range(max(hosts, default=-1) + 1))
+        first = (found[0].rank if found else -1 for found in by_expert)
+        return ExpertPlacement(
+            len(sizes), sizes[0], by_expert, tuple(first) if owners is None else tuple(owners)
+        )
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.hosts)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether an expert has several hosts."""
+        return any(len(hosts) > 1 for hosts in self.hosts)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether positions are expert numbers, so that nothing has to be translated."""
+        return self.by_position == tuple(range(self.num_experts))
+
+    @cached_property
+    def by_position(self) -> tuple[int, ...]:
+        """The expert at every position."""
+        found = {self.position(host): expert for expert, hosts in enumerate(self.hosts) for host in hosts}
+        return tuple(found[position] for position in range(self.ranks * self.slots))
+
+    def position(self, host: Host) -> int:
+        """The number of a slot in the whole expert group."""
+        return host.rank * self.slots + host.slot
+
+    def held(self, rank: int) -> tuple[int, ...]:
+        """The experts of a rank, by slot."""
+        return self.by_position[rank * self.slots : (rank + 1) * self.slots]
+
+    def positions(self, rank: int) -> tuple[int, ...]:
+        """For every expert the position to which a rank sends its rows: its own host, else the owner's."""
+        return tuple(
+            self.position(next((host for host in hosts if host.rank == rank), self._owning(expert)))
+            for expert, hosts in enumerate(self.hosts)
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all of it, for ranks to compare."""
+        return _digest((self.ranks, self.slots, self.hosts, self.owners))
+
+    def _owning(self, expert: int) -> Host:
+        return next(host for host in self.hosts[expert] if host.rank == self.owners[expert])
+
+
+@dataclass(frozen=True)
+class SamplePlacement:
+    """The rank of every sample of a batch. ranks: of the world. homes: by place in the batch."""
+
+    ranks: int
+    homes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for sample, rank in enumerate(self.homes):
+            if not 0 <= rank < self.ranks:
+                raise PlacementError(
+                    f"sample {sample} is on rank {rank}, and there are ranks 0 to {self.ranks - 1}"
+                )
+
+    @staticmethod
+    @cache
+    def even(samples: int, ranks: int) -> SamplePlacement:
+        """Consecutive samples on every rank, the first ranks with one more where they do not divide."""
+        least, more = divmod(samples, ranks)
+        return SamplePlacement(ranks, tuple(r for r in range(ranks) for _ in range(least + (r < more))))
+
+    def held(self, rank: int) -> tuple[int, ...]:
+        """Places in the batch of a rank's samples, ascending."""
+        return tuple(sample for sample, home in enumerate(self.homes) if home == rank)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all of it, for ranks to compare."""
+        return _digest((self.ranks, self.homes))
+
+
+def _check_owners(placement: ExpertPlacement) -> None:
+    if len(placement.owners) != placement.num_experts:
+        raise PlacementError(
+            f"{len(placement.owners)} owners for {placement.num_experts} experts: every expert needs one"
+        )
+    for expert, (hosts, owner) in enumerate(zip(placement.hosts, placement.owners, strict=True)):
+        if not hosts:
+            raise PlacementError(f"expert {expert} has no host: rows sent to it would be lost")
+        if owner not in {host.rank for host in hosts}:
+            ranks = ", ".join(str(host.rank) for host in hosts)
+            raise PlacementError(
+                f"expert {expert} is owned by rank {owner}, which does not host it (hosts: {ranks}): the "
+                "owner updates the expert and needs it in one of its slots"
+            )
+
+
+def _check_slots(placement: ExpertPlacement) -> None:
+    used: dict[Host, int] = {}
+    for expert, hosts in enumerate(placement.hosts):
+        for host in hosts:
+            if not (0 <= host.rank < placement.ranks and 0 <= host.slot < placement.slots):
+                raise PlacementError(
+                    f"expert {expert} is in slot {host.slot} of rank {host.rank}, and there are ranks 0 to "
+                    f"{placement.ranks - 1} with slots 0 to {placement.slots - 1}"
+                )
+            if (other := used.setdefault(host, expert)) != expert:
+                raise PlacementError(
+                    f"experts {other} and {expert} are both in slot {host.slot} of rank {host.rank}"
+                )
+        if len({host.rank for host in hosts}) < len(hosts):
+            raise PlacementError(f"expert {expert} has two slots of one rank: a rank hosts it once")
+    for rank, slots in enumerate(_filled(placement, used)):
+        if slots < placement.slots:
+            raise PlacementError(
+                f"rank {rank} uses {slots} of {placement.slots} slots: every rank needs equally many experts"
+            )
+
+
+def _filled(placement: ExpertPlacement, used: dict[Host, int]) -> list[int]:
+    """How many slots of every rank hold an expert."""
+    counts = [0] * placement.ranks
+    for host in used:
+        counts[host.rank] += 1
+    return counts
+
+
+def _digest(facts: object) -> str:
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,130 @@
+"""Experts that are not where they are by default: the same step, and the same checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+
+from penstock.models.gpt import Block
+from penstock.moe import MoEConfig, MoELayer, build_layer
+from penstock.placement import ExpertPlacement, PlacementError
+from penstock.schedule import SCHEDULES
+from tests.runtime.test_moe_parity import DISPATCHES, EXPERTS, case
+from tests.support.parity import Case, batch_of, check_parity, stack_of
+from tests.support.ranks import Pools
+from tests.train.test_checkpoint import CASE, bare, check_equal, loaded_by, saved_by, state_of, trained
+
+CHOICES = [
+    ("softmax", "sort"),
+    ("deepseek", "merged"),
+    ("noisy", "index"),
+    ("cosine", "einsum"),
+    ("expert_choice", "index"),
+    ("expert_choice", "einsum"),
+    ("soft", "soft slots"),
+]
+"""Every order, and every kind of choice that it takes."""
+
+
+def scattered(world_size: int, number: int, dispatch: str, schedule: str) -> Case:
+    gate, order = CHOICES[number]
+    step = case(world_size, gate, order, dispatch, EXPERTS[number % len(EXPERTS)], schedule)
+    return replace(step, scattered=True, padding=number % 2 == 1)
+
+
+@pytest.mark.parametrize("number", range(len(CHOICES)))
+def test_slots_of_one_rank_in_another_order(ranks: Pools, number: int) -> None:
+    check_parity(ranks, scattered(1, number, "flat", "penstock"))
+
+
+def test_two_ranks(ranks: Pools) -> None:
+    check_parity(ranks, scattered(2, 0, "hierarchical_2d", "penstock"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_several_ranks(ranks: Pools, world_size: int, dispatch: str) -> None:
+    """Every kind of choice, and the schedules in turn."""
+    turns = cycle(SCHEDULES)
+    for _ in range(DISPATCHES.index(dispatch) + world_size):
+        next(turns)
+    for number in range(len(CHOICES)):
+        check_parity(ranks, scattered(world_size, number, dispatch, next(turns)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [0, 2])
+def test_replicas_of_scattered_experts(ranks: Pools, order: int) -> None:
+    """Two expert groups of two ranks each."""
+    check_parity(ranks, replace(scattered(4, order, "flat", "flowmoe"), ep_size=2, node_size=None))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_checkpoint_fits_any_placement(tmp_path: Path, before: bool) -> None:
+    first = trained(0, replace(CASE, scattered=before), tmp_path)
+    second = bare(0, replace(CASE, seed=5, scattered=not before), tmp_path)
+    second.load(first.save(2))
+    check_equal(state_of(second), state_of(first))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [False, True])
+def test_a_checkpoint_of_two_ranks_fits_any_placement(ranks: Pools, tmp_path: Path, before: bool) -> None:
+    spread = replace(CASE, world_size=2, ep_size=2)
+    saved = ranks(2).run(saved_by, replace(spread, scattered=before), tmp_path)
+    path = tmp_path / "step-00000002"
+    loaded = ranks(2).run(loaded_by, replace(spread, scattered=not before), path)
+    check_equal(loaded[0] | loaded[1], saved[0] | saved[1])
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+
+
+def placed_otherwise(rank: int) -> str:
+    """A stack whose ranks have different placements."""
+    try:
+        stack_of(rank, replace(CASE, world_size=2, ep_size=2, scattered=rank == 1))
+    except PlacementError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_placements_are_refused(ranks: Pools) -> None:
+    for text in ranks(2).run(placed_otherwise):
+        assert "layer 0: rank 1 has experts placed otherwise than rank 0" in text
+
+
+def test_a_layer_exchanged_for_one_placed_otherwise_is_refused() -> None:
+    stack = stack_of(0, CASE)
+    block = stack.parts.parts[1]
+    assert isinstance(block, Block)
+    block.feed_forward = layer(ExpertPlacement.of([[1, 0, 3, 2]]))
+    with pytest.raises(PlacementError, match="layer 1 was exchanged for one with its experts placed otherwi"):
+        stack(*batch_of(CASE))
+
+
+def layer(placement: ExpertPlacement) -> MoELayer:
+    return build_layer(CASE.model.hidden_size, CASE.moe, placement=placement)
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        ([[0, 1, 2]], "the placement has 3 experts, and the layer has 4"),
+        ([[0, 1], [2, 3]], "the placement has 2 ranks, and the layer has 1"),
+    ],
+)
+def test_a_placement_that_does_not_fit_is_refused(held: list[list[int]], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        layer(ExpertPlacement.of(held))
+
+
+def test_replicas_inside_an_expert_group_are_not_there_yet() -> None:
+    placement = ExpertPlacement.of([[0, 1], [0, 2]])
+    config = MoEConfig(num_experts=3, moe_ffn_hidden_size=8, top_k=1)
+    with pytest.raises(ValueError, match="gives an expert several hosts"):
+        build_layer(8, config, ep_size=2, placement=placement)

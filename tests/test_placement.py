@@ -1,0 +1,89 @@
+"""Placements: what they say, and what they refuse by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.placement import ExpertPlacement, Host, PlacementError, SamplePlacement
+
+
+def test_the_default_is_even_and_contiguous() -> None:
+    even = ExpertPlacement.even(6, 3)
+    assert [even.held(rank) for rank in range(3)] == [(0, 1), (2, 3), (4, 5)]
+    assert even.positions(0) == even.positions(2) == (0, 1, 2, 3, 4, 5)
+    assert even.is_even and not even.has_replicas
+    assert even.owners == (0, 0, 1, 1, 2, 2)
+    assert even == ExpertPlacement.of([[0, 1], [2, 3], [4, 5]])
+
+
+def test_experts_that_ranks_cannot_share_are_refused_with_the_nearest_number() -> None:
+    with pytest.raises(PlacementError, match=re.escape("num_experts = 7 cannot be shared evenly by ep_size")):
+        ExpertPlacement.even(7, 3)
+
+
+@given(st.permutations(range(12)), st.sampled_from([1, 2, 3, 4, 6, 12]))
+def test_positions_and_slots_say_the_same(experts: list[int], ranks: int) -> None:
+    slots = 12 // ranks
+    held = [experts[rank * slots : (rank + 1) * slots] for rank in range(ranks)]
+    placement = ExpertPlacement.of(held)
+    assert [list(placement.held(rank)) for rank in range(ranks)] == held
+    assert list(placement.by_position) == experts
+    for rank in range(ranks):
+        assert [placement.by_position[position] for position in placement.positions(rank)] == list(range(12))
+    assert placement.is_even is (experts == sorted(experts))
+    assert (placement.digest == ExpertPlacement.even(12, ranks).digest) is placement.is_even
+
+
+def test_rows_go_to_the_own_replica_or_else_to_the_owner() -> None:
+    placement = ExpertPlacement.of([[0, 1], [2, 0], [3, 4]], owners=[1, 0, 1, 2, 2])
+    assert placement.has_replicas
+    assert [placement.positions(rank)[0] for rank in range(3)] == [0, 3, 3]
+    assert placement.digest != ExpertPlacement.of([[0, 1], [2, 0], [3, 4]]).digest, "another owner"
+
+
+@pytest.mark.parametrize(
+    ("held", "owners", "words"),
+    [
+        ([[0, 1], [3, 4]], None, "expert 2 has no host"),
+        ([[0, 1], [2]], None, "rank 1 has 1 slots and rank 0 has 2"),
+        ([[0, 1], [2, 3]], [0, 1, 1, 1], "expert 1 is owned by rank 1, which does not host it (hosts: 0)"),
+        ([[0, 1], [2, 3]], [0, 0, 1], "3 owners for 4 experts"),
+        ([[0, 0], [1, 2]], None, "expert 0 has two slots of one rank"),
+    ],
+)
+def test_what_is_wrong_is_named(held: list[list[int]], owners: list[int] | None, words: str) -> None:
+    with pytest.raises(PlacementError, match=re.escape(words)):
+        ExpertPlacement.of(held, owners)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        ([Host(0, 0), Host(0, 0)], "experts 0 and 1 are both in slot 0 of rank 0"),
+        ([Host(0, 0), Host(2, 0)], "expert 1 is in slot 0 of rank 2, and there are ranks 0 to 1"),
+        ([Host(0, 0), Host(1, 1)], "expert 1 is in slot 1 of rank 1, and there are ranks 0 to 1 with slots"),
+        ([Host(0, 0)], "rank 1 uses 0 of 1 slots"),
+    ],
+)
+def test_slots_are_checked(hosts: list[Host], words: str) -> None:
+    with pytest.raises(PlacementError, match=re.escape(words)):
+        ExpertPlacement(2, 1, tuple((host,) for host in hosts), tuple(host.rank for host in hosts))
+
+
+@given(st.integers(0, 40), st.integers(1, 7))
+def test_samples_are_shared_evenly_and_in_order(samples: int, ranks: int) -> None:
+    placement = SamplePlacement.even(samples, ranks)
+    held = [placement.held(rank) for rank in range(ranks)]
+    assert [sample for mine in held for sample in mine] == list(range(samples))
+    assert max(map(len, held)) - min(map(len, held)) <= 1
+
+
+def test_a_sample_on_no_rank_is_refused() -> None:
+    with pytest.raises(PlacementError, match="sample 1 is on rank 2, and there are ranks 0 to 1"):
+        SamplePlacement(2, (0, 2))
+    assert SamplePlacement(2, (1, 0, 1)).held(1) == (0, 2)
+    assert SamplePlacement(2, (1, 0)).digest != SamplePlacement.even(2, 2).digest
