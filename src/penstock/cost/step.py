@@ -27,18 +27,26 @@ class StepCost:
     shape: StepShape
     workload: Workload
     cluster: ClusterConfig
-    _known: dict[object, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _seconds: dict[Task, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _alike: dict[object, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _reduced: dict[tuple[int, str], tuple[int, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __call__(self, task: Task) -> float:
-        piece = None if task.microbatch is None else self._samples[task.microbatch]
-        alike = (self._kinds[task.layer], task.op, task.phase, piece, task.chunk, task.piece)
-        known = self._known.get(alike)
+        known = self._seconds.get(task)
+        if known is None:
+            known = self._seconds[task] = self._of_alike(task)
+        return known
+
+    def _of_alike(self, task: Task) -> float:
+        layer, op, phase, microbatch, chunk, piece = task.name
+        samples = None if microbatch is None else self._samples[microbatch]
+        alike = (self._kinds[layer], op, phase, samples, chunk, piece)
+        known = self._alike.get(alike)
         if known is None:
             computes = task.lane is Lane.COMPUTE
-            known = self._known[alike] = self.compute_s(task) if computes else self.communication_s(task)
+            known = self._alike[alike] = self.compute_s(task) if computes else self.communication_s(task)
         return known
 
     @cached_property

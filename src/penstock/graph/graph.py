@@ -100,35 +100,31 @@ class Graph:
 
     def _check_state(self) -> None:
         """Whoever reads a state needs, over edges, every task that adds to it."""
-        adding: dict[str, list[Task]] = {}
-        for task in self.tasks:
+        adding: dict[str, list[int]] = {}
+        for place, task in enumerate(self.tasks):
             for state in task.accumulates:
-                adding.setdefault(state, []).append(task)
-        known: set[tuple[str, tuple[Task, ...]]] = set()  # pieces of one buffer read the same tasks
-        for task in self.tasks:
-            needs = self.needs[task]
+                adding.setdefault(state, []).append(place)
+        known: set[tuple[str, tuple[int, ...]]] = set()  # pieces of one buffer read the same tasks
+        for place, task in enumerate(self.tasks):
             for state in task.reads:
-                if (state, needs) not in known:
-                    self._check_complete(task, state, adding.get(state, ()))
-                    known.add((state, needs))
+                if (alike := (state, self.links[place])) not in known:
+                    known.add(alike)
+                    self._check_complete(place, state, adding.get(state, ()))
 
-    def _check_complete(self, task: Task, state: str, adding: Iterable[Task]) -> None:
-        direct = set(self.needs[task])
+    def _check_complete(self, reader: int, state: str, adding: Sequence[int]) -> None:
+        before = self._behind(reader, min(adding, default=reader))
         for writer in adding:
-            if writer not in direct and not self._before(writer, task):
-                raise ScheduleError(
-                    f"{task} reads {state} before {writer} has added to it: no edge leads from one to the "
-                    "other"
-                )
+            if writer not in before:
+                early, late = self.tasks[reader], self.tasks[writer]
+                why = "no edge leads from one to the other"
+                raise ScheduleError(f"{early} reads {state} before {late} has added to it: {why}")
 
-    def _before(self, first: Task, last: Task) -> bool:
-        """Whether edges lead from `first` to `last`."""
-        earliest, seen, left = self.position[first], {last}, [last]
+    def _behind(self, reader: int, first: int) -> set[int]:
+        """The tasks, from the one at `first` on, from which edges lead to the one at `reader`."""
+        seen, left = {reader}, [reader]
         while left:
-            for need in self.needs[left.pop()]:
-                if need is first:
-                    return True
-                if need not in seen and self.position[need] > earliest:
+            for need in self.links[left.pop()]:
+                if need >= first and need not in seen:
                     seen.add(need)
                     left.append(need)
-        return False
+        return seen

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import NamedTuple
 
 from penstock.graph.errors import ScheduleError
@@ -199,4 +200,8 @@ class Task:
 
     def sources(self) -> Iterator[Name]:
         """Every task that it reads, each once, in the order of its roles."""
-        return iter(dict.fromkeys(name for names in self.inputs.values() for name in names))
+        return iter(dict.fromkeys(chain.from_iterable(self.inputs.values())))
+
+    def reading(self, inputs: Inputs) -> Task:
+        """The same task with other inputs."""
+        return Task(self.name, self.lane, self.axes, inputs, self.cut, self.accumulates, self.reads)

@@ -32,40 +32,31 @@ class Board:
 
     def play(self, keys: Keys) -> Found:
         """The list scheduler: an idle lane starts its ready task with the smallest key at once."""
-        missing, lanes = self.needs.copy(), range(len(Lane))
-        ready: list[list[tuple[float, int]]] = [[] for _ in lanes]
-        orders: tuple[list[int], ...] = tuple([] for _ in lanes)
-        idle, now_s = [True for _ in lanes], 0.0
+        missing, lane_of, readers, seconds = self.needs.copy(), self.lane, self.readers, self.seconds
+        ready: list[list[tuple[float, int]]] = [[] for _ in Lane]
+        orders: tuple[list[int], ...] = tuple([] for _ in Lane)
+        idle, now_s = [True for _ in Lane], 0.0
         running: list[tuple[float, int]] = []
         for task, count in enumerate(missing):
             if count == 0:
-                heappush(ready[self.lane[task]], (keys[task], task))
+                heappush(ready[lane_of[task]], (keys[task], task))
         while True:
-            for lane in lanes:
-                if idle[lane] and ready[lane]:
-                    task = heappop(ready[lane])[1]
+            for lane, queue in enumerate(ready):
+                if queue and idle[lane]:
+                    task = heappop(queue)[1]
                     idle[lane] = False
                     orders[lane].append(task)
-                    heappush(running, (now_s + self.seconds[task], task))
+                    heappush(running, (now_s + seconds[task], task))
             if not running:
                 return Found(now_s, orders)
             now_s = running[0][0]
             while running and running[0][0] <= now_s:
-                self._finish(heappop(running)[1], missing, ready, idle, keys)
-
-    def _finish(
-        self,
-        task: int,
-        missing: list[int],
-        ready: list[list[tuple[float, int]]],
-        idle: list[bool],
-        keys: Keys,
-    ) -> None:
-        idle[self.lane[task]] = True
-        for reader in self.readers[task]:
-            missing[reader] -= 1
-            if missing[reader] == 0:
-                heappush(ready[self.lane[reader]], (keys[reader], reader))
+                task = heappop(running)[1]
+                idle[lane_of[task]] = True
+                for reader in readers[task]:
+                    missing[reader] -= 1
+                    if missing[reader] == 0:
+                        heappush(ready[lane_of[reader]], (keys[reader], reader))
 
 
 def lanes_of(graph: Graph, orders: Sequence[Sequence[int]]) -> dict[Lane, tuple[Task, ...]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from penstock.graph import Graph
 from penstock.ops import Op
 from penstock.ops.transfers import FLAT
@@ -16,7 +18,7 @@ from penstock.step.passes import (
 )
 from penstock.step.plain import PlainStep
 from penstock.step.shape import StepShape
-from penstock.step.stages import Pass, apply
+from penstock.step.stages import Pass, Stage, apply, in_order
 
 
 def passes_of(shape: StepShape) -> tuple[Pass, ...]:
@@ -38,8 +40,9 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=8)
 def build_graph(shape: StepShape) -> Graph:
-    """The checked graph of a step.
+    """The checked graph of a step. Orders of one cut share theirs.
 
     Raises ScheduleError for two passes of one name, an edge to nothing, a cycle, or state that is read before
     it is complete.
@@ -49,4 +52,12 @@ def build_graph(shape: StepShape) -> Graph:
         exchange_counts=shape.exchange_counts,
         shared_experts=shape.shared_experts,
     )
-    return apply(plain.graph(), [*passes_of(shape), *shape.more]).check()
+    passes = in_order((*passes_of(shape), *shape.more))
+    early = tuple(each for each in passes if each.stage < Stage.GRADIENTS)
+    return apply(_cut(plain, early), passes[len(early) :]).check()
+
+
+@lru_cache(maxsize=64)
+def _cut(plain: PlainStep, passes: tuple[Pass, ...]) -> Graph:
+    """A step without reductions. A search tries each with many sizes of their pieces."""
+    return apply(plain.graph(), passes)

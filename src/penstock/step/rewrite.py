@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
 from penstock.graph import Cut, Graph, Name, ScheduleError, Task
@@ -28,7 +27,7 @@ def insert_before(graph: Graph, op: str, role: str, make: Callable[[Task, Names]
     for task in graph.tasks:
         if task.op == op:
             out.append(between := make(task, task.inputs[role]))
-            task = replace(task, inputs={**task.inputs, role: (between.name,)})  # noqa: PLW2901
+            task = task.reading({**task.inputs, role: (between.name,)})  # noqa: PLW2901
         out.append(task)
     return Graph.of(out)
 
@@ -41,7 +40,7 @@ def insert_after(graph: Graph, op: str, role: str, make: Callable[[Task], Task])
     for task in graph.tasks:
         if role in task.inputs and any(name in moved for name in task.inputs[role]):
             read = tuple(moved.get(name, name) for name in task.inputs[role])
-            task = replace(task, inputs={**task.inputs, role: read})  # noqa: PLW2901
+            task = task.reading({**task.inputs, role: read})  # noqa: PLW2901
         out.append(task)
         if task.op == op:
             out.append(after := make(task))
@@ -60,10 +59,12 @@ def split(graph: Graph, axis: Axis, pieces: Callable[[Task], int], cut: Callable
     out: list[Task] = []
     for task in graph.tasks:
         of = number[task.name]
+        try:
+            read = {role: [(number[n], named[n]) for n in names] for role, names in task.inputs.items()}
+        except KeyError as missing:
+            raise ScheduleError(f"{task} reads {missing.args[0]}, which is not in the graph") from None
         for mine, name in enumerate(named[task.name]):
-            inputs = {
-                role: _ends(names, mine, of, number, named, task) for role, names in task.inputs.items()
-            }
+            inputs = {role: _overlapping(ends, mine, of) for role, ends in read.items()}
             held = cut(task, mine)
             out.append(Task(name, task.lane, task.axes, inputs, held, task.accumulates, task.reads))
     return Graph.of(out)
@@ -72,30 +73,20 @@ def split(graph: Graph, axis: Axis, pieces: Callable[[Task], int], cut: Callable
 def _pieces(name: Name, axis: Axis, count: int) -> Names:
     if not count:
         return (name,)
-    if axis == "microbatch":
-        return tuple(name._replace(microbatch=i) for i in range(count))
-    if axis == "chunk":
-        return tuple(name._replace(chunk=i) for i in range(count))
-    return tuple(name._replace(piece=i) for i in range(count))
+    place = Name._fields.index(axis)
+    return tuple([Name._make((*name[:place], i, *name[place + 1 :])) for i in range(count)])
 
 
-def _ends(
-    names: Names, mine: int, of: int, number: Mapping[Name, int], named: Mapping[Name, Names], reader: Task
-) -> Names:
-    """The pieces of `names` that piece `mine` of `of` reads."""
+def _overlapping(ends: Sequence[tuple[int, Names]], mine: int, of: int) -> Names:
+    """What piece `mine` of `of` reads of tasks that are cut into so many pieces each."""
     found: list[Name] = []
-    for name in names:
-        if name not in number:
-            raise ScheduleError(f"{reader} reads {name}, which is not in the graph")
-        n = number[name]
-        if of == n and of:
-            found.append(named[name][mine])
-        elif of and n:
-            found += [
-                p for i, p in enumerate(named[name]) if i * of < (mine + 1) * n and mine * n < (i + 1) * of
-            ]
-        else:
-            found += named[name]
+    for count, names in ends:
+        if not (of and count):
+            found += names
+        elif of == count:
+            found.append(names[mine])
+        else:  # those between the first that ends behind my beginning and the last that begins before my end
+            found += names[mine * count // of : -(-(mine + 1) * count // of)]
     return tuple(found)
 
 

@@ -27,7 +27,7 @@ class Stage(IntEnum):
 
 
 class Pass(Protocol):
-    """Rewrites a graph. Frozen, so that a step plan can be compared, and named for messages."""
+    """Rewrites a graph. Frozen, because steps are compared and kept by their passes; named for messages."""
 
     @property
     def name(self) -> str: ...
@@ -42,13 +42,19 @@ class Pass(Protocol):
 
 def apply(graph: Graph, passes: Sequence[Pass]) -> Graph:
     """Run passes by stage. Raises ScheduleError for two of one name, or naming the pass that failed."""
-    seen: set[str] = set()
-    for each in sorted(passes, key=lambda p: p.stage):
-        if each.name in seen:
-            raise ScheduleError(f"pass {each.name} stands twice: systems combine each pass once")
-        seen.add(each.name)
+    for each in in_order(passes):
         try:
             graph = each(graph)
         except ScheduleError as error:
             raise ScheduleError(f"pass {each.name}: {error}") from error
     return graph
+
+
+def in_order(passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """Passes by stage. Raises ScheduleError for two of one name."""
+    seen: set[str] = set()
+    for each in passes:
+        if each.name in seen:
+            raise ScheduleError(f"pass {each.name} stands twice: systems combine each pass once")
+        seen.add(each.name)
+    return tuple(sorted(passes, key=lambda each: each.stage))

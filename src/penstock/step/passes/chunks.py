@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import lcm
 
 from penstock.graph import Cut, Graph, Task
@@ -34,10 +35,14 @@ class Chunks:
         def count(task: Task) -> int:
             return self.forward if task.forward else self.backward
 
+        @cache
+        def run(microbatches: int, chunk: int, each: int) -> Cut:
+            return Cut(microbatches, slices, chunk * each, (chunk + 1) * each)
+
         def cut(task: Task, chunk: int) -> Cut:
             if task.layer not in chunked or task.microbatch is None:
                 return task.cut
             each = slices if task.chunk is None else slices // count(task)
-            return Cut(task.cut.microbatches, slices, chunk * each, (chunk + 1) * each)
+            return run(task.cut.microbatches, chunk, each)
 
         return split(graph, "chunk", lambda t: 0 if t.chunk is None else count(t), cut)

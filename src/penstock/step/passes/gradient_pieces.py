@@ -66,15 +66,15 @@ def reductions(
 
 def _last_to_add(graph: Graph) -> dict[str, list[Name]]:
     """For every buffer the tasks that add to it and after which, in their layer, no other does."""
-    own = graph.by_name
+    begin = next((i for i, task in enumerate(graph.tasks) if task.accumulates), len(graph.tasks))
     followed: dict[Name, set[str]] = defaultdict(set)
-    for task in reversed(graph.tasks):
+    for task in reversed(graph.tasks[begin:]):
         states = followed[task.name].union(task.accumulates)
         for name in task.sources():
-            if own[name].layer == task.layer:
+            if name.layer == task.layer:
                 followed[name] |= states
     found: dict[str, list[Name]] = {}
-    for task in graph.tasks:
+    for task in graph.tasks[begin:]:
         for state in task.accumulates:
             if state not in followed[task.name]:
                 found.setdefault(state, []).append(task.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from penstock.graph import Cut, Graph, Task
 from penstock.step.rewrite import split
@@ -23,7 +24,11 @@ class Microbatches:
     stage = Stage.MICROBATCHES
 
     def __call__(self, graph: Graph) -> Graph:
+        @cache
+        def counted(cut: Cut) -> Cut:
+            return replace(cut, microbatches=self.count)
+
         def cut(task: Task, _: int) -> Cut:
-            return task.cut if task.microbatch is None else replace(task.cut, microbatches=self.count)
+            return task.cut if task.microbatch is None else counted(task.cut)
 
         return split(graph, "microbatch", lambda t: 0 if t.microbatch is None else self.count, cut)

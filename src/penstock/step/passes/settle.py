@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from penstock.graph import Graph, Task
+from penstock.graph import Graph, Phase, Task
 from penstock.ops.names import Op
 from penstock.step.stages import Stage
 
-ROUTED = (Op.COUNTS, Op.DISPATCH_GATHER, Op.DISPATCH, Op.DISPATCH_SCATTER)
+ROUTED = {Op.COUNTS, Op.DISPATCH_GATHER, Op.DISPATCH, Op.DISPATCH_SCATTER}
 """Forward, a microbatch goes through all of these before the next one does: its experts wait for it."""
 
 
@@ -32,8 +32,8 @@ class Settle:
 
 def _block(task: Task) -> tuple[object, ...]:
     """Tasks that stand together: the pieces of one op, and all that a microbatch is routed through."""
-    op = "routed" if task.forward and task.op in ROUTED else task.op
-    return task.layer, op, task.phase
+    layer, op, phase, *_ = task.name
+    return layer, "routed" if op in ROUTED and phase is Phase.FORWARD else op, phase
 
 
 def _place(block: Sequence[Task]) -> Callable[[Task], tuple[int, ...]]:
@@ -41,8 +41,9 @@ def _place(block: Sequence[Task]) -> Callable[[Task], tuple[int, ...]]:
     turn = {op: i for i, op in enumerate(dict.fromkeys(task.op for task in block))}
 
     def place(task: Task) -> tuple[int, ...]:
-        m = task.microbatch or 0
-        return (m if task.forward else -m), turn[task.op], task.chunk or 0, task.piece or 0
+        _, op, phase, microbatch, chunk, piece = task.name
+        m = microbatch or 0
+        return (m if phase is Phase.FORWARD else -m), turn[op], chunk or 0, piece or 0
 
     return place
 

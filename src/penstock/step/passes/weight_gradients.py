@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from penstock.graph import Graph, Name, Phase, Task
+from penstock.graph import Graph, Phase, Task
 from penstock.ops.names import Op
 from penstock.step.rewrite import end_layers
 from penstock.step.stages import Stage
@@ -22,25 +22,23 @@ class WeightGradients:
     stage = Stage.WEIGHTS
 
     def __call__(self, graph: Graph) -> Graph:
+        halves = {task.name: task.name._replace(phase=Phase.INPUT) for task in filter(_splits, graph.tasks)}
         out: list[Task] = []
         added: dict[int, list[Task]] = {}
         for task in graph.tasks:
-            inputs = {role: tuple(map(_renamed, read)) for role, read in task.inputs.items()}
-            task = replace(task, inputs=inputs)  # noqa: PLW2901
-            if _is_experts_backward(task.name):
-                name = _renamed(task.name)
-                weights = name._replace(phase=Phase.WEIGHT)
-                read = {"left": (name,)}
-                last = Task(weights, task.lane, (), read, task.cut, accumulates=task.accumulates)
+            inputs = task.inputs
+            if not halves.keys().isdisjoint(task.sources()):
+                inputs = {role: tuple(halves.get(n, n) for n in names) for role, names in inputs.items()}
+            if task.name in halves:
+                name = halves[task.name]
+                out.append(Task(name, task.lane, task.axes, inputs, task.cut, (), task.reads))
+                weights, left = name._replace(phase=Phase.WEIGHT), {"left": (name,)}
+                last = Task(weights, task.lane, (), left, task.cut, task.accumulates)
                 added.setdefault(task.layer, []).append(last)
-                task = replace(task, name=name, accumulates=())  # noqa: PLW2901
-            out.append(task)
+            else:
+                out.append(task if inputs is task.inputs else task.reading(inputs))
         return end_layers(Graph.of(out), added)
 
 
-def _is_experts_backward(name: Name) -> bool:
-    return name.op == Op.EXPERTS and name.phase is Phase.BACKWARD
-
-
-def _renamed(name: Name) -> Name:
-    return name._replace(phase=Phase.INPUT) if _is_experts_backward(name) else name
+def _splits(task: Task) -> bool:
+    return task.op == Op.EXPERTS and task.phase is Phase.BACKWARD
