@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, Self
 
 from penstock.config import Within, check_bounds
 from penstock.cost.legs import busiest_share
@@ -11,7 +11,11 @@ from penstock.cost.span import Span
 from penstock.graph import Phase
 from penstock.ops import Op
 
-Rate = Annotated[float, Within(1e-3, 1e30, "beyond, durations leave the range of floating point")]
+MOST_RATE = 1e30
+LEAST_START_UP_S = 5e-324
+"""The smallest number above zero."""
+
+Rate = Annotated[float, Within(1e-3, MOST_RATE, "beyond, durations leave the range of floating point")]
 """Per second."""
 
 StartUp = Annotated[float, Within(0, 1e6, "a million seconds are twelve days", above=True)]
@@ -56,6 +60,20 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+
+    def faster(self, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0) -> Self:
+        """The cluster with this many times the bandwidth between nodes, inside nodes, and speed of devices.
+
+        Never beyond the bounds of a cluster, so that any of them can be asked what would help.
+        """
+        return replace(
+            self,
+            flops_per_s=min(self.flops_per_s * compute, MOST_RATE),
+            memory_bytes_per_s=min(self.memory_bytes_per_s * compute, MOST_RATE),
+            task_overhead_s=max(self.task_overhead_s / compute, LEAST_START_UP_S),
+            link_bytes_per_s=min(self.link_bytes_per_s * inter, MOST_RATE),
+            intra_bytes_per_s=min(self.intra_bytes_per_s * intra, MOST_RATE),
+        )
 
     def all_to_all(self, group: Span | int) -> AlphaBeta:
         """Argument: bytes of the buffer each rank sends, its own share included. int: ranks on nodes unknown.

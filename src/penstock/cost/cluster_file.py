@@ -222,22 +222,13 @@ class ClusterFile:
             raise ConfigError(f"{path}.rates.link_rate_of", UNSET, WHOSE_RATE, WHAT_TO_WRITE)
         return file
 
-    def with_inter(self, factor: float) -> ClusterFile:
-        """The same cluster with links between nodes (lane `inter`) of `factor` times the bandwidth."""
+    def faster(self, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0) -> ClusterFile:
+        """The cluster with these multiples of bandwidth between nodes and inside nodes, and of compute."""
+        factors = {"inter": inter, "intra": intra}
         links = tuple(
-            replace(link, beta_s_per_byte=link.beta_s_per_byte / factor) if link.lane == "inter" else link
+            replace(link, beta_s_per_byte=link.beta_s_per_byte / factors.get(link.lane, 1.0))
             for link in self.links
         )
-        rates = replace(self.rates, link_bytes_per_s=self.rates.link_bytes_per_s * factor)
-        return replace(self, links=links, rates=rates)
-
-    def with_compute(self, factor: float) -> ClusterFile:
-        """The same cluster with devices that compute `factor` times as fast."""
-        tasks = tuple(replace(task, alpha_s=task.alpha_s / factor) for task in self.tasks)
-        rates = replace(
-            self.rates,
-            flops_per_s=self.rates.flops_per_s * factor,
-            memory_bytes_per_s=self.rates.memory_bytes_per_s * factor,
-            task_overhead_s=self.rates.task_overhead_s / factor,
-        )
-        return replace(self, tasks=tasks, rates=rates)
+        tasks = tuple(replace(task, alpha_s=task.alpha_s / compute) for task in self.tasks)
+        rates = self.rates.faster(inter=inter, intra=intra, compute=compute)
+        return replace(self, links=links, tasks=tasks, rates=rates)

@@ -183,21 +183,9 @@ def faster(
 ) -> ClusterConfig:
     """The cluster with so many times the bandwidth between nodes, inside nodes, and speed of its devices."""
     if isinstance(cluster, ProfiledCluster):
-        links = tuple(
-            replace(link, beta_s_per_byte=link.beta_s_per_byte / intra) if link.lane == "intra" else link
-            for link in cluster.file.links
-        )
-        rates = replace(cluster.file.rates, intra_bytes_per_s=cluster.file.rates.intra_bytes_per_s * intra)
-        file = replace(cluster.file, links=links, rates=rates).with_inter(inter).with_compute(compute)
+        file = cluster.file.faster(inter=inter, intra=intra, compute=compute)
         return ProfiledCluster.build(file, cluster.company)
-    quick = replace(
-        cluster,
-        flops_per_s=cluster.flops_per_s * compute,
-        memory_bytes_per_s=cluster.memory_bytes_per_s * compute,
-        task_overhead_s=cluster.task_overhead_s / compute,
-        link_bytes_per_s=cluster.link_bytes_per_s * inter,
-        intra_bytes_per_s=cluster.intra_bytes_per_s * intra,
-    )
+    quick = cluster.faster(inter=inter, intra=intra, compute=compute)
     if not isinstance(quick, FittedCluster):
         return quick
     legs = {key: _quicker(leg, intra if key[1] != Op.DISPATCH else inter) for key, leg in quick.legs.items()}

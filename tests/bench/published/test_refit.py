@@ -54,7 +54,7 @@ def test_devices_half_as_fast_make_steps_longer(model: str) -> None:
     file = find_cluster("flowmoe-cluster-1")
     for planner, least in (("sequential", 1.2), ("flowmoe", 1.05)):
         seconds = []
-        for each in (file, file.with_compute(0.5)):
+        for each in (file, file.faster(compute=0.5)):
             problem = published_problem(model, each).problem
             choice = PUBLISHED[planner](problem)
             seconds.append(problem.simulate(choice, problem.plan(choice)).iteration_s)
