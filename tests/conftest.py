@@ -13,16 +13,23 @@ settings.register_profile(
     "penstock",
     deadline=None,  # no timing assertions: machines are shared
     print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    # A temporary folder or captured output may serve all examples of a property.
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.function_scoped_fixture,
+    ],
 )
-settings.register_profile("quick", settings.get_profile("penstock"), max_examples=20)
-settings.load_profile("penstock")
+EXAMPLES = {"quick": 10, "test": 40, "soak": 400}
+"""How often `make quick`, `make test` and `make soak` try a property; see also tests/support/draws.py."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """`make quick` draws fewer examples than `make test`."""
-    if "not slow" in config.getoption("markexpr"):
-        settings.load_profile("quick")
+    """Draw as many examples as what was asked for, by its markers, has time for."""
+    markers = config.getoption("markexpr")
+    kind = "quick" if "not slow" in markers else "soak" if "soak or" in markers else "test"
+    settings.register_profile(kind, settings.get_profile("penstock"), max_examples=EXAMPLES[kind])
+    settings.load_profile(kind)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -223,6 +223,7 @@ TURNS = [(part, schedule) for i, part in enumerate(PARTS) for schedule in islice
 """Four schedules for every part; all of them take turns."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "schedule"), TURNS)
 def test_scheduled_it_is_the_layer_alone(ranks: Pools, part: str, schedule: str) -> None:
     check_part(ranks, part, 1, schedule)

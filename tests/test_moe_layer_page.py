@@ -215,6 +215,7 @@ def test_bytes_and_errors_of_compression() -> None:
         assert float(measured.removesuffix("%")) == pytest.approx(100 * float(error), abs=0.01)
 
 
+@pytest.mark.slow
 def test_what_splitting_does_to_balance() -> None:
     anything, own = balance_tokens()
     group = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
 
 from penstock.autopilot.deciding import Beat, decided, decided_slowly
@@ -51,6 +52,7 @@ def refuse(rank: int, world_size: int) -> str:
         return str(error)
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_a_search_that_outlasts_their_patience(ranks: Pools) -> None:
     assert ranks(2).run(choose_slowly, 2) == [("a plan", 1), ("a plan", 0)]
 

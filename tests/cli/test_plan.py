@@ -37,6 +37,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_mixtral_is_planned_without_torch() -> None:
     """As on a laptop: no GPU, no network, and torch is never imported."""
     program = (
@@ -52,6 +53,7 @@ def test_mixtral_is_planned_without_torch() -> None:
         assert words in done.stdout
 
 
+@pytest.mark.slow
 def test_json_is_one_object_with_every_number(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(run([*SMALL, "--json"], capsys))
     assert found["predicted_s"] <= min(other["predicted_s"] for other in found["others"])
@@ -122,6 +124,7 @@ def test_no_number_that_json_lacks_is_planned_with(
     assert "rates.link_latency_s = " in refused(words, capsys)
 
 
+@pytest.mark.slow
 def test_a_training_configuration_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = Path(__file__).parents[2] / "configs" / "tiny.toml"
     words = [
@@ -167,6 +170,7 @@ def test_what_is_wrong_is_answered(words: list[str], answer: str, capsys: pytest
     assert answer in refused(words, capsys)
 
 
+@pytest.mark.slow
 def test_a_busiest_rank_costs_time(capsys: pytest.CaptureFixture[str]) -> None:
     seconds = []
     for imbalance in ("1", "2"):

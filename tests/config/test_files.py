@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import ConfigError, load, parse_json
@@ -25,6 +25,7 @@ from penstock.plan import PlanFile
 from penstock.plan.plan_file import PlanSizes
 from penstock.train.config import RunConfig
 from penstock.virtual import read_recording
+from tests.support.draws import draws
 from tests.virtual.test_recorded import HEADER, STEP
 
 Read = Callable[[Path], object]
@@ -202,7 +203,7 @@ HOSTILE = st.sampled_from(
 
 @pytest.mark.parametrize("name", ["cluster.json", "plan.json"])
 @given(data=st.data())
-@settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@draws(120)
 def test_any_value_anywhere_is_taken_or_refused_by_name(
     tmp_path: Path, name: str, data: st.DataObject
 ) -> None:
@@ -224,7 +225,7 @@ def test_any_value_anywhere_is_taken_or_refused_by_name(
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@draws(120)
 def test_any_value_in_a_recording_is_taken_or_refused_by_line(tmp_path: Path, data: st.DataObject) -> None:
     path, records = tmp_path / "routing.jsonl", [json.loads(line) for line in (HEADER, STEP, STEP)]
     way = data.draw(st.sampled_from(paths_to_leaves(records)))
@@ -276,7 +277,7 @@ TOML_HOSTILE = st.sampled_from(
 
 
 @given(key=st.sampled_from(settings_of(RunConfig)), text=TOML_HOSTILE, in_file=st.booleans())
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@draws(300)
 def test_any_value_of_any_setting_is_taken_or_refused_by_name(
     tmp_path: Path, key: str, text: str, in_file: bool
 ) -> None:

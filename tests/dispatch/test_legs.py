@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dispatch import DISPATCHES, Dispatch, Leg, Place
@@ -14,6 +14,7 @@ from penstock.dispatch.base import place_in
 from penstock.graph import Lane
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
+from tests.support.draws import draws
 
 Row = tuple[int, int, int]
 """Source rank, target rank, number."""
@@ -72,7 +73,7 @@ def tables(draw: st.DrawFn) -> tuple[np.ndarray, int]:
 
 
 @pytest.mark.parametrize("dispatch", DISPATCHES.values(), ids=DISPATCHES.keys())
-@settings(max_examples=60)
+@draws(60)
 @given(case=tables())
 def test_rows_arrive_sorted_by_source_and_come_home_as_they_were(
     dispatch: Dispatch,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.config import ConfigError
 from penstock.models import GPT, ModelConfig
 from penstock.moe import MoEConfig, SampleKeys
+from tests.support.draws import draws
 
 VOCABULARY, LENGTH = 11, 6
 
@@ -52,7 +53,7 @@ def hidden(gpt: GPT, tokens_BL: Tensor) -> Tensor:
     return h_BLM
 
 
-@settings(max_examples=30)
+@draws(30)
 @given(configs(), st.sampled_from([1, 2, 4]))
 def test_every_parameter_stands_once_among_replicated_and_experts(config: ModelConfig, ep_size: int) -> None:
     gpt = model(config, ep_size)

@@ -208,6 +208,7 @@ def agreement(case: Case, dtype: torch.dtype, *, exact: bool = False) -> dict[st
     return {name: float((ours[name] - theirs[name]).norm()) / max(size[name], 1e-30) for name in theirs}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
     [("eager", torch.float32), ("batched_mm", torch.float32), ("eager", torch.float64)],
@@ -221,12 +222,14 @@ def test_outputs_and_gradients_are_those_of_the_block(
     assert max(found.values()) <= 1e-5, found
 
 
+@pytest.mark.slow
 @given(cases(shortest=1))
 def test_with_a_router_in_float64_they_are_exact(case: Case) -> None:
     found = agreement(case, torch.float64, exact=True)
     assert max(found.values()) <= 1e-10, found
 
 
+@pytest.mark.slow
 @given(cases(shortest=8))
 def test_the_grouped_product_of_transformers_agrees(case: Case) -> None:
     """On a CPU torch takes rows of whole 16 bytes there, and no float64."""

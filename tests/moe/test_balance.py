@@ -7,12 +7,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.moe.balance import BALANCES, Balance
 from penstock.moe.config import BalanceGroup
+from tests.support.draws import draws
 
 EXPERTS, CHOICES, LAYERS = 4, 2, 2
 GROUPS: tuple[BalanceGroup, ...] = ("global", "microbatch", "sequence")
@@ -96,7 +97,7 @@ def parts_of(group: BalanceGroup, split: Split) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@settings(max_examples=40)
+@draws(40)
 @given(split=splits())
 def test_the_token_weighted_mean_of_the_formula(group: BalanceGroup, split: Split) -> None:
     expected = 0.0
@@ -107,7 +108,7 @@ def test_the_token_weighted_mean_of_the_formula(group: BalanceGroup, split: Spli
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@settings(max_examples=40)
+@draws(40)
 @given(split=splits())
 def test_slope_is_the_derivative_of_the_total(group: BalanceGroup, split: Split) -> None:
     balance = BALANCES[group]

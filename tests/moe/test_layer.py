@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.dispatch import FlatDispatch, Place
 from penstock.moe import MoEConfig, MoELayer, RouteMaker, Tokens, build_layer
+from tests.support.draws import draws
 
 HIDDEN = 8
 
@@ -70,7 +71,7 @@ def configs(draw: st.DrawFn) -> MoEConfig:
     )
 
 
-@settings(max_examples=40)
+@draws(40)
 @given(configs(), st.integers(1, 10))
 def test_forward_and_gradients_equal_a_loop(config: MoEConfig, count: int) -> None:
     layer, x_TM = layer_of(config), tokens(count)
@@ -85,7 +86,7 @@ def test_forward_and_gradients_equal_a_loop(config: MoEConfig, count: int) -> No
     torch.testing.assert_close(found, wanted)
 
 
-@settings(max_examples=40)
+@draws(40)
 @given(configs(), st.integers(1, 10), st.integers(1, 12))
 def test_chunks_do_not_change_the_result(config: MoEConfig, count: int, chunks: int) -> None:
     """The halves of the layer around a loop over chunks give what `forward` gives."""

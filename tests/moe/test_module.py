@@ -205,6 +205,7 @@ def test_between_other_modules() -> None:
         close(gradients(weighted(model(x)), variables), gradients(weighted(wanted), variables))
 
 
+@pytest.mark.slow
 def test_the_layer_loads_torch_when_it_is_asked_for() -> None:
     program = (
         "import penstock, sys; print('torch' in sys.modules); penstock.MoELayer; penstock.ExpertParallel; "

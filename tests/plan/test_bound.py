@@ -6,16 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.plan import Choice, Problem, evaluate
 from penstock.plan.bound import QuickBounds
 from penstock.plan.dimensions import space
 from tests.plan.problems import problem, problems
+from tests.support.draws import draws
 
 
-@settings(deadline=None, max_examples=30)
+@draws(30)
 @given(problems(layers=3), st.randoms(use_true_random=False))
 def test_no_order_beats_a_quick_bound_and_it_is_not_below_the_busiest_lane(each: Problem, rng: Any) -> None:
     choices = list(space(each))

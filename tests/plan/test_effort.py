@@ -26,6 +26,7 @@ def tiny() -> Problem:
     return published_problem("GPT2-Tiny-MoE", find_cluster("flowmoe-cluster-1"), Overrides(layers=4)).problem
 
 
+@pytest.mark.slow
 def test_a_machine_on_which_nothing_gets_done_finds_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every look at the clock came an hour after the one before."""
     usual = find_plan(tiny(), budget=0.1)
@@ -38,6 +39,7 @@ def test_a_machine_on_which_nothing_gets_done_finds_the_same_plan(monkeypatch: p
     assert slow.searched == usual.searched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, 12])
 def test_a_larger_budget_never_finds_a_worse_plan(layers: int) -> None:
     """Nor a worse one than those it begins with. 12 layers are searched through a short model."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import ConfigError
@@ -19,6 +19,7 @@ from penstock.plan.dimensions import space
 from penstock.plan.words import choice_words
 from penstock.schedule import TAIL, Partition, Portion, Slot
 from tests.plan.problems import problem, problems
+from tests.support.draws import draws
 
 Edit = Callable[[dict[str, Any]], object]
 
@@ -42,7 +43,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-@settings(deadline=None, max_examples=10)
+@draws(10)
 @given(problems(), st.randoms(use_true_random=False))
 def test_what_is_saved_is_read_and_replayed(
     tmp_path_factory: pytest.TempPathFactory, each: Problem, rng: Any

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from penstock.cost import ClusterConfig, ProfiledCluster
 from penstock.cost.cluster_file import TaskModel
 from penstock.plan import Choice, Problem, evaluate, predict_s
 from penstock.plan.predict import alone
 from tests.plan.problems import FILE, problem, problems
+from tests.support.draws import draws
 
 SEQUENTIAL = Choice()
 FLOWMOE = Choice(schedule="flowmoe", microbatches=2)
@@ -32,7 +33,7 @@ def seconds(each: Problem, choice: Choice) -> float:
     return predict_s(each, choice, each.plan(choice))
 
 
-@settings(deadline=None, max_examples=10)
+@draws(10)
 @given(problems())
 def test_without_a_profile_the_prediction_is_the_simulation(each: Problem) -> None:
     plan = each.plan(SEQUENTIAL)

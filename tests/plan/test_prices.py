@@ -8,13 +8,14 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, ProfiledCluster
 from penstock.plan import explain, find_plan
 from tests.plan.problems import FILE, problem
+from tests.support.draws import draws
 
 RATES = (
     "flops_per_s",
@@ -66,7 +67,8 @@ def test_a_step_that_takes_no_time_is_refused() -> None:
 EXTREME = st.sampled_from((5e-324, 1e-300, 1e-30, 1e-6, 1.0, 1e9, 1e30, 1e300, 1.7e308))
 
 
-@settings(max_examples=12)
+@pytest.mark.slow
+@draws(20)
 @example((1.0, 1.0, 5e-324, 1.0, 5e-324, 1.0, 5e-324), True)
 @given(st.tuples(*[EXTREME] * len(RATES)), st.booleans())
 def test_any_positive_numbers_end_in_a_plan_or_in_a_line(values: tuple[float, ...], plain: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from penstock.config import ConfigError
 from penstock.plan import (
@@ -25,6 +25,7 @@ from penstock.plan.dimensions import CUTS_TOKENS, neighbours, space, valid
 from penstock.plan.effort import Effort
 from penstock.plan.published import PUBLISHED
 from tests.plan.problems import problem, problems
+from tests.support.draws import draws
 
 
 @pytest.fixture
@@ -36,8 +37,9 @@ def few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dimensions, "ALL_REDUCE_PIECES", (1, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_pieces")
-@settings(deadline=None, max_examples=12)
+@draws(12)
 @given(problems())
 def test_no_choice_is_better_than_the_plan(each: Problem) -> None:
     """Brute force simulates all; the search, which leaves most out, must not miss the best."""
@@ -116,6 +118,7 @@ def test_progress_is_shown_and_never_goes_back() -> None:
 # ---- long models -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_long_model_is_looked_at_through_a_short_one() -> None:
     long = problem((True,) * 40)
     short = module.sketch(long)
@@ -207,7 +210,7 @@ def test_a_name_is_registered_once() -> None:
         register(OddChunks())
 
 
-@settings(deadline=None, max_examples=20)
+@draws(20)
 @given(problems())
 def test_neighbours_of_valid_choices_are_valid(each: Problem) -> None:
     everything = set(space(each))

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.plan.tuner import LEAST_BYTES, MOST_CHUNKS, Sample, SizeRange, Tuner, TunerName, build_tuner
+from tests.support.draws import draws
 
 NAMES: tuple[TunerName, ...] = ("bayesian", "grid", "random")
 SIZES = SizeRange(least_bytes=1 << 17, most_bytes=1 << 24)
@@ -72,7 +73,7 @@ def test_a_model_without_gradients_to_reduce_has_one_size() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=8, deadline=None)
+@draws(8)
 @given(start=byte_counts)
 def test_the_first_size_is_the_start(name: TunerName, start: int) -> None:
     tuner = build_tuner(name, start_bytes=start, sizes=SIZES, samples=SAMPLES)
@@ -145,6 +146,7 @@ def test_a_bayesian_tuner_finds_the_better_of_two_minima(start: int) -> None:
     assert found <= 1.03 * least(bumpy)
 
 
+@pytest.mark.slow
 def test_a_bayesian_tuner_on_random_valleys() -> None:
     """Every valley within 3 % of its bottom, on average nearer than random search comes."""
     regret: dict[TunerName, list[float]] = {"bayesian": [], "random": []}
@@ -160,6 +162,7 @@ def test_a_bayesian_tuner_on_random_valleys() -> None:
     assert sum(regret["bayesian"]) <= sum(regret["random"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_noise_does_not_lead_it_far_away(seed: int) -> None:
     """3 % of noise on a valley of 25 %: the true time of what it keeps is within 5 % of the best."""

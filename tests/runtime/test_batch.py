@@ -42,6 +42,7 @@ def test_every_schedule_with_few_and_no_samples(
         check_parity(ranks, uneven("softmax", "sort", schedule, batches, microbatches))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gate", "order"), ACCEPTED)
 def test_every_gate_and_order_with_few_and_no_samples(ranks: Pools, gate: str, order: str) -> None:
     """With fixed slots, which are counted by the largest batch, as well."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.graph import Graph, Lane, Phase, Task
@@ -24,6 +24,7 @@ from penstock.schedule import Schedule, ScheduleConfig, StepPlan, freeze
 from penstock.step import StepShape, build_graph
 from tests.runtime.programs import program_of
 from tests.steps import example_plan, random_orders, random_seconds, task_at
+from tests.support.draws import draws
 from tests.support.parity import (
     Case,
     StepResult,
@@ -116,7 +117,7 @@ def test_any_valid_order_gives_the_same_loss_and_gradients(
     case = case_of(world_size, ep_size)
     expected = reference_step(case)
 
-    @settings(max_examples=20)
+    @draws(20)
     @given(cuts)
     def check(cut: Cut) -> None:
         result = merge(ranks(world_size).run(run_cut, case, cut))  # asserts executed == planned

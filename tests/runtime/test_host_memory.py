@@ -8,7 +8,12 @@ import sys
 
 SCRIPT = """
 import json, resource, sys, torch
+import pytest
+import pytest
+
 from penstock.runtime.host_memory import keep_freed_memory
+
+import pytest
 kept = keep_freed_memory() if sys.argv[1] == "keep" else None
 
 def use():
@@ -28,6 +33,7 @@ def faults(mode: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_memory_used_again_makes_no_faults() -> None:
     kept, again = faults("keep")
     _, by_default = faults("default")

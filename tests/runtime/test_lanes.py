@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 
 from penstock.graph import Lane, Task
 from penstock.mesh import Group
@@ -26,6 +26,7 @@ from penstock.step import StepShape
 from penstock.topology import Layout, lane_groups
 from tests.runtime.programs import plan_in, program_of, span_of
 from tests.steps import lone_task, random_orders, seeds, shapes
+from tests.support.draws import draws
 from tests.support.ranks import Pools
 
 PATIENCE_S = 60.0
@@ -95,7 +96,7 @@ def events_of(plan: StepPlan) -> list[tuple[str, Task]]:
     return events
 
 
-@settings(max_examples=30)
+@draws(30)
 @given(shapes(layers=2), seeds)
 def test_every_lane_runs_its_list_and_nothing_starts_before_its_inputs(shape: StepShape, seed: int) -> None:
     plan = plan_in(shape, lambda graph: random_orders(graph, seed))

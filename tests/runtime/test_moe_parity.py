@@ -85,6 +85,7 @@ def case(world_size: int, gate: str, order: str, dispatch: str, experts: str, sc
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gate", "order"), ACCEPTED)
 def test_alone(ranks: Pools, gate: str, order: str) -> None:
     """Four schedules each, which take turns, and every kind of expert."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.schedule import SCHEDULES, ScheduleConfig
+from tests.support.draws import draws
 from tests.support.parity import Case, check_close, check_parity, digest, merge, run_step
 from tests.support.ranks import Pools
 
@@ -83,7 +84,7 @@ def plain(world_size: int, schedule: str, **moe: object) -> Case:
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("world_size", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_any_case_in_float64(ranks: Pools, world_size: int, schedule: str) -> None:
-    @settings(max_examples=9 if world_size < 4 else 6)
+    @draws(20 if world_size < 4 else 15)
     @given(case=cases(world_size, schedule))
     def check(case: Case) -> None:
         check_parity(ranks, case)
@@ -91,6 +92,7 @@ def test_any_case_in_float64(ranks: Pools, world_size: int, schedule: str) -> No
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", CUTS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])
@@ -109,6 +111,7 @@ def test_an_expert_without_tokens_has_a_zero_gradient(ranks: Pools, schedule: st
     assert result.gradients["blocks.0.feed_forward.experts.w_up.2"].abs().sum() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", CUTS)
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])
 def test_one_rank_gets_every_token(ranks: Pools, schedule: str, capacity_factor: float | None) -> None:
@@ -120,12 +123,14 @@ def test_one_rank_gets_every_token(ranks: Pools, schedule: str, capacity_factor:
         assert bool(used) == (expert in (4, 5)), f"expert {expert}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", CUTS)
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_replicated_experts(ranks: Pools, schedule: str, ep_size: int) -> None:
     check_parity(ranks, replace(plain(4, schedule), ep_size=ep_size, double=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", CUTS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_same_seed_same_bits(ranks: Pools, world_size: int, schedule: str) -> None:

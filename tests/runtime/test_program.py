@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.graph import Graph, Lane, Name, Phase, ScheduleError, Task
@@ -22,6 +22,7 @@ from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from tests.runtime.programs import all_by, nothing, plan_in, program_of, stops_of
 from tests.steps import example_plan, random_orders, seeds, shapes
+from tests.support.draws import draws
 
 KINDS: list[Axes] = list(Group.NAMES.values())
 silences = st.sets(st.sampled_from(KINDS)).map(sorted)
@@ -131,7 +132,7 @@ def watched(plan: StepPlan, silent: list[Axes], *, training: bool) -> tuple[Watc
     return made[0], program
 
 
-@settings(max_examples=40)
+@draws(40)
 @given(plans(), seeds, silences)
 def test_every_output_lives_until_its_last_reader(plan: StepPlan, seed: int, silent: list[Axes]) -> None:
     """Whatever the order in which lanes happen to run: readers on two lanes need not agree beforehand."""
@@ -143,7 +144,7 @@ def test_every_output_lives_until_its_last_reader(plan: StepPlan, seed: int, sil
     assert run.execution.values == [None] * program.slots
 
 
-@settings(max_examples=40)
+@draws(40)
 @given(plans(), seeds)
 def test_evaluation_keeps_nothing_for_the_backward(plan: StepPlan, seed: int) -> None:
     """With the forward tasks alone nobody will read what they save: it is not even kept for an instant."""
@@ -203,7 +204,7 @@ def before(program: Program, span: int) -> dict[Task, set[Task]]:
     return known
 
 
-@settings(max_examples=40)
+@draws(40)
 @given(plans(), silences)
 def test_waits_suffice(plan: StepPlan, silent: list[Axes]) -> None:
     """What a task reads has ended when it starts: on its lane, by a wait, or in an earlier span."""
@@ -215,7 +216,7 @@ def test_waits_suffice(plan: StepPlan, silent: list[Axes]) -> None:
         ended |= set(before(program, number))
 
 
-@settings(max_examples=40)
+@draws(40)
 @given(plans(), silences)
 def test_no_wait_is_for_nothing(plan: StepPlan, silent: list[Axes]) -> None:
     """A lane asks another one at most once per call, further than ever before, for something it reads."""

@@ -35,6 +35,7 @@ CASE = Case(
 ALONE = replace(CASE, world_size=1, ep_size=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TAKEN_UP)
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_changes_between_steps_are_taken_up(ranks: Pools, name: str, ep_size: int) -> None:

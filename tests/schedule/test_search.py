@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.config import BenchConfig
@@ -25,6 +25,7 @@ from penstock.step import StepShape, build_graph
 from penstock.topology import Layout
 from penstock.train.assemble import gradient_bytes, workload
 from tests.steps import random_seconds, seeds, shapes
+from tests.support.draws import draws
 
 EVALUATIONS = 45
 SLOW_LINK = ClusterConfig(link_bytes_per_s=2.5e7)
@@ -204,7 +205,7 @@ def test_on_the_default_step_with_equal_tasks_no_rule_is_better() -> None:
     assert found_s <= simulate(rule_alone(graph, unit_cost), graph, unit_cost).iteration_s
 
 
-@settings(max_examples=20)  # each searches in full
+@draws(20)  # each searches in full
 @given(graphs(), seeds)
 def test_penstock_finds_a_valid_order_for_any_shape(graph: Graph, seed: int) -> None:
     SCHEDULES["penstock"].order(graph, random_seconds(graph, seed).__getitem__).check(graph)

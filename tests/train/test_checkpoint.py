@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
@@ -30,6 +30,7 @@ from penstock.train.checkpoint import (
     complete_checkpoints,
 )
 from penstock.train.optimizer import build_adamw, initialise_state
+from tests.support.draws import draws
 from tests.support.parity import Case, batch_of, logical, stack_of
 from tests.support.ranks import Pools
 from tests.support.reference_moe import Weights
@@ -293,7 +294,7 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(content)
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(number=st.integers(0, 9), bit=st.integers(0, 1 << 30))
 def test_a_flipped_bit_is_noticed_wherever_it_is(
     saved_run: tuple[Checkpoints, Path], number: int, bit: int

@@ -73,6 +73,7 @@ def test_measured_order_is_the_simulated_one(
         assert found[f"simulated rank {rank}", list(Lane).index(Lane.COMPUTE), 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("steps", [1, 2])
 def test_no_order_beats_the_bound(schedule: str, steps: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cost import StepCost, Workload, split_sizes
@@ -25,6 +25,7 @@ from penstock.step import StepShape, build_graph
 from penstock.virtual import Routing, VirtualCost
 from penstock.virtual.rows import by_source_and_target
 from tests.steps import pieces_for, task_at
+from tests.support.draws import draws
 from tests.virtual.strategies import CLUSTER, steps
 
 Step = tuple[StepShape, Workload, Routing]
@@ -240,7 +241,7 @@ def test_alone_is_the_sum_of_the_computation() -> None:
     assert alone[1] > alone[0]
 
 
-@settings(max_examples=25)
+@draws(25)
 @given(steps(), st.sampled_from(sorted(SCHEDULES)))
 def test_the_simulator_predicts_it(step: Step, name: str) -> None:
     """Orders are frozen from costs per rank, and no simulated step beats its bound."""
@@ -256,6 +257,7 @@ def test_the_simulator_predicts_it(step: Step, name: str) -> None:
     assert timeline.iteration_s >= cost.alone_s(plan.graph.tasks).max() * (1 - 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hierarchical_1d", "hierarchical_2d"])
 @given(step=steps(capacity=True), node_size=st.sampled_from([1, 2]))
 def test_with_a_capacity_the_busiest_rank_of_a_leg_costs_what_the_plan_assumes(

@@ -63,6 +63,7 @@ def test_a_step_depends_on_nothing_but_seed_and_number(
     assert (asked.counts(7) == fresh.counts(7)).all()
 
 
+@pytest.mark.slow
 def test_another_process_draws_the_same() -> None:
     program = (
         "from penstock.virtual import RoutingSizes, VirtualConfig\n"

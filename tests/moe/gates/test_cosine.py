@@ -6,15 +6,16 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.moe.gates.cosine import INITIAL_TEMPERATURE, CosineGate
 from penstock.moe.tokens import Tokens
 from tests.moe.gates.plain import Case, cases, check_token_choice, decide, dot, length
+from tests.support.draws import draws
 
 
-@settings(max_examples=30)
+@draws(30)
 @given(cases(), st.integers(2, 4))  # of one dimension, all cosines would be 1 or -1
 def test_against_loops(case: Case, size: int) -> None:
     made = CosineGate(4, case.num_experts, case.top_k, proj_size=size, **case.options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -12,9 +12,10 @@ from penstock.moe.choices import ExpertChoice
 from penstock.moe.gates.expert_choice import ExpertChoiceGate
 from penstock.moe.tokens import Tokens
 from tests.moe.gates.plain import Case, best, cases, check_values, dot, softmax, squared_log_partition
+from tests.support.draws import draws
 
 
-@settings(max_examples=40)
+@draws(40)
 @given(cases(), st.sampled_from([0.3, 1.0, 1.7]), st.integers(1, 3))
 def test_against_loops(case: Case, factor: float, least: int) -> None:
     assume(case.num_experts > 1)  # with one expert every probability is 1, and any tokens may be taken

@@ -6,13 +6,14 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.moe.gates.groups import ExpertGroups
 from penstock.moe.gates.sigmoid import SigmoidGate
 from penstock.moe.gates.softmax import SoftmaxGate
 from tests.moe.gates.plain import Case, Row, check_token_choice, decide, dot
+from tests.support.draws import draws
 
 
 @st.composite
@@ -38,7 +39,7 @@ def brute_force(score: Row, case: Case, groups: ExpertGroups) -> list[int]:
     return sorted(experts, key=lambda e: -float(score[e]))[: case.top_k]
 
 
-@settings(max_examples=40)
+@draws(40)
 @given(grouped())
 def test_against_brute_force(made: tuple[Case, ExpertGroups]) -> None:
     case, groups = made

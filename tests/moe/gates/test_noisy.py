@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from penstock.moe.gates.noisy import FIRST_PLACE, NoisyGate
 from penstock.moe.gates.softmax import SoftmaxGate
 from penstock.moe.tokens import Tokens
 from tests.moe.gates.plain import Case, cases, check_token_choice, decide, dot
+from tests.support.draws import draws
 
 SAMPLES, LENGTH, EXPERTS = 6, 3, 4
 
@@ -35,7 +36,7 @@ def tokens(first: int = 0, last: int = SAMPLES, seed: int = 3) -> Tokens:
     return Tokens(samples=last - first, keys=SampleKeys(seed, torch.arange(first, last) + 100))
 
 
-@settings(max_examples=30)
+@draws(30)
 @given(cases(), st.integers(0, 5))
 def test_against_loops(case: Case, place: int) -> None:
     made = NoisyGate(4, case.num_experts, case.top_k, place=place, **case.options)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from penstock.moe.gates.sigmoid import SigmoidGate
 from penstock.moe.tokens import Tokens
 from tests.moe.gates.plain import Case, Row, cases, check_token_choice, decide, dot
+from tests.support.draws import draws
 
 
 def sigmoids(row: Row) -> Row:
     return [1 / (1 + (-value).exp()) for value in row]
 
 
-@settings(max_examples=30)
+@draws(30)
 @given(cases())
 def test_against_loops(case: Case) -> None:
     made = SigmoidGate(4, case.num_experts, case.top_k, **case.options)

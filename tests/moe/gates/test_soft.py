@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -12,9 +12,10 @@ from penstock.moe.choices import SoftChoice
 from penstock.moe.gates.soft import SoftGate
 from penstock.moe.tokens import Tokens
 from tests.moe.gates.plain import Case, cases, check_values, dot, length, softmax, squared_log_partition
+from tests.support.draws import draws
 
 
-@settings(max_examples=30)
+@draws(30)
 @given(cases(), st.integers(1, 2))
 def test_against_loops(case: Case, slots: int) -> None:
     made = SoftGate(4, case.num_experts, slots_per_expert=slots)

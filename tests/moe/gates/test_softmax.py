@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 from penstock.moe.gates.softmax import SoftmaxGate
 from penstock.moe.tokens import Tokens
 from tests.moe.gates.plain import Case, cases, check_token_choice, decide, dot
+from tests.support.draws import draws
 
 HIDDEN, TOKENS, EXPERTS = 6, 20, 5
 
@@ -25,7 +26,7 @@ def states(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
-@settings(max_examples=30)
+@draws(30)
 @given(cases())
 def test_against_loops(case: Case) -> None:
     made = SoftmaxGate(4, case.num_experts, case.top_k, **case.options)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.moe.orders.index import IndexOrder
 from penstock.moe.orders.rows import RowPlan, take_rows
 from penstock.moe.orders.sort import SortOrder
 from tests.moe.orders.support import HIDDEN, expert_choices, numbers, token_choices
+from tests.support.draws import draws
 
 EXPERTS = 4
 
@@ -82,7 +83,7 @@ def test_each_is_the_transpose_of_the_other(plan: RowPlan) -> None:
     assert torch.equal(grad_r, down.detach())
 
 
-@settings(max_examples=25)
+@draws(25)
 @given(plans())
 def test_gradients(plan: RowPlan) -> None:
     tokens, rows, shape = sizes(plan)

@@ -23,6 +23,7 @@ from penstock.plan.published.partition import LINA_BYTES, fill_idle, reductions_
 from penstock.plan.published.spread import Rest, evolved, greedy
 from penstock.schedule import TAIL, Partition, Portion, Slot
 from tests.plan.published.layers import backwards
+from tests.support.draws import draws
 
 MIB = 1 << 20
 
@@ -36,7 +37,7 @@ def sizes(backward: Backward) -> list[int]:
 
 
 @pytest.mark.parametrize("name", PARTITION_PLANNERS)
-@settings(max_examples=25, deadline=None)
+@draws(25)
 @given(backward=backwards())
 def test_every_byte_is_reduced_once_in_a_gap_behind_its_making(name: str, backward: Backward) -> None:
     partition = PARTITION_PLANNERS[name](backward)  # building it refuses gaps before the making
@@ -73,7 +74,7 @@ def test_reductions_under_dense_parts_alone_leave_moe_parts_alone(backward: Back
     assert not any(portion.slot.part == "moe" for portions in partition.portions for portion in portions)
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(backward=backwards())
 def test_spreading_the_rest_is_causal_and_never_worse_than_the_tail(backward: Backward) -> None:
     _, reduce_s, left = fill_idle(backward)
@@ -95,7 +96,7 @@ def test_every_share_of_what_is_there_is_causal(backward: Backward, seed: int) -
     assert (extra.cumsum(axis=-1) <= rest.left_bytes * (1 + 1e-12) + 1e-6).all()
 
 
-@settings(max_examples=25, deadline=None)
+@draws(25)
 @given(backward=backwards())
 def test_degrees_shared_by_all_layers_cost_something_or_nothing(backward: Backward) -> None:
     planned = plan_partition(backward)

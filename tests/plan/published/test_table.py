@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import lcm
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, Workload
@@ -36,6 +36,7 @@ from penstock.schedule.catalogue import MOST_SLICES
 from penstock.step import StepShape, build_graph
 from tests.plan.published.layers import random_part
 from tests.steps import task_at
+from tests.support.draws import draws
 
 SLOW_LINK = ClusterConfig(
     flops_per_s=1e12, link_bytes_per_s=2e9, link_latency_s=2e-5, intra_bytes_per_s=8e9, intra_latency_s=1e-5
@@ -160,7 +161,7 @@ def test_pipelining_beats_none_and_gaps_beat_the_tail() -> None:
     assert filled_s < at_the_tail_s <= piped_s < plain_s
 
 
-@settings(max_examples=20, deadline=None)
+@draws(20)
 @given(megabytes=st.integers(1, 64), latency_us=st.integers(1, 2000))
 def test_filling_idle_time_lengthens_no_simulated_step(megabytes: int, latency_us: int) -> None:
     """Reductions that fit cost nothing: a step is no longer than with all of them at its end."""

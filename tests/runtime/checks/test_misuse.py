@@ -91,6 +91,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_step_is_freed_without_the_collector_of_circles(name: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.models import ModelConfig
@@ -15,6 +15,7 @@ from penstock.schedule import SCHEDULES, ScheduleConfig
 from penstock.topology import Layout
 from penstock.train.assemble import gradient_bytes
 from penstock.train.summarise import total_parameters
+from tests.support.draws import draws
 from tests.support.parity import Case, batch_of
 from tests.support.ranks import Pools
 from tests.support.sharing import check_steps, plain_steps, shared_stack, steps
@@ -55,7 +56,7 @@ def subsets(of: list[str], most: int) -> st.SearchStrategy[tuple[str, ...]]:
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_whatever_is_shared_and_frozen(ranks: Pools, world_size: int, schedule: str) -> None:
-    @settings(max_examples=4)
+    @draws(10)
     @given(
         ep_size=st.sampled_from([n for n in (1, 2) if n <= world_size]),
         sharing=subsets(SHARED, 4),

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.mesh import Axes, Group
 from penstock.runtime.transport import GlooTransport, LocalTransport
 from penstock.runtime.transport.sockets import Sockets
 from penstock.topology import Layout, lane_groups
+from tests.support.draws import draws
 from tests.support.parity import machinery
 from tests.support.ranks import Pools
 
@@ -76,7 +77,7 @@ def test_uneven_and_empty_pieces_arrive_in_order(ranks: Pools, world_size: int) 
     rows = st.lists(sizes, min_size=world_size, max_size=world_size)
     matrices = st.lists(rows, min_size=world_size, max_size=world_size)
 
-    @settings(max_examples=40)
+    @draws(40)
     @given(matrices, st.sampled_from([torch.int64, torch.float64, torch.bfloat16]), st.integers(1, 3))
     def check(matrix: list[list[int]], dtype: torch.dtype, width: int) -> None:
         received = ranks(world_size).run(exchange, world_size, matrix, dtype, width)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.graph import Graph, Lane
@@ -17,6 +17,7 @@ from penstock.step.plain import PlainStep
 from tests.step.passes.pictures import check_picture
 from tests.step.support import ancestors, names, reads
 from tests.steps import shapes, task_at
+from tests.support.draws import draws
 
 
 def whole(*moe_layers: bool, microbatches: int = 1, shared_experts: bool = False) -> Graph:
@@ -51,7 +52,7 @@ def test_a_piece_reads_the_last_that_add_and_stands_behind_the_others() -> None:
     assert reads(graph, "L1.XR.p0.B") == {"gradients": "L1.X.m0.c0.B L1.X.m1.c0.B"}
 
 
-@settings(max_examples=40)
+@draws(40)
 @given(shapes(layers=2), st.booleans())
 def test_a_piece_waits_for_all_that_add_and_for_no_one_twice(shape: StepShape, split_experts: bool) -> None:
     graph = build_graph(replace(shape, split_experts=split_experts))
