@@ -6,11 +6,10 @@ import json
 import subprocess
 import sys
 
-SCRIPT = """
-import json, resource, sys, torch
-import pytest
 import pytest
 
+SCRIPT = """
+import json, resource, sys, torch
 from penstock.runtime.host_memory import keep_freed_memory
 
 import pytest
