@@ -11,8 +11,6 @@ import pytest
 SCRIPT = """
 import json, resource, sys, torch
 from penstock.runtime.host_memory import keep_freed_memory
-
-import pytest
 kept = keep_freed_memory() if sys.argv[1] == "keep" else None
 
 def use():
