@@ -27,7 +27,7 @@ lint: $(INSTALLED)  ## style and strict types
 	$(BIN)/mypy
 
 bench: $(INSTALLED) $(PEERS)  ## everything that BENCHMARKS.md shows; Linux, root, an idle machine, fifty minutes
-	$(BIN)/penstock bench --suite .
+	$(BIN)/python -m benchmarks.suite .
 
 clean:
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

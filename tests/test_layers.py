@@ -6,7 +6,9 @@ import ast
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,11 @@ def module_name(path: Path) -> str:
     return ".".join(("penstock", *parts)).removesuffix(".__init__")
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def layer(module: str) -> str | None:
     """`schedule` for penstock.schedule.grid; None for the top of the package."""
     _, _, rest = module.partition(".")
@@ -97,7 +104,7 @@ def test_every_package_and_module_has_a_layer() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
 def test_imports_point_down(path: Path) -> None:
-    assert wrong_imports(path, ast.parse(path.read_text())) == []
+    assert wrong_imports(path, tree_of(path)) == []
 
 
 @pytest.mark.parametrize(
@@ -128,3 +135,74 @@ def test_planning_does_not_load_torch() -> None:
     program = "\n".join([*(f"import {name}" for name in pure), "import sys", "print('torch' in sys.modules)"])
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"
+
+
+# ---- no cycles ---------------------------------------------------------------------------------------------
+
+
+def while_running(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports at and below `node` that may run, in functions too; those for type checkers alone do not."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield node
+        return
+    only_types = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+    for child in node.orelse if only_types and isinstance(node, ast.If) else ast.iter_child_nodes(node):
+        yield from while_running(child)
+
+
+def imports_of(tree: ast.AST, modules: Collection[str]) -> set[str]:
+    """Those of `modules` that the code imports: a name from a package is its module, if there is one."""
+    found: set[str] = set()
+    for node in while_running(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        else:
+            names = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {full if full in modules else node.module or "" for full in names.values()}
+    return found & set(modules)
+
+
+def cycle(trees: Mapping[str, ast.AST]) -> list[str]:
+    """Modules that import each other in a ring, the first one again at the end; none: an empty list."""
+    sorter = TopologicalSorter({name: imports_of(tree, trees) - {name} for name, tree in trees.items()})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert cycle({module_name(path): tree_of(path) for path in SOURCES}) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("from penstock.second import f", True),
+        ("from penstock import second", True),
+        ("import penstock.second", True),
+        ("def f() -> None:\n    from penstock.second import g", True),
+        ("if TYPE_CHECKING:\n    pass\nelse:\n    import penstock.second", True),
+        ("if TYPE_CHECKING:\n    from penstock.second import F", False),
+        ("if typing.TYPE_CHECKING:\n    import penstock.second", False),
+        ("from penstock import __version__", False),
+    ],
+)
+def test_what_counts_as_a_cycle(line: str, found: bool) -> None:
+    trees = {"penstock": "", "penstock.first": line, "penstock.second": "from penstock.first import h"}
+    ring = cycle({name: ast.parse(text) for name, text in trees.items()})
+    assert sorted(set(ring)) == (["penstock.first", "penstock.second"] if found else [])
+
+
+# ---- beside the package ------------------------------------------------------------------------------------
+
+
+def test_the_package_reaches_for_benchmarks_in_one_place() -> None:
+    """They are not installed with it, so nothing else may need them."""
+    for path in SOURCES:
+        for name in imported(tree := tree_of(path)):
+            assert name.partition(".")[0] != "benchmarks", f"{module_name(path)} imports {name}"
+        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        names_one = any(isinstance(text, str) and text.startswith("benchmarks") for text in texts)
+        assert names_one is (module_name(path) == "penstock.bench.checkout"), module_name(path)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from penstock.bench.calibrate import Calibration
 from penstock.bench.compare import Measurements, compare
@@ -24,8 +21,7 @@ from penstock.bench.tune import variants
 from penstock.bench.virtual_field import VirtualField
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.runtime import PipelinedStack
-from penstock.schedule import SCHEDULES, ScheduleConfig
+from penstock.schedule import ScheduleConfig
 from penstock.topology import Layout, ParallelConfig
 from penstock.virtual import VirtualConfig
 from tests.support.ranks import Pools
@@ -167,46 +163,6 @@ def test_real_devices_are_not(real: list[Compared]) -> None:
     result = real[0].result
     assert result.virtual is None and result.to_dict()["virtual"] is False
     assert "virtual" not in render(result)
-
-
-# ---- Gloo's own all-to-all ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Step:
-    loss: float
-    gradients: dict[str, Tensor]
-    sent: Counter[int]
-
-
-def step_of(stack: PipelinedStack, stacks: Stacks) -> Step:
-    transport = stack.machinery.transports.inter
-    before = transport.traffic.copy()
-    loss = stack(*stacks.batch)
-    loss.backward()
-    gradients = {n: p.grad for n, p in stack.model.named_parameters() if p.grad is not None}
-    for parameter in stack.model.parameters():
-        parameter.grad = None
-    return Step(loss.item(), gradients, transport.traffic - before)
-
-
-def run_both_transports(rank: int, config: BenchConfig) -> tuple[Step, Step]:
-    stacks = Stacks(config, layout_of(rank, config))
-    steps = step_of(stacks.real, stacks), step_of(stacks.shipped, stacks)
-    stacks.close()
-    return steps
-
-
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
-@pytest.mark.parametrize("capacity", [1.25, None])
-def test_the_shipped_transport_computes_the_same(ranks: Pools, name: str, capacity: float | None) -> None:
-    """The same bits: the two move rows, and neither adds any."""
-    config = config_of(schedules=(name,), capacity_factor=capacity)
-    for ours, shipped in ranks(2).run(run_both_transports, config):
-        assert ours.loss == shipped.loss and ours.sent == shipped.sent
-        assert ours.gradients.keys() == shipped.gradients.keys() != set()
-        for parameter, gradient in ours.gradients.items():
-            assert torch.equal(gradient, shipped.gradients[parameter]), parameter
 
 
 # ---- tuning ------------------------------------------------------------------------------------------------

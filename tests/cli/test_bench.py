@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.peers import require
+from penstock.bench import checkout
 from penstock.bench.config import PEERS
-from penstock.bench.peers import require
 from penstock.config import ConfigError
 from tests.support.runs import check_refusal, clean_environ, command, refused, run
 
@@ -125,19 +126,6 @@ def test_nothing_is_called_virtual_that_is_not() -> None:
     assert [row.strip() for row in rows] == ["sequential", "moe_pipeline", "flowmoe"]
 
 
-# ---- collectives -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_collectives_as_json() -> None:
-    found = printed(run("bench", "--collectives", "--json", *QUICK))
-    assert (found["ranks"], found["nodes"], found["inter_rate_bit_per_s"]) == (2, 1, None)
-    names = {row["collective"] for row in found["collectives"]}
-    assert names == {"counts", "all-to-all, even", "all-to-all, uneven", "all-reduce"}
-    for row in found["collectives"]:
-        assert row["times_s"].keys() == {"penstock", "gloo"}
-
-
 # ---- other systems -----------------------------------------------------------------------------------------
 
 
@@ -154,7 +142,7 @@ def missing(peer: str) -> str:
 def test_a_peer_that_is_not_installed_says_how(capsys: pytest.CaptureFixture[str], peer: str) -> None:
     if not missing(peer):
         pytest.skip(f"{peer} is installed")
-    assert "pip install 'penstock[peers]'" in refused(capsys, "bench", "--peers", peer, *QUICK)
+    assert "pip install --editable '.[peers]'" in refused(capsys, "bench", "--peers", peer, *QUICK)
 
 
 @pytest.mark.slow
@@ -173,6 +161,16 @@ def test_peers_take_part_in_both_columns() -> None:
     ]
     for case in found["cases"]:
         assert (case["simulated_s"] is None) is (case["schedule"] in peers or case["transport"] == "gloo")
+
+
+@pytest.mark.parametrize("option", ["--peers", "--plot"])
+def test_without_the_source_code_one_sentence_says_what_to_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
+) -> None:
+    monkeypatch.setattr(checkout, "ROOT", tmp_path)
+    error = refused(capsys, "bench", option, "deepspeed", *QUICK)
+    assert option in error and "folder benchmarks/ of the source code" in error
+    assert "Run pip install --editable . in a copy of the source code." in error
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------
@@ -199,11 +197,15 @@ def test_ranks_that_somebody_else_started_get_no_second_network() -> None:
     [
         (["--peers", "nothing"], ["compare.peers", "nothing", "Use some of deepspeed, megatron"]),
         (["--peers", "deepspeed", "--virtual"], ["--peers", "deepspeed", "Leave --virtual out"]),
-        (["--collectives", "--virtual"], ["--collectives", "Leave --virtual out"]),
-        (["--collectives", "--plot", "figures"], ["--collectives", "Leave --plot out"]),
-        (["--collectives", "--peers", "deepspeed"], ["--collectives", "Leave --peers out"]),
-        (["--suite", "figures", "--virtual"], ["--suite", "Leave everything but --suite DIR out"]),
-        (["--suite", "figures", "compare.rounds=1"], ["--suite", "Leave everything but --suite DIR out"]),
+        (["--plan", "--virtual"], ["--plan", "Leave --virtual out"]),
+        (["--plan", "--plot", "figures"], ["--plan", "Leave --plot out"]),
+        (["--plan", "--peers", "deepspeed"], ["--plan", "Leave --peers out"]),
+        (["--collectives", "moe.num_experts=4"], ["--collectives", "python -m benchmarks.collectives"]),
+        (["--dispatch", "--emulate", "2x2"], ["--dispatch", "python -m benchmarks.dispatches"]),
+        (["--layer"], ["--layer", "python -m benchmarks.layer"]),
+        (["--drift", "--json"], ["--drift", "python -m benchmarks.drift"]),
+        (["--published"], ["--published", "python -m benchmarks.published"]),
+        (["--suite=."], ["--suite", "python -m benchmarks.suite"]),
         (["--schedules", "flowmoe,flowmoe"], ["compare.schedules", "twice", "Name each once"]),
         (["compare.schedules=[]"], ["compare.schedules", "nothing to compare"]),
         (["moe.capacity_factor=none"], ["moe.capacity_factor", "use --virtual"]),

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.benchmarks.test_commands import run as benchmark
 from tests.cli.test_bench import SMALL
 from tests.support.runs import run
 
@@ -24,3 +25,12 @@ def test_the_limit_is_that_of_the_slow_link() -> None:
     for case in found["cases"]:
         assert case["limit_s"] == found["limit_s"]
         assert case["overlap_efficiency"] == pytest.approx(found["limit_s"] / case["iteration_s_median"])
+
+
+def test_a_benchmark_of_its_own_knows_the_rate() -> None:
+    options = ("--emulate", "2x1", "--inter-rate", "200mbit", "moe.num_experts=2", "compare.rounds=1")
+    result = benchmark("dispatches", "--json", *options)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["ranks"], found["nodes"], found["inter_rate_bit_per_s"]) == (2, 2, 200e6)
+    assert all(row["limit_s"] == pytest.approx(row["wire_bytes"] * 8 / 200e6) for row in found["dispatches"])

@@ -44,13 +44,6 @@ class Calibration:
         self.stacks.real.adopt(best.plan)
         return best
 
-    def shipped(self, entry: Entry) -> Entry:
-        """The same plan on Gloo's own all-to-all, whose speed is a matter of luck: nothing is predicted."""
-        assert entry.plan is not None, "only a schedule has a plan"
-        stack = self.stacks.shipped
-        contender = Scheduled(stack, stack.adopt(entry.plan), self.stacks.batch)
-        return Entry(name=entry.name, transport="gloo", contender=contender, plan=entry.plan)
-
     def _variants(self, name: str) -> tuple[ScheduleConfig, ...]:
         return variants(self.stacks.config, name)
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import product
 from typing import Protocol
 
+from penstock.bench import checkout
 from penstock.bench.calibrate import Calibration
 from penstock.bench.config import BenchConfig
-from penstock.bench.contender import Entry, TransportName
-from penstock.bench.peers import Work, build_peer
+from penstock.bench.contender import Entry
 from penstock.bench.scheduled import Scheduled, Stacks, timed
 from penstock.topology import Control, Layout
-
-TRANSPORTS: tuple[TransportName, ...] = ("penstock", "gloo")
 
 
 class Field(Protocol):
@@ -62,17 +59,13 @@ class RealField:
         self.control = self._stacks.machinery.control
         calibration = Calibration(self._stacks)
         entries = [calibration.entry(name) for name in config.compare.schedules]
-        if config.compare.peers:
-            entries += [calibration.shipped(entry) for entry in entries if entry.name == "sequential"]
-        entries += [self._peer(config, layout, *which) for which in product(config.compare.peers, TRANSPORTS)]
-        self.entries = tuple(entries)
+        self._others: list[Entry] = []
+        if names := config.compare.peers:
+            self._others = checkout.peers(",".join(names)).peer_entries(self._stacks, entries)
+        self.entries = (*entries, *self._others)
         plan = entries[0].plan
         assert plan is not None, "the first entry is a schedule"
         self._alone = Scheduled(self._stacks.silent, plan, self._stacks.batch)
-
-    def _peer(self, config: BenchConfig, layout: Layout, name: str, transport: TransportName) -> Entry:
-        work = Work(config=config, layout=layout, model=self._stacks.model, batch=self._stacks.batch)
-        return Entry(name=name, transport=transport, contender=build_peer(name, work, transport))
 
     @property
     def traffic(self) -> Counter[int]:
@@ -83,7 +76,6 @@ class RealField:
         return timed(self._alone.step, number)
 
     def close(self) -> None:
-        for entry in self.entries:
-            if entry.plan is None:
-                entry.contender.close()
+        for entry in self._others:
+            entry.contender.close()
         self._stacks.close()

@@ -1,4 +1,4 @@
-"""Contenders that run by a schedule: one model, one stack per transport, a plan for each entry."""
+"""Contenders that run by a schedule: one model, stacks with and without a network, a plan for each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 
 from penstock.bench.config import BenchConfig
-from penstock.bench.shipped import ShippedTransport
 from penstock.models import GPT
 from penstock.runtime import Machinery, PipelinedStack
-from penstock.runtime.lanes import ThreadLanes
-from penstock.runtime.transport import Transports
 from penstock.runtime.transport.silent import silent
 from penstock.schedule import StepPlan
-from penstock.topology import Layout, lane_groups
+from penstock.topology import Layout
 from penstock.trace import TaskRecord
 from penstock.train.assemble import build_machinery, first_plan
 from penstock.train.config import RunConfig, TrainConfig
@@ -51,7 +48,7 @@ class Scheduled:
 
 
 class Stacks:
-    """One model on this rank, as the stacks that share it: with a network, without, and as shipped."""
+    """One model on this rank, as the stacks that share it: with a network and without."""
 
     def __init__(self, config: BenchConfig, layout: Layout) -> None:
         self.run_config = run_config_of(config)
@@ -60,27 +57,15 @@ class Stacks:
         self.model = GPT(config.model, config.moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
         self.model.initialise(config.compare.seed)
         self.batch = batch_of(config, layout)
-        self.real = self._stack(self.machinery)
-        self.silent = self._stack(silent(self.machinery))
-        self._shipped: PipelinedStack | None = None
-
-    @property
-    def shipped(self) -> PipelinedStack:
-        """On Gloo's own all-to-all; its groups are made at the first use, on all ranks alike."""
-        if self._shipped is None:
-            transport = ShippedTransport(partial(lane_groups, self.layout, self.config.parallel.timeout_s))
-            lanes = ThreadLanes(transport.abort)
-            self._shipped = self._stack(
-                replace(self.machinery, transports=Transports(transport), lanes=lanes)
-            )
-        return self._shipped
+        self.real = self.build(self.machinery)
+        self.silent = self.build(silent(self.machinery))
 
     def close(self) -> None:
-        for stack in (self.real, self.silent, self._shipped):
-            if stack is not None:
-                stack.close()
+        self.real.close()
+        self.silent.close()
 
-    def _stack(self, machinery: Machinery) -> PipelinedStack:
+    def build(self, machinery: Machinery) -> PipelinedStack:
+        """The model on this machinery."""
         make_plan = partial(first_plan, self.run_config, self.layout)
         return PipelinedStack(self.model, self.model, self.config.moe, machinery, make_plan)
 

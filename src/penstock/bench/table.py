@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.bench.result import BenchResult, CaseResult
 
@@ -23,12 +23,16 @@ HEAD = (
 
 def render(result: BenchResult) -> str:
     """What was compared, the limit, and one row per schedule."""
-    rows = [HEAD, *(_row(case) for case in result.cases)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    table = markdown_table([HEAD, *(_row(case) for case in result.cases)])
+    return "\n".join([*_limits(result), "", *table, *([""] if result.notes else []), *result.notes])
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table whose first row is the head, with cells flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [" | ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows]
     rule = "-|-".join("-" * width for width in widths)
-    table = [f"| {line} |" for line in (lines[0], rule, *lines[1:])]
-    return "\n".join([*_limits(result), "", *table, *([""] if result.notes else []), *result.notes])
+    return [f"| {line} |" for line in (lines[0], rule, *lines[1:])]
 
 
 def _limits(result: BenchResult) -> list[str]:

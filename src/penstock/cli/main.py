@@ -1,4 +1,4 @@
-"""Arguments of the command, and what becomes of errors."""
+"""The command `penstock`: its subcommands and their arguments."""
 
 from __future__ import annotations
 
@@ -9,47 +9,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock import __version__
-from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.cli.emulate import add_emulate, add_emulation_options, emulation
 from penstock.cli.plan import add_plan
+from penstock.cli.run import exit_code, parse
 from penstock.config import ConfigError
-from penstock.emulate import EmulationError, EmulationUnavailable
-from penstock.emulate.system import check_available
-from penstock.graph import ScheduleError
 from penstock.schedule import SCHEDULES
 
 MOST_PIECES = 64
+
+MOVED = {
+    "collectives": "collectives",
+    "dispatch": "dispatches",
+    "layer": "layer",
+    "drift": "drift",
+    "published": "published",
+    "suite": "suite",
+}
+"""Benchmarks that were options of `penstock bench`: the module of `benchmarks/` that runs each."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parse(given)
-    try:
-        code: int = options.run(options, given)
-        return code
-    except (ConfigError, ScheduleError, EmulationUnavailable) as error:
-        print(f"penstock: {error}", file=sys.stderr)
-        return BAD_USAGE
-    except EmulationError as error:
-        print(f"penstock: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # `penstock schedule ... | head` is no failure of ours
-        sys.stderr.close()
-        return 0
-
-
-def _parse(given: list[str]) -> argparse.Namespace:
-    """Settings may stand before and behind options: argparse alone takes them in one place only."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(given)
-    if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        options.overrides = [*options.overrides, *rest]
-    return options
+    options = parse(_parser(), given)
+    return exit_code(lambda: options.run(options, given))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -129,21 +112,14 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="sleep instead of computing: more ranks than cores, see [virtual]",
     )
-    part = bench.add_mutually_exclusive_group()
-    for name, text in (
-        ("collectives", "measure the transport alone: how near it comes to the wire"),
-        ("dispatch", "measure ways to dispatch: flat and hierarchical, small messages and large ones"),
-        ("layer", "measure the MoE layer in one process, beside other implementations"),
-        ("plan", "profile, choose a plan, and measure it beside four published ones"),
-        ("drift", "train while the network or a rank gets slower; Linux, root, minutes"),
-        ("published", "the layers of the FSMoE and FlowMoE studies, by simulation"),
-    ):
-        part.add_argument(f"--{name}", action="store_const", const=name, dest="subject", help=text)
-    bench.set_defaults(subject="schedules")
-    bench.add_argument("--plot", type=Path, metavar="DIR", help="write figures (PNG) and a page there")
     bench.add_argument(
-        "--suite", type=Path, metavar="DIR", help="run all that BENCHMARKS.md shows, and write it there"
+        "--plan",
+        action="store_true",
+        help="profile, choose a plan, and measure it beside four published ones",
     )
+    bench.add_argument("--plot", type=Path, metavar="DIR", help="write figures (PNG) and a page there")
+    for option in MOVED:
+        bench.add_argument(f"--{option}", nargs="?", const="", help=argparse.SUPPRESS)
     bench.add_argument("--json", action="store_true", help="print one JSON object")
     add_emulation_options(bench)
     bench.set_defaults(run=_bench)
@@ -191,17 +167,18 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _bench(options: argparse.Namespace, given: Sequence[str]) -> int:
-    from penstock.cli.bench import Wanted, bench, suite
+    from penstock.cli.bench import Wanted, bench
 
-    if options.suite is not None:
-        _check_alone(given)
-        return suite(options.suite)
+    for option, module in MOVED.items():
+        if getattr(options, option) is not None:
+            hint = f"Run python -m benchmarks.{module} in the folder of the source code."
+            raise ConfigError(f"--{option}", True, "is a benchmark of its own", hint)
     chosen = {"schedules": options.schedules, "peers": options.peers}
     overrides = [f"compare.{k}={json.dumps(v.split(','))}" for k, v in chosen.items() if v is not None]
     wanted = Wanted(
         json=options.json,
         virtual=options.virtual,
-        subject=options.subject,
+        plan=options.plan,
         plot=options.plot,
         peers=options.peers is not None,
     )
@@ -215,16 +192,6 @@ def _profile(options: argparse.Namespace, given: Sequence[str]) -> int:
     path = Path(words.pop(0)) if words and "=" not in words[0] else None  # argparse takes what comes first
     wanted = Wanted(budget_s=options.budget, out=options.out, plot=options.plot, json=options.json)
     return profile(path, words, given, wanted, emulation(options))
-
-
-def _check_alone(given: Sequence[str]) -> None:
-    """Refuse `--suite` with anything else: it would run for fifty minutes and ignore it."""
-    taken = ["bench", "--suite"] if "--suite" in given else ["bench"]
-    more = [word for word in given if word not in taken and not word.startswith("--suite=")]
-    if len(more) > ("--suite" in given):
-        why = "runs a fixed list and takes no other options or settings"
-        raise ConfigError("--suite", " ".join(given[1:]), why, "Leave everything but --suite DIR out.")
-    check_available()
 
 
 def _schedule(options: argparse.Namespace, given: Sequence[str]) -> int:

@@ -15,29 +15,16 @@ import torch
 
 from penstock.autopilot.deciding import decided
 from penstock.autopilot.profiling import profile_run
-from penstock.cli.codes import BAD_USAGE, FAILED
+from penstock.cli.codes import FAILED
 from penstock.cli.out import check_out, save_out
-from penstock.cli.ranks import start_ranks
-from penstock.cli.train import end_of_rank
+from penstock.cli.ranks import measure_as_rank, on_ranks
 from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterFile
-from penstock.emulate import Cluster, EmulateConfig
+from penstock.emulate import EmulateConfig
 from penstock.report.profile import profile_text
 from penstock.report.profile_figure import draw_profile
-from penstock.runtime import ScheduleMismatchError, TaskError
-from penstock.runtime.host_memory import keep_freed_memory
-from penstock.topology import (
-    CommunicationError,
-    Control,
-    Layout,
-    ProcessInfo,
-    detect,
-    find_node_size,
-    join,
-    leave,
-)
-from penstock.topology.join import ALONE
-from penstock.train.assemble import build_machinery, pick_device
+from penstock.topology import Control, Layout, ProcessInfo, detect
+from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
 from penstock.train.fits import check_memory, device_bytes, host_bytes
 
@@ -79,10 +66,6 @@ def profile(
 ) -> int:
     """Exit code; rank 0 prints the tables, or the cluster file as one JSON object."""
     info = detect(os.environ)
-    if emulate is not None and info is not None and info.launcher != "penstock":
-        why = f"ranks that {info.launcher} started already have a network"
-        hint = "Start penstock profile itself, or leave --emulate out."
-        raise ConfigError("--emulate", str(emulate.shape), why, hint)
     config, ranks = _configured(path, overrides, info, emulate)
     layout = Layout.build(config.parallel, ranks, 0, config.moe.num_experts)
     if not torch.cuda.is_available():  # refused before any process starts
@@ -90,14 +73,12 @@ def profile(
         check_memory(config.model, config.moe, batch, layout, there_bytes=there, sharing=ranks)
     if info is None:
         check_out(wanted.out, EXAMPLE)
-    start = partial(start_ranks, given, ranks, config.parallel.timeout_s)
-    if info is None and emulate is not None:
-        with Cluster(emulate) as cluster:
-            return start(cluster)
-    if info is None and ranks > 1:
-        return start()
-    info = info or ALONE
-    return end_of_rank(info, _be_rank(config, info, wanted))
+
+    def work(rank: ProcessInfo) -> int:
+        measure, finish = partial(_measure, config, wanted), partial(_finish, wanted=wanted)
+        return measure_as_rank(rank, config.parallel, config.moe.num_experts, measure, finish)
+
+    return on_ranks("penstock profile", given, ranks, config.parallel.timeout_s, emulate, work)
 
 
 def _configured(
@@ -115,32 +96,16 @@ def _configured(
     return load(RunConfig, path, [*usual, *overrides]).resolved(ranks), ranks
 
 
-def _be_rank(config: RunConfig, info: ProcessInfo, wanted: Wanted) -> int:
-    leader = info.rank == 0
-    try:
-        keep_freed_memory()
-        device = pick_device(info.local_rank)
-        join(info, config.parallel.timeout_s, device)
-        control = Control(info.rank, info.world_size)
-        decided(control, partial(check_out, wanted.out, EXAMPLE), "looking where the cluster file is to be")
-        node_size = find_node_size(control, info.local_rank)
-        layout = Layout.build(config.parallel, info.world_size, info.rank, config.moe.num_experts, node_size)
-        batch, there = config.data.batch_per_device, device_bytes(device)
-        check_memory(config.model, config.moe, batch, layout, there_bytes=there)
-        machinery = build_machinery(layout, device, config.parallel, config.train.precision)
-        file = profile_run(
-            config, machinery, budget_s=wanted.budget_s, say=_say if leader else None, name=wanted.out.stem
-        )
-    except ConfigError as error:
-        if leader:
-            print(f"penstock: {error}", file=sys.stderr)
-        return BAD_USAGE
-    except (TaskError, CommunicationError, ScheduleMismatchError) as error:
-        print(f"penstock: {error}", file=sys.stderr)
-        return FAILED
+def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.device) -> ClusterFile:
+    find = partial(check_out, wanted.out, EXAMPLE)
+    decided(Control(layout.rank, layout.world_size), find, "looking where the cluster file is to be")
+    batch, there = config.data.batch_per_device, device_bytes(device)
+    check_memory(config.model, config.moe, batch, layout, there_bytes=there)
+    machinery = build_machinery(layout, device, config.parallel, config.train.precision)
+    say = _say if layout.rank == 0 else None
+    file = profile_run(config, machinery, budget_s=wanted.budget_s, say=say, name=wanted.out.stem)
     machinery.lanes.close()
-    leave()
-    return _finish(file, wanted) if leader else 0
+    return file
 
 
 def _finish(file: ClusterFile, wanted: Wanted) -> int:

@@ -2,15 +2,68 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from penstock.cli.codes import BAD_USAGE, INTERRUPTED
+import torch
+
+from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.config import ConfigError
+from penstock.emulate import Cluster, EmulateConfig
+from penstock.runtime import ScheduleMismatchError, TaskError
+from penstock.runtime.host_memory import keep_freed_memory
+from penstock.topology import (
+    CommunicationError,
+    Control,
+    Layout,
+    ParallelConfig,
+    ProcessInfo,
+    detect,
+    find_node_size,
+    join,
+    leave,
+)
+from penstock.topology.join import ALONE
+from penstock.train.assemble import pick_device
 from penstock.train.fits import check_processes
 from penstock.train.launcher import Place, launch
 
+T = TypeVar("T")
+
 SPARE_S = 10.0
+PROGRAM = "penstock"
+
+
+def on_ranks(
+    name: str,
+    given: Sequence[str],
+    processes: int,
+    timeout_s: float,
+    emulate: EmulateConfig | None,
+    work: Callable[[ProcessInfo], int],
+    program: str = PROGRAM,
+) -> int:
+    """Exit code of a command that runs on several ranks: starts them, or is one of them and does its `work`.
+
+    name: of the command, for errors. given: its arguments. processes: without an emulated cluster. program:
+    the module whose arguments these are. Raises ConfigError if ranks that something else started are to be
+    emulated, or cannot be started.
+    """
+    info = detect(os.environ)
+    if emulate is not None and info is not None and info.launcher != "penstock":
+        why = f"ranks that {info.launcher} started already have a network"
+        raise ConfigError(
+            "--emulate", str(emulate.shape), why, f"Start {name} itself, or leave --emulate out."
+        )
+    if info is None and emulate is not None:
+        with Cluster(emulate) as cluster:
+            return start_ranks(given, emulate.shape.ranks, timeout_s, cluster, program=program)
+    if info is None and processes > 1:
+        return start_ranks(given, processes, timeout_s, program=program)
+    info = info or ALONE
+    return end_of_rank(info, work(info))
 
 
 def start_ranks(
@@ -19,10 +72,14 @@ def start_ranks(
     timeout_s: float,
     place: Place | None = None,
     way_out: Callable[[], str] | None = None,
+    program: str = PROGRAM,
 ) -> int:
-    """Exit code of all together. given: arguments of the command. way_out: what to say after a failure."""
+    """Exit code of all together.
+
+    given: arguments of the module `program`. way_out: what to say after a failure.
+    """
     check_processes(processes)
-    command = [sys.executable, "-m", "penstock", *given]
+    command = [sys.executable, "-m", program, *given]
     # After a failure the others need up to one timeout to notice and to say what they waited for.
     try:
         outcome = launch(command, processes, grace_s=timeout_s + SPARE_S, place=place)
@@ -33,3 +90,43 @@ def start_ranks(
         more = f"; {way_out()}" if way_out else ""
         print(f"penstock: {outcome.describe()}{more}", file=sys.stderr)
     return outcome.exit_code
+
+
+def measure_as_rank(
+    info: ProcessInfo,
+    parallel: ParallelConfig,
+    num_experts: int,
+    measure: Callable[[Layout, torch.device], T],
+    finish: Callable[[T], int],
+) -> int:
+    """Exit code of one rank that joins the others, measures and leaves; rank 0 finishes with the result."""
+    try:
+        keep_freed_memory()
+        device = pick_device(info.local_rank)
+        join(info, parallel.timeout_s, device)
+        node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
+        layout = Layout.build(parallel, info.world_size, info.rank, num_experts, node_size)
+        found = measure(layout, device)
+    except ConfigError as error:
+        if info.rank == 0:  # every rank finds the same fault; once is enough
+            print(f"penstock: {error}", file=sys.stderr)
+        return BAD_USAGE
+    except (TaskError, CommunicationError, ScheduleMismatchError) as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return FAILED
+    leave()
+    return finish(found) if info.rank == 0 else 0
+
+
+def end_of_rank(info: ProcessInfo, code: int) -> int:
+    """The exit code of a rank that has closed and flushed all it has, or cannot.
+
+    One of several ranks leaves at once instead: a Gloo thread that still holds the last exchange's tensor
+    needs the interpreter to free it, and aborts the process if the interpreter is shutting down by then.
+    After a failure, destroying the process group in order could wait for peers that are gone.
+    """
+    if info.world_size > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

@@ -14,7 +14,7 @@ import torch
 
 from penstock.autopilot import Autopilot
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
-from penstock.cli.ranks import start_ranks
+from penstock.cli.ranks import end_of_rank, start_ranks
 from penstock.config import ConfigError, load
 from penstock.emulate import Cluster, EmulateConfig
 from penstock.plan.plan_config import given_schedule
@@ -143,20 +143,6 @@ def _routing_file(config: RunConfig, info: ProcessInfo) -> Iterator[OnStep | Non
             recorder.write(step, statistics.chosen_YE.tolist())
 
         yield write
-
-
-def end_of_rank(info: ProcessInfo, code: int) -> int:
-    """The exit code of a rank that has closed and flushed all it has, or cannot.
-
-    One of several ranks leaves at once instead: a Gloo thread that still holds the last exchange's tensor
-    needs the interpreter to free it, and aborts the process if the interpreter is shutting down by then.
-    After a failure, destroying the process group in order could wait for peers that are gone.
-    """
-    if info.world_size > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
 
 
 def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:

@@ -1,0 +1,126 @@
+"""The text of BENCHMARKS.md. Pure: the same input gives the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from benchmarks.machine import Machine
+
+INTRODUCTION: Final = """\
+# Benchmarks
+
+This file was written by `python -m benchmarks.suite .`. Each section shows a command, and below it the
+table of that command's result. Cases of one table ran in turns (A B C A B C ...) with the same weights
+and data, so that noise falls on all of them alike; an interval in brackets holds the median with 95 %
+confidence."""
+
+READING: Final = """\
+## How to read the tables
+
+- **iteration**: forward, backward and gradient synchronisation; the slowest rank of each round, median of
+  the rounds.
+- **speed-up**: against the first row, round by round. **[low, high]** is its interval: if it holds 1,
+  neither of the two is shown to be faster.
+- **efficiency**: physical limit / iteration. The limit is the larger of computation alone (all ranks at
+  once, nothing sent) and the bytes of the busiest uplink over its rate. At 1.00 no schedule can be faster.
+- **exposed**: time in which something was sent and nothing was computed. **overhead**: time in which the
+  next computation was ready and did not start. **peak**: memory of a step above what was held before it.
+- **simulated**: the iteration that the simulator predicted from costs which were measured apart from
+  these runs, and how much longer the real one took."""
+
+LIMITS: Final = """\
+## What these tables do not show
+
+- **No real cluster.** Nodes are network namespaces of one machine, links are rate limits of its kernel.
+  There is no switch, no other traffic and hardly any latency. Traffic is real, and it costs processor time
+  that a network card would not take.
+- **Shared cores.** All ranks compute on the cores above. With more ranks than cores, computation is slower
+  than on devices of their own, so communication hides more easily than it would there. Believe ratios, not
+  times.
+- **Virtual devices** sleep for as long as a cost model says instead of computing. They show order and
+  traffic for more ranks than there are cores, not that a processor keeps up.
+- **No GPU.** NCCL, streams and copies between host and device behave differently.
+- **Fixed routing.** Every expert gets the same number of tokens (capacity factor), from random data. Real
+  routing is uneven and changes while a model learns.
+- **One shape.** One small model for all tables; the number of experts grows with the ranks. With another
+  ratio of computation to traffic every number changes, and the less of either there is, the less can be
+  hidden.
+- **Few rounds.** Intervals cover the noise of this run, not that of another day or machine.
+- **Other systems** run inside this comparison by adapters, at this size and on CPUs. That is not what
+  they were made for: their rows show their order of communication, not their quality."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One run. Of table and failure exactly one is there.
+
+    command: as a person would type it. note: why this run is here. table: Markdown, as the command prints it.
+    failure: in one line, why there is no table. picture: path of a figure, relative to the document.
+    """
+
+    title: str
+    command: str
+    note: str
+    table: str | None = None
+    failure: str | None = None
+    picture: str | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.table is None) != (self.failure is None), f"{self.title}: a table or a failure"
+
+
+def write_document(
+    machine: Machine, sections: Sequence[Section], overview: Sequence[tuple[str, str]] = (), page: str = ""
+) -> str:
+    """The whole document.
+
+    overview: title and path of figures over several runs. page: path of the interactive page. All paths are
+    relative to the document.
+    """
+    parts = [INTRODUCTION, *_failures(sections), _machine(machine), *_overview(overview, page), READING]
+    parts += [_section(section) for section in sections]
+    return "\n\n".join([*parts, LIMITS]) + "\n"
+
+
+def _failures(sections: Sequence[Section]) -> Iterator[str]:
+    """First of all what is missing."""
+    failed = [section.title for section in sections if section.failure is not None]
+    if failed:
+        which = "; ".join(failed)
+        yield f"**{len(failed)} of {len(sections)} runs failed: {which}.** The others are complete."
+
+
+def _machine(machine: Machine) -> str:
+    rows = [f"| {name} | {value} |" for name, value in machine.lines()]
+    return "\n".join(["## Machine", "", "| | |", "|---|---|", *rows])
+
+
+def _overview(overview: Sequence[tuple[str, str]], page: str) -> Iterator[str]:
+    if overview or page:
+        yield "## At a glance"
+    yield from (f"![{title}]({path})" for title, path in overview)
+    if page:
+        yield (
+            f"The command also writes `{page}`: the same figures with all numbers, as a page for a browser.\n"
+            "It holds its plotting library, works without a network, and is too large for the repository."
+        )
+
+
+def _section(section: Section) -> str:
+    parts = [f"## {section.title}", section.note, f"```\n{section.command}\n```"]
+    if section.failure is not None:
+        parts.append(f"**This run failed:** {section.failure}")
+    if section.table is not None:
+        parts.append(_paragraphs(section.table))
+    if section.picture is not None:
+        parts.append(f"![{section.title}]({section.picture})")
+    return "\n\n".join(parts)
+
+
+def _paragraphs(table: str) -> str:
+    """What stands above a table, line by line: Markdown would join those lines."""
+    return "\n".join(
+        line if line.startswith("|") or not line else f"- {line}" for line in table.strip("\n").splitlines()
+    )

@@ -1,0 +1,17 @@
+"""The figures of one comparison, for `penstock bench --plot`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.page import write_page
+from benchmarks.plot import draw
+from benchmarks.views import Result
+
+
+def write_figures(result: Result, folder: Path) -> list[Path]:
+    """Paths of PNG files and a page for a browser, written into `folder`, which is made if need be."""
+    figures = draw({"comparison": result}, folder)
+    page = folder / "index.html"
+    page.write_text(write_page({"comparison": result}, title="penstock bench"))
+    return [*figures.values(), page]

@@ -1,0 +1,356 @@
+"""The figures of `plot` as one interactive page: a single file that needs no network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any, Final
+
+from plotly.offline import get_plotlyjs
+
+from benchmarks.views import (
+    TIMES,
+    CaseView,
+    Result,
+    RunView,
+    by_rate,
+    colours,
+    ink,
+    lines,
+    milliseconds,
+    rate_text,
+    tint,
+    view,
+)
+
+Figure = dict[str, Any]
+"""What Plotly draws: `data` and `layout`."""
+
+TEXT, QUIET, GRID, LIMIT = "#1B1F23", "#6B737C", "#E4E7EB", "#B3202C"
+FONT: Final = "system-ui, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
+SHIPPED_SHARE: Final = 0.45
+
+# The policy makes the browser refuse whatever would leave this file, also from inside the library.
+PAGE: Final = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
+<title>@TITLE@</title>
+<style>
+body { margin: 0; background: #F4F6F8; color: #1B1F23; font: 15px/1.5 @FONT@; }
+main { max-width: 1120px; margin: 0 auto; padding: 28px 20px 60px; }
+h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 0; }
+p { margin: 4px 0 12px; color: #6B737C; }
+nav { display: flex; flex-wrap: wrap; gap: 8px; margin: 14px 0 6px; }
+nav a { background: white; border: 1px solid #D9DEE3; border-radius: 14px; padding: 3px 12px;
+  color: #0B5CAD; text-decoration: none; font-size: 13px; }
+section { background: white; border: 1px solid #E4E7EB; border-radius: 10px; padding: 18px 20px;
+  margin-top: 18px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 13px; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { padding: 5px 9px; text-align: right; white-space: nowrap; border-bottom: 1px solid #E4E7EB; }
+th { color: #6B737C; font-weight: 600; } th:first-child, td:first-child { text-align: left; }
+.dot { display: inline-block; width: 10px; height: 10px; border-radius: 50%; margin-right: 7px; }
+</style>
+<script>@LIBRARY@</script>
+</head>
+<body>
+<main>
+<h1>@TITLE@</h1>
+<p>@SUBTITLE@</p>
+<nav>@LINKS@</nav>
+@SECTIONS@
+</main>
+<script>
+const figures = @FIGURES@;
+for (const [name, figure] of Object.entries(figures))
+  Plotly.newPlot(name, figure.data, figure.layout, {displaylogo: false, responsive: true,
+    modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]]});
+</script>
+</body>
+</html>
+"""
+
+HEAD: Final = (
+    "case",
+    "pieces",
+    "iteration ms [95 %]",
+    "speed-up [95 %]",
+    "efficiency",
+    "exposed ms",
+    "overhead",
+    "peak MiB",
+    "predicted ms",
+)
+
+
+def write_page(results: Mapping[str, Result], title: str = "Penstock benchmarks", subtitle: str = "") -> str:
+    """HTML with everything in it, plotly.js included. results: by a name that is unique and made of letters,
+    digits, `-` and `_`."""
+    runs = {name: view(result) for name, result in results.items()}
+    palette = colours(runs.values())
+    figures = {name: run_figure(run, palette) for name, run in runs.items()}
+    sections = {name: _run_section(name, run, palette) for name, run in runs.items()}
+    overview = _overview(list(runs.values()), palette)
+    links = {name: run.title for name, run in runs.items()}
+    parts = {
+        "TITLE": escape(title),
+        "SUBTITLE": escape(subtitle),
+        "FONT": FONT,
+        "LINKS": "".join(f'<a href="#{name}-run">{escape(text)}</a>' for name, text in links.items()),
+        "SECTIONS": "\n".join([*(_overview_section(name) for name in overview), *sections.values()]),
+        "FIGURES": _inside_script(overview | figures),
+        "LIBRARY": get_plotlyjs(),
+    }
+    page = PAGE
+    for key, text in parts.items():  # the library comes last, so that nothing is replaced inside it
+        page = page.replace(f"@{key}@", text)
+    return page
+
+
+def _inside_script(figures: Mapping[str, Figure]) -> str:
+    """JSON that cannot end the script element that holds it."""
+    return json.dumps(figures).replace("<", "\\u003c")
+
+
+def _overview(runs: Sequence[RunView], palette: Mapping[str, str]) -> dict[str, Figure]:
+    found = {}
+    if (ordered := by_rate(runs)) and lines(ordered):
+        found["overview-rates"] = rates_figure(ordered, palette)
+    if any(case.simulated_s for run in runs for case in run.cases):
+        found["overview-prediction"] = prediction_figure(runs, palette)
+    return found
+
+
+# ---- figures -----------------------------------------------------------------------------------------------
+
+
+def run_figure(run: RunView, palette: Mapping[str, str]) -> Figure:
+    """Bars of all cases against the limit, the first case on top."""
+    data = [_bar(run, case, palette[case.schedule]) for case in run.cases]
+    longest_s = max(run.limit_s, *(case.high_s for case in run.cases))
+    layout = _layout(
+        height=114 + 46 * len(run.cases),
+        xaxis={
+            "title": {"text": "iteration in ms", "standoff": 8},
+            "range": [0, 1040 * longest_s],
+            "gridcolor": GRID,
+        }
+        | {"zerolinecolor": GRID},
+        yaxis={"autorange": "reversed", "tickfont": {"size": 13, "color": TEXT}, "automargin": True},
+        shapes=[_limit_line(x=1e3 * run.limit_s)],
+        annotations=[
+            {
+                "x": 1e3 * run.limit_s,
+                "y": 1,
+                "yref": "paper",
+                "yanchor": "bottom",
+                "text": run.limit_name,
+                "showarrow": False,
+                "font": {"color": LIMIT, "size": 12},
+            }
+        ],
+        showlegend=False,
+        bargap=0.32,
+    )
+    return {"data": data, "layout": layout}
+
+
+def _bar(run: RunView, case: CaseView, colour: str) -> Figure:
+    fill = tint(colour, SHIPPED_SHARE) if case.shipped else colour
+    marker: dict[str, Any] = {"color": fill}
+    if case.shipped:
+        marker["pattern"] = {"shape": "/", "fgcolor": colour, "bgcolor": fill, "size": 7, "solidity": 0.25}
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "x": [1e3 * case.iteration_s],
+        "y": [f"<b>{escape(case.title)}</b><br>efficiency {case.efficiency:.2f}"],
+        "marker": marker,
+        "text": [f"&nbsp;<b>{case.speedup:.2f}{TIMES}</b>&nbsp; {milliseconds(case.iteration_s)}"],
+        "textposition": "inside",
+        "insidetextanchor": "start",
+        "textangle": 0,
+        "textfont": {"color": ink(fill), "size": 13},
+        "error_x": {
+            "type": "data",
+            "symmetric": False,
+            "array": [1e3 * (case.high_s - case.iteration_s)],
+            "arrayminus": [1e3 * (case.iteration_s - case.low_s)],
+            "color": TEXT,
+            "thickness": 1.4,
+            "width": 5,
+        },
+        "hovertemplate": f"{_hover(run, case)}<extra></extra>",
+    }
+
+
+def rates_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
+    """Overlap efficiency against the rate between nodes. runs: by rising rate."""
+    found = lines(runs)
+    ticks = sorted({rate for line in found.values() for rate in line})
+    layout = _layout(
+        height=440,
+        title=_title("Overlap efficiency by link rate", f"physical limit / iteration on {runs[0].shape}"),
+        xaxis={
+            "type": "log",
+            "tickvals": ticks,
+            "ticktext": [rate_text(rate) for rate in ticks],
+            "title": {"text": "rate between nodes (logarithmic)"},
+            "showgrid": False,
+        },
+        yaxis={"title": {"text": "efficiency"}, "gridcolor": GRID, "tickformat": ".1f"},
+        shapes=[_limit_line(y=1.0)],
+    )
+    return {"data": [_line(line, palette) for line in found.values()], "layout": layout}
+
+
+def _line(line: Mapping[float, tuple[RunView, CaseView]], palette: Mapping[str, str]) -> Figure:
+    points = [line[rate] for rate in sorted(line)]
+    first = points[0][1]
+    colour = palette[first.schedule]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": first.title,
+        "x": sorted(line),
+        "y": [case.efficiency for _, case in points],
+        "line": {"color": colour, "width": 2.5, "dash": "dash" if first.shipped else "solid"},
+        "marker": {"size": 9, "color": "white" if first.shipped else colour, "line": _edge(colour)},
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": [run.limit_s / case.low_s - case.efficiency for run, case in points],
+            "arrayminus": [case.efficiency - run.limit_s / case.high_s for run, case in points],
+            "color": tint(colour, 0.7),
+            "thickness": 1.2,
+        },
+        "hovertemplate": [f"{_hover(run, case)}<extra></extra>" for run, case in points],
+    }
+
+
+def prediction_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
+    """Simulated against measured iteration, one set of points for each schedule."""
+    points = [(run, case) for run in runs for case in run.cases if case.simulated_s is not None]
+    times_ms = [1e3 * (t or 0.0) for _, case in points for t in (case.iteration_s, case.simulated_s)]
+    ends = [min(times_ms) / 1.15, max(times_ms) * 1.15]
+    diagonal: Figure = {"type": "scatter", "mode": "lines", "x": ends, "y": ends, "name": "as predicted"}
+    diagonal |= {"line": {"color": QUIET, "width": 1.5, "dash": "dot"}, "hoverinfo": "skip"}
+    names = dict.fromkeys(case.schedule for _, case in points)
+    clouds = [_cloud(name, [p for p in points if p[1].schedule == name], palette[name]) for name in names]
+    axis = {"type": "log", "gridcolor": GRID, "nticks": 8}
+    layout = _layout(
+        height=520,
+        title=_title("Predicted against measured iteration", "hollow points: virtual devices"),
+        xaxis=axis | {"title": {"text": "measured in ms (logarithmic)"}},
+        yaxis=axis | {"title": {"text": "predicted in ms"}},
+    )
+    return {"data": [diagonal, *clouds], "layout": layout}
+
+
+def _cloud(name: str, points: Sequence[tuple[RunView, CaseView]], colour: str) -> Figure:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [1e3 * case.iteration_s for _, case in points],
+        "y": [1e3 * (case.simulated_s or 0.0) for _, case in points],
+        "marker": {
+            "size": 11,
+            "color": ["white" if run.virtual else colour for run, _ in points],
+            "line": _edge(colour),
+        },
+        "hovertemplate": [f"{_hover(run, case)}<extra></extra>" for run, case in points],
+    }
+
+
+def _hover(run: RunView, case: CaseView) -> str:
+    """All numbers of a case."""
+    rows = zip(HEAD[1:], _cells(case)[1:], strict=True)
+    return "<br>".join(
+        [
+            f"<b>{escape(case.title)}</b>",
+            escape(run.title),
+            *(f"{name}: {value}" for name, value in rows),
+            run.limit_name,
+        ]
+    )
+
+
+def _layout(height: int, **more: Any) -> Figure:
+    base = {
+        "height": height,
+        "margin": {"l": 70, "r": 20, "t": 70 if "title" in more else 34, "b": 54},
+        "legend": {"font": {"size": 14, "color": TEXT}},
+        "font": {"family": FONT, "size": 12, "color": QUIET},
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
+        "hoverlabel": {"bgcolor": "white", "align": "left", "font": {"color": TEXT, "size": 12}},
+        "hovermode": "closest",
+    }
+    return base | more
+
+
+def _title(text: str, subtitle: str) -> Figure:
+    return {
+        "text": f"<b>{text}</b>",
+        "font": {"size": 17, "color": TEXT},
+        "subtitle": {"text": subtitle, "font": {"size": 12, "color": QUIET}},
+        "x": 0.01,
+        "xanchor": "left",
+    }
+
+
+def _limit_line(x: float | None = None, y: float | None = None) -> Figure:
+    line = {"type": "line", "line": {"color": LIMIT, "width": 2, "dash": "dash"}}
+    if x is not None:
+        return line | {"x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}
+    return line | {"y0": y, "y1": y, "x0": 0, "x1": 1, "xref": "paper"}
+
+
+def _edge(colour: str) -> Figure:
+    return {"color": colour, "width": 2}
+
+
+# ---- text --------------------------------------------------------------------------------------------------
+
+
+def _overview_section(name: str) -> str:
+    return f'<section><div id="{name}"></div></section>'
+
+
+def _run_section(name: str, run: RunView, palette: Mapping[str, str]) -> str:
+    wire = "link rate not known" if run.wire_s is None else f"the bytes alone {milliseconds(run.wire_s)}"
+    facts = f"{run.ranks} ranks, {run.shape}; computation alone {milliseconds(run.compute_s)}; {wire}"
+    rows = "".join(_table_row(case, palette[case.schedule]) for case in run.cases)
+    head = "".join(f"<th>{cell}</th>" for cell in HEAD)
+    return (
+        f'<section id="{name}-run"><h2>{escape(run.title)}</h2><p>{escape(facts)}</p><div id="{name}"></div>'
+        f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div></section>'
+    )
+
+
+def _table_row(case: CaseView, colour: str) -> str:
+    first, *rest = _cells(case)
+    dot = f'<span class="dot" style="background: {colour}"></span>'
+    return f"<tr><td>{dot}{escape(first)}</td>{''.join(f'<td>{cell}</td>' for cell in rest)}</tr>"
+
+
+def _cells(case: CaseView) -> tuple[str, ...]:
+    simulated_s = case.simulated_s
+    return (
+        case.title,
+        case.pieces or "-",
+        f"{1e3 * case.iteration_s:.1f} [{1e3 * case.low_s:.1f}, {1e3 * case.high_s:.1f}]",
+        f"{case.speedup:.3f} [{case.speedup_low:.3f}, {case.speedup_high:.3f}]",
+        f"{case.efficiency:.3f}",
+        "-" if case.exposed_s is None else f"{1e3 * case.exposed_s:.1f}",
+        "-" if case.overhead_share is None else f"{100 * case.overhead_share:.1f} %",
+        f"{case.peak_bytes / 2**20:.0f}",
+        "-" if not simulated_s else f"{1e3 * simulated_s:.1f} ({case.iteration_s / simulated_s - 1:+.1%})",
+    )

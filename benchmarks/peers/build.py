@@ -1,0 +1,23 @@
+"""Peers by name; the package of each is loaded when it is built."""
+
+from __future__ import annotations
+
+from benchmarks.peers.installed import require
+from benchmarks.peers.peer import Peer, Work
+from penstock.bench.contender import TransportName
+
+
+def build_peer(name: str, work: Work, transport: TransportName) -> Peer:
+    """This rank of peer `name`, with the weights of `work.model`. Collective: same calls, same order.
+
+    Its process groups are new ones among the ranks that have joined, so that several peers, also two of a
+    kind, live side by side. Raises `ConfigError` if the package is missing or cannot do what is asked for.
+    """
+    version = require(name)
+    if name == "deepspeed":
+        from benchmarks.peers.deepspeed_peer import DeepSpeedPeer
+
+        return DeepSpeedPeer(version, transport, work)
+    from benchmarks.peers.megatron_peer import MegatronPeer
+
+    return MegatronPeer(version, transport, work)

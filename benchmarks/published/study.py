@@ -1,0 +1,268 @@
+"""Every planner on every layer of a grid, by simulation, and what that means on average.
+
+Layers that cost the same, such as those that differ in heads only, are simulated once and counted as often as
+they stand in the grid.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+from benchmarks.published.layers import (
+    FSMOE_SEQ_LENS,
+    LayerProblem,
+    LayerSpec,
+    flowmoe_layers,
+    flowmoe_problem,
+    fsmoe_layers,
+    fsmoe_problem,
+    one_lane,
+)
+from penstock.plan import Choice, Problem
+from penstock.plan.effort import Effort
+from penstock.plan.published import (
+    PUBLISHED,
+    dense_overlap_choice,
+    flowmoe_published_choice,
+    fsmoe_choice,
+    lina_choice,
+    pipemoe_choice,
+    sequential_choice,
+)
+from penstock.plan.search import find_plan
+
+JOINT: Final = "joint"
+SEED: Final = 20250330
+
+LayerSeconds = Mapping[str, float]
+"""Simulated seconds of an iteration by contender."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """How many times as fast as the baseline a contender is, over all layers; published: the paper's mean."""
+
+    contender: str
+    mean: float
+    least: float
+    most: float
+    published: float | None = None
+
+    @staticmethod
+    def of(contender: str, ratios: Sequence[float], published: float | None = None) -> Gain:
+        mean = sum(ratios) / len(ratios)
+        return Gain(contender=contender, mean=mean, least=min(ratios), most=max(ratios), published=published)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridResult:
+    """One grid on one cluster. layers: counted; distinct: simulated. gains: over `baseline`.
+
+    joint: the joint plan over each planner and over the best of them, on `sampled` of the distinct layers.
+    """
+
+    title: str
+    cluster: str
+    layers: int
+    distinct: int
+    baseline: str
+    gains: tuple[Gain, ...]
+    sampled: int = 0
+    joint: tuple[Gain, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedResult:
+    """All grids."""
+
+    grids: tuple[GridResult, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; the key `grids` tells it from other results."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> PublishedResult:
+        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
+        return PublishedResult(grids=tuple(_grid_from(grid) for grid in plain["grids"]))
+
+
+def _grid_from(plain: Mapping[str, Any]) -> GridResult:
+    gains = {key: tuple(Gain(**gain) for gain in plain[key]) for key in ("gains", "joint")}
+    return GridResult(**{**plain, **gains})
+
+
+# ---- grids -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Layers, the cluster they are on, and who runs them. published: mean speed-ups over the baseline."""
+
+    title: str
+    cluster: str
+    specs: tuple[LayerSpec, ...]
+    problem: Callable[[LayerSpec, str], LayerProblem]
+    measure: Callable[[LayerProblem], LayerSeconds]
+    baseline: str
+    published: Mapping[str, float] = field(default_factory=dict)
+
+
+FSMOE_BASELINE: Final = "pipemoe, one lane"
+FSMOE_PUBLISHED: Final = {
+    "fsmoe-testbed-a": {"dense_overlap, one lane": 1.09, "fsmoe, one lane": 1.12, "fsmoe": 1.18},
+    "fsmoe-testbed-b": {"dense_overlap, one lane": 1.08, "fsmoe, one lane": 1.16, "fsmoe": 1.22},
+}
+
+
+def fsmoe_seconds(problem: LayerProblem) -> LayerSeconds:
+    """The systems of the FSMoE study; those on one lane do not overlap traffic in nodes and between them."""
+    narrow = one_lane(problem)
+    return {
+        FSMOE_BASELINE: _simulated_s(narrow, pipemoe_choice(narrow)),
+        "dense_overlap, one lane": _simulated_s(narrow, dense_overlap_choice(narrow)),
+        "fsmoe, one lane": _simulated_s(narrow, fsmoe_choice(narrow)),
+        "fsmoe": _simulated_s(problem, fsmoe_choice(problem)),
+        "pipemoe": _simulated_s(problem, pipemoe_choice(problem)),
+        "dense_overlap": _simulated_s(problem, dense_overlap_choice(problem)),
+    }
+
+
+def flowmoe_seconds(problem: LayerProblem) -> LayerSeconds:
+    """Systems that know one network; FlowMoE with two microbatches, as published."""
+    planners = {
+        "pipemoe": pipemoe_choice,
+        "sequential": sequential_choice,
+        "lina": lina_choice,
+        "dense_overlap": dense_overlap_choice,
+        "fsmoe": fsmoe_choice,
+        "flowmoe": flowmoe_published_choice,
+    }
+    return {name: _simulated_s(problem, plan(problem)) for name, plan in planners.items()}
+
+
+def grids() -> tuple[Grid, ...]:
+    """FSMoE's 1,458 layers on its two testbeds; FlowMoE's 675 on its two clusters."""
+    fsmoe = [
+        Grid(
+            title="FSMoE's configured layers",
+            cluster=cluster,
+            specs=tuple(fsmoe_layers(cluster)),
+            problem=fsmoe_problem,
+            measure=fsmoe_seconds,
+            baseline=FSMOE_BASELINE,
+            published=FSMOE_PUBLISHED[cluster],
+        )
+        for cluster in FSMOE_SEQ_LENS
+    ]
+    flowmoe = [
+        Grid(
+            title="FlowMoE's customised layers",
+            cluster=cluster,
+            specs=tuple(flowmoe_layers()),
+            problem=flowmoe_problem,
+            measure=flowmoe_seconds,
+            baseline="pipemoe",
+        )
+        for cluster in ("flowmoe-cluster-1", "flowmoe-cluster-2")
+    ]
+    return (*fsmoe, *flowmoe)
+
+
+# ---- running them ------------------------------------------------------------------------------------------
+
+JointPlanner = Callable[[Problem], float]
+"""Predicted seconds of the plan that is to be compared with all published ones."""
+
+
+def joint_plan_s(problem: Problem, effort: Effort = "usual") -> float:
+    """The joint search as `penstock plan` runs it; `low` is meant for thousands of layers."""
+    return find_plan(problem, effort=effort).best.predicted_s
+
+
+def run_grid(
+    grid: Grid,
+    *,
+    sample: int | None = None,
+    joint_sample: int = 0,
+    joint: JointPlanner = joint_plan_s,
+    workers: int = 1,
+) -> GridResult:
+    """sample: simulate so many of the distinct layers, None = all; joint_sample: plan so many jointly.
+
+    Both are drawn with a fixed seed; joint_sample may be larger than there are layers. workers: processes.
+    """
+    counts = Counter(replace(spec, heads=0) for spec in grid.specs)
+    chosen = _drawn(tuple(counts), len(counts) if sample is None else sample)
+    seconds = _map(_Measure(grid), chosen, workers)
+    planned = _map(_Joint(grid, joint), _drawn(tuple(counts), joint_sample), workers)
+    return GridResult(
+        title=grid.title,
+        cluster=grid.cluster,
+        layers=sum(counts[spec] for spec in chosen),
+        distinct=len(chosen),
+        baseline=grid.baseline,
+        gains=_gains(grid, seconds, [counts[spec] for spec in chosen]),
+        sampled=len(planned),
+        joint=_joint_gains(planned),
+    )
+
+
+def _drawn(specs: Sequence[LayerSpec], size: int) -> list[LayerSpec]:
+    return random.Random(SEED).sample(specs, min(size, len(specs)))
+
+
+@dataclass(frozen=True)
+class _Measure:
+    grid: Grid
+
+    def __call__(self, spec: LayerSpec) -> LayerSeconds:
+        return self.grid.measure(self.grid.problem(spec, self.grid.cluster))
+
+
+@dataclass(frozen=True)
+class _Joint:
+    grid: Grid
+    plan: JointPlanner
+
+    def __call__(self, spec: LayerSpec) -> LayerSeconds:
+        problem = self.grid.problem(spec, self.grid.cluster)
+        published = {name: _simulated_s(problem, plan(problem)) for name, plan in PUBLISHED.items()}
+        return {**published, JOINT: self.plan(problem)}
+
+
+def _map(
+    run: Callable[[LayerSpec], LayerSeconds], specs: Sequence[LayerSpec], workers: int
+) -> list[LayerSeconds]:
+    if workers == 1 or len(specs) < 2:
+        return [run(spec) for spec in specs]
+    with ProcessPoolExecutor(workers) as pool:
+        return list(pool.map(run, specs, chunksize=8))
+
+
+def _gains(grid: Grid, seconds: Sequence[LayerSeconds], counts: Sequence[int]) -> tuple[Gain, ...]:
+    """Of everyone over the baseline, every layer as often as it stands in the grid."""
+    rows = [row for row, count in zip(seconds, counts, strict=True) for _ in range(count)]
+    names = [name for name in rows[0] if name != grid.baseline]
+    return tuple(
+        Gain.of(name, [row[grid.baseline] / row[name] for row in rows], grid.published.get(name))
+        for name in names
+    )
+
+
+def _joint_gains(planned: Sequence[LayerSeconds]) -> tuple[Gain, ...]:
+    """Of the joint plan over the best planner of each layer, then over each planner."""
+    if not planned:
+        return ()
+    best = [min(row[name] for name in PUBLISHED) / row[JOINT] for row in planned]
+    each = [Gain.of(name, [row[name] / row[JOINT] for row in planned]) for name in PUBLISHED]
+    return (Gain.of("best of them", best), *each)
+
+
+def _simulated_s(problem: Problem, choice: Choice) -> float:
+    return problem.simulate(choice, problem.plan(choice)).iteration_s

@@ -1,0 +1,187 @@
+"""The runs that BENCHMARKS.md shows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from typing import Final
+
+from benchmarks.views import rate_text
+from penstock.emulate.config import parse_rate
+
+OVERVIEW: Final = {
+    "rates": "Overlap efficiency by link rate",
+    "prediction": "Predicted against measured iteration",
+}
+"""Figures over several runs, by the name of their file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One call of `penstock bench`, or of a benchmark of its own.
+
+    name: of its files: letters, digits, `-` and `_`. arguments: of `penstock bench`, unless `benchmark` names
+    a module of `benchmarks`. note: why it is here. seconds: roughly what it takes. drawn: whether its cases
+    are in figures.
+    """
+
+    name: str
+    title: str
+    arguments: tuple[str, ...]
+    note: str
+    seconds: float
+    drawn: bool = True
+    benchmark: str = ""
+
+    def __post_init__(self) -> None:
+        assert re.fullmatch(r"[\w-]+", self.name) and self.name not in OVERVIEW, self.name
+
+    @property
+    def module(self) -> tuple[str, ...]:
+        """What Python runs: the module and all its arguments."""
+        program = (f"benchmarks.{self.benchmark}",) if self.benchmark else ("penstock", "bench")
+        return (*program, *self.arguments)
+
+    @property
+    def command(self) -> str:
+        """As a person types it."""
+        return shlex.join(("python", "-m", *self.module) if self.benchmark else self.module)
+
+
+ALL: Final = ("--schedules", "sequential,moe_pipeline,flowmoe,penstock")
+ENDS: Final = ("--schedules", "sequential,penstock")
+
+
+def _cluster(shape: str, rate: str) -> tuple[str, ...]:
+    return ("--emulate", shape, "--inter-rate", rate)
+
+
+def _rates(rate: str, note: str, seconds: float) -> Run:
+    """All schedules, each with the number of pieces that promises most, one rank per core."""
+    arguments = (*_cluster("2x1", rate), *ALL, "compare.tune=true", "compare.rounds=3")
+    title = _title("2x1", rate)
+    return Run(name=f"2x1-{rate}", title=title, arguments=arguments, note=note, seconds=seconds)
+
+
+def _shared(shape: str, note: str) -> Run:
+    """Four ranks that compute on the cores of two."""
+    arguments = (*_cluster(shape, "400mbit"), *ENDS, "moe.num_experts=4", "compare.rounds=2")
+    title = _title(shape, "400mbit")
+    return Run(name=f"{shape}-400mbit", title=title, arguments=arguments, note=note, seconds=70)
+
+
+def _virtual(shape: str, experts: int, pieces: str, note: str) -> Run:
+    settings = (f"moe.num_experts={experts}", pieces, "compare.rounds=2")
+    arguments = ("--virtual", *_cluster(shape, "400mbit"), *ENDS, *settings)
+    title = f"{_title(shape, '400mbit')}, virtual"
+    name = f"virtual-{shape}-400mbit"
+    return Run(name=name, title=title, arguments=arguments, note=note, seconds=65)
+
+
+def _collectives(shape: str, experts: int, note: str) -> Run:
+    arguments = (*_cluster(shape, "400mbit"), f"moe.num_experts={experts}")
+    title = f"Collectives alone, {_title(shape, '400mbit')}"
+    return Run(
+        name=f"collectives-{shape}-400mbit",
+        title=title,
+        benchmark="collectives",
+        arguments=arguments,
+        note=note,
+        seconds=30,
+    )
+
+
+def _dispatch(shape: str, rate: str, experts: int, note: str, seconds: float) -> Run:
+    arguments = (*_cluster(shape, rate), f"moe.num_experts={experts}", "compare.rounds=3")
+    title = f"Ways to dispatch, {_title(shape, rate)}"
+    return Run(
+        name=f"dispatch-{shape}-{rate}",
+        title=title,
+        benchmark="dispatches",
+        arguments=arguments,
+        note=note,
+        seconds=seconds,
+    )
+
+
+def _plan(rate: str, note: str) -> Run:
+    """What is chosen, beside four published plans, all predicted from one profile."""
+    arguments = ("--plan", *_cluster("2x1", rate), "compare.rounds=5")
+    title = f"The chosen plan, {rate_text(parse_rate(rate))}"
+    return Run(name=f"plan-2x1-{rate}", title=title, arguments=arguments, note=note, seconds=170, drawn=False)
+
+
+def _title(shape: str, rate: str) -> str:
+    nodes, devices = shape.split("x")
+    plural = "s" if devices != "1" else ""
+    return f"{nodes} nodes of {devices} device{plural}, {rate_text(parse_rate(rate))}"
+
+
+SUITE: Final = (
+    _rates("300mbit", "A slow link: the bytes take longer than the computation.", 120),
+    _rates("400mbit", "Bytes and computation take about the same time: there is most to hide.", 110),
+    _rates("700mbit", "A faster link: computation takes longer than the bytes.", 100),
+    _rates("2gbit", "A link so fast that little is left to hide.", 90),
+    Run(
+        name="peers-2x1-400mbit",
+        title="Beside DeepSpeed and Megatron-Core, 400 Mbit/s",
+        arguments=(
+            *_cluster("2x1", "400mbit"),
+            *ENDS,
+            "--peers",
+            "deepspeed,megatron",
+            "compare.rounds=3",
+        ),
+        note="The same attention, weights and data through the MoE layers of other systems, with their own "
+        "gradient synchronisation. `(gloo)` is as shipped; the other row of each has Penstock's all-to-all "
+        "under it, so that a better all-to-all is not mistaken for better scheduling. What had to be worked "
+        "around to run them on CPUs: [docs/peers.md](docs/peers.md).",
+        seconds=140,
+    ),
+    _shared("2x2", "Two devices share each uplink, and four ranks share two cores."),
+    _shared("4x1", "Four nodes with an uplink each; four ranks share two cores."),
+    _virtual(
+        "4x2", 8, "schedule.microbatches=4", "More devices than cores: they sleep instead of computing."
+    ),
+    _virtual("4x4", 16, "schedule.microbatches=2", "The same with four devices behind each uplink."),
+    _collectives("2x1", 2, "How near the transport comes to the wire; 0.99 is a wire that is never idle."),
+    _collectives("4x1", 4, "The same with four ranks."),
+    _dispatch(
+        "2x2", "2gbit", 4, "Which of the three is the fastest, and whether the fitted models say so.", 60
+    ),
+    _dispatch("4x4", "2gbit", 16, "The same with sixteen ranks, which only send.", 150),
+    _plan("200mbit", "A profile, a search, and what was promised against what was measured."),
+    _plan("300mbit", "The same on a faster link."),
+    _plan("400mbit", "The same on a faster link."),
+    _plan("700mbit", "The same on a faster link."),
+    _plan("2gbit", "The same on a link that is hardly felt."),
+    Run(
+        name="drift",
+        title="Drift: the network or a rank gets slower in mid-training",
+        benchmark="drift",
+        arguments=(),
+        note="Each row is two runs: one that meets the change behind step 25, and one that was planned for "
+        "the slow state from its start. Real training steps; medians of the last 15.",
+        seconds=800,
+    ),
+    Run(
+        name="published",
+        title="The layers of the FSMoE and FlowMoE studies",
+        benchmark="published",
+        arguments=(),
+        note="By simulation, from rates fitted to tasks that the studies measured; how they are read and why "
+        "figures differ: [docs/planning.md](docs/planning.md).",
+        seconds=180,
+    ),
+    Run(
+        name="layer",
+        title="The MoE layer in one process",
+        benchmark="layer",
+        arguments=(),
+        note="One thread, forward and backward: the layer beside the same block of Hugging Face transformers "
+        "and a loop over experts; orders beside the machine's copy; compression of rows.",
+        seconds=90,
+    ),
+)
+"""What `python -m benchmarks.suite` runs."""

@@ -1,0 +1,192 @@
+"""`python -m benchmarks.suite`: a list of runs, one after the other, and the documents that they become."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+from benchmarks.document import Section, write_document
+from benchmarks.machine import Machine
+from benchmarks.page import write_page
+from benchmarks.plot import draw
+from benchmarks.runs import OVERVIEW, SUITE, Run
+from benchmarks.text import text_of
+from penstock.cli.run import exit_code
+from penstock.emulate import check_available
+
+DOCUMENT: Final = Path("BENCHMARKS.md")
+FOLDER: Final = Path("docs", "bench")
+PAGE, RESULTS = FOLDER / "index.html", FOLDER / "results.json"
+PATIENCE: Final = 5
+"""A run is given up after this many times the seconds that it should take, and `SPARE_S` more."""
+
+SPARE_S: Final = 60.0
+
+GRACE_S: Final = 30.0
+"""How long a run that was told to end may take to end its ranks and remove its cluster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a run. Of result (its JSON) and failure (one line) exactly one is there."""
+
+    run: Run
+    took_s: float
+    result: Mapping[str, Any] | None = None
+    failure: str | None = None
+
+    @property
+    def compared(self) -> Mapping[str, Any] | None:
+        """The result if it compares cases, with the run's title as label: what figures show."""
+        if self.result is None or "cases" not in self.result or not self.run.drawn:
+            return None
+        return {**self.result, "label": self.run.title}
+
+
+# ---- running -----------------------------------------------------------------------------------------------
+
+
+def run_suite(runs: Sequence[Run], folder: Path, out: TextIO) -> int:
+    """Run all, write all documents into `folder`; 0, or 1 if a run failed.
+
+    out: where progress and errors go, a line at a time. A run that fails stops none of the others. Raises
+    `OSError` if the folder cannot be written, before the first run.
+    """
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    machine = Machine.here()
+    outcomes = [run_one(run, f"[{number}/{len(runs)}]", out) for number, run in enumerate(runs, 1)]
+    write_all(machine, outcomes, folder)
+    failed = [outcome.run.title for outcome in outcomes if outcome.failure is not None]
+    print(f"wrote {folder / DOCUMENT}, {folder / PAGE} and {folder / RESULTS}", file=out)
+    if failed:
+        print(f"{len(failed)} of {len(runs)} runs failed: {'; '.join(failed)}", file=out)
+    return 1 if failed else 0
+
+
+def run_one(run: Run, place: str, out: TextIO) -> Outcome:
+    """One run in a process of its own, with its progress on `out`."""
+    print(f"{place} {run.title} (about {run.seconds:.0f} s) ...", end=" ", file=out, flush=True)
+    start_s = time.monotonic()
+    code, stdout, stderr = _execute(run)
+    took_s = time.monotonic() - start_s
+    failure = f"exit code {code}. {_last_line(stderr)}".strip()
+    result = _parse(stdout) if code == 0 else None
+    if code == 0 and result is None:
+        failure = "it printed no JSON object"
+    print(f"{took_s:.0f} s" if result else f"FAILED after {took_s:.0f} s", file=out, flush=True)
+    if result is not None:
+        return Outcome(run=run, took_s=took_s, result=result)
+    print(f"{run.command}: {failure}\n{stderr.rstrip()}", file=out, flush=True)
+    return Outcome(run=run, took_s=took_s, failure=failure)
+
+
+def _execute(run: Run) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr. A run that hangs is told to end, so that it can remove its cluster."""
+    command = [sys.executable, "-m", *run.module, "--json"]
+    limit_s = PATIENCE * run.seconds + SPARE_S
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            stdout, stderr = _last_words(process)
+            stderr += f"\ngiven up after {limit_s:.0f} s"
+    return process.returncode, stdout, stderr
+
+
+def _last_words(process: subprocess.Popen[str]) -> tuple[str, str]:
+    try:
+        return process.communicate(timeout=GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()
+
+
+def _parse(stdout: str) -> Mapping[str, Any] | None:
+    """The one JSON object on stdout; None if something else is there."""
+    try:
+        found = json.loads(stdout)
+    except json.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _last_line(stderr: str) -> str:
+    """What a command says last is why it failed; folders are left out, since they are this machine's."""
+    said = [line.strip() for line in stderr.splitlines() if line.strip()]
+    return re.sub(r"(?<![\w.])/(?:[^\s/:'\"]+/)+", "", said[-1]) if said else ""
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
+
+
+def write_all(machine: Machine, outcomes: Sequence[Outcome], folder: Path) -> None:
+    """BENCHMARKS.md, figures, page and results of these outcomes."""
+    compared = {o.run.name: result for o in outcomes if (result := o.compared) is not None}
+    pictures = draw(compared, folder / FOLDER)
+    sections = [_section(outcome, pictures, folder) for outcome in outcomes]
+    overview = [(title, _beside(pictures[n], folder)) for n, title in OVERVIEW.items() if n in pictures]
+    subtitle = ", ".join(f"{name} {value}" for name, value in machine.lines())
+    page = write_page(compared, subtitle=subtitle)
+    (folder / PAGE).write_text(page, encoding="utf-8")
+    for name in {*OVERVIEW, *(outcome.run.name for outcome in outcomes)} - pictures.keys():
+        (folder / FOLDER / f"{name}.png").unlink(missing_ok=True)  # of an earlier suite, and no longer true
+    plain = {"machine": machine.to_dict(), "runs": [_plain(outcome) for outcome in outcomes]}
+    (folder / RESULTS).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    text = write_document(machine, sections, overview, PAGE.as_posix())
+    (folder / DOCUMENT).write_text(text, encoding="utf-8")
+
+
+def _section(outcome: Outcome, pictures: Mapping[str, Path], folder: Path) -> Section:
+    run = outcome.run
+    return Section(
+        title=run.title,
+        command=run.command,
+        note=run.note,
+        table=None if outcome.result is None else text_of(outcome.result),
+        failure=outcome.failure,
+        picture=_beside(pictures[run.name], folder) if run.name in pictures else None,
+    )
+
+
+def _plain(outcome: Outcome) -> dict[str, Any]:
+    run = outcome.run
+    about = {"name": run.name, "title": run.title, "command": run.command, "took_s": round(outcome.took_s, 1)}
+    if outcome.failure is not None:
+        return about | {"failure": outcome.failure}
+    return about | {"result": outcome.result}
+
+
+def _beside(path: Path, folder: Path) -> str:
+    """The path as the document in `folder` links it."""
+    return path.relative_to(folder).as_posix()
+
+
+def main() -> int:
+    """Exit code. Refused where no cluster can be emulated: most of the runs would fail."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.suite",
+        description="Runs all that BENCHMARKS.md shows and writes it. Linux, root, an idle machine, "
+        "fifty minutes.",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where BENCHMARKS.md and docs/bench go")
+    folder: Path = parser.parse_args().folder
+
+    def command() -> int:
+        check_available()
+        return run_suite(SUITE, folder, sys.stderr)
+
+    return exit_code(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,0 @@
-"""The MoE layer in one process: beside other implementations, and its orders beside the machine's copy."""
-
-from penstock.bench.layer.benchmark import LayerBenchmark, measure_layer
-from penstock.bench.layer.render import render_layer
-
-__all__ = ["LayerBenchmark", "measure_layer", "render_layer"]

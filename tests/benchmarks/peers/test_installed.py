@@ -1,0 +1,42 @@
+"""What is said when a peer cannot be used. No peer is imported here."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import require
+from benchmarks.peers.installed import PACKAGES
+from penstock.bench.config import PEERS
+from penstock.config import ConfigError
+
+PROJECT = Path(__file__).parents[3]
+
+
+def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PACKAGES, "deepspeed", ("penstock-has-no-such-package", "1.0"))
+    with pytest.raises(ConfigError) as caught:
+        require("deepspeed")
+    said = "package penstock-has-no-such-package is not installed. Run pip install --editable '.[peers]'."
+    assert str(caught.value) == f'peer = "deepspeed": {said}'
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PACKAGES, "megatron", ("numpy", "0.0.1"))
+    with pytest.raises(ConfigError, match=r"its adapter fits numpy 0\.0\.1, and \S+ is installed\. Run pip"):
+        require("megatron")
+
+
+def test_an_unknown_peer_names_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="Use some of deepspeed, megatron"):
+        require("tutel")
+
+
+def test_the_extra_and_the_adapters_name_the_same_versions() -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    pins = [f"{package}=={version}" for package, version in PACKAGES.values()]
+    assert sorted(project["optional-dependencies"]["peers"]) == sorted(pins)
+    assert set(pins) <= set((PROJECT / "constraints.txt").read_text().split())
+    assert set(PEERS) == set(PACKAGES)

@@ -1,0 +1,103 @@
+"""The drift benchmark: what it makes of two runs, and how it slows a rank down."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.drift import (
+    CASES,
+    DriftResult,
+    DriftsResult,
+    _hold,
+    _pid_of_rank,
+    _Training,
+    render_drifts,
+)
+from benchmarks.text import text_of
+
+RESULT = DriftsResult(
+    cases=(
+        DriftResult(
+            change="rate",
+            rate_before=1e9,
+            rate_after=250e6,
+            before_s=1.0,
+            hit_s=2.4,
+            settled_s=2.06,
+            planned_s=2.0,
+            noticed_after=17,
+            loss_distance=3e-7,
+            end_loss_distance=1e-8,
+            said=("plan changes",),
+        ),
+    )
+)
+
+
+@pytest.fixture
+def rank() -> Iterator[subprocess.Popen[bytes]]:
+    """A child with a rank's environment that sleeps."""
+    environ = {**os.environ, "RANK": "1"}
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=environ) as process:
+        yield process
+        process.kill()
+
+
+def state_of(pid: int) -> str:
+    """R, S, T (held), Z, ... as the kernel says."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_result_survives_json_and_becomes_a_table() -> None:
+    assert DriftsResult.from_dict(RESULT.to_dict()) == RESULT
+    text = text_of(RESULT.to_dict())
+    assert text == render_drifts(RESULT)
+    assert "| 1000 to 250 Mbit/s | 1000 | 2400 | 17 | 2060 | 2000 | +3.0 % |" in text
+    assert "    plan changes" in text
+
+
+def test_a_change_that_nobody_notices_is_said() -> None:
+    (case,) = RESULT.cases
+    assert "| None |" in render_drifts(DriftsResult(cases=(replace(case, noticed_after=None),)))
+
+
+def test_plans_before_the_change_do_not_count() -> None:
+    steps = [{"plan": name} for name in "aabbbbcc"]  # the second plan is the order frozen again
+    run = _Training(steps=steps, said=())
+    assert run.noticed_after(4) == 2
+    assert run.noticed_after(7) is None
+
+
+def test_changes_leave_time_to_learn_and_to_settle() -> None:
+    for case in CASES:
+        assert case.change_after >= 20 and case.steps - case.change_after >= 2 * case.settled
+
+
+def test_a_rank_is_found_held_and_let_go(rank: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 20
+    while _pid_of_rank(1) != rank.pid:  # the child's environment is its own only after exec
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert _pid_of_rank(77) is None
+    ended, seen = threading.Event(), set()
+    holder = threading.Thread(target=_hold, args=(rank.pid, ended))
+    holder.start()
+    while "T" not in seen:
+        assert time.monotonic() < deadline
+        seen.add(state_of(rank.pid))
+    ended.set()
+    holder.join()
+    while state_of(rank.pid) == "T":
+        assert time.monotonic() < deadline
+    rank.send_signal(signal.SIGTERM)
+    assert rank.wait(timeout=20) == -signal.SIGTERM

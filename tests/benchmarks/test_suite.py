@@ -1,0 +1,109 @@
+"""The suite on real subprocesses: one failing run stops neither the others nor the documents."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import suite
+from benchmarks.collectives import CollectiveTimes, render_collectives, summarise_collectives
+from benchmarks.runs import SUITE, Run
+from benchmarks.suite import Outcome, run_one, run_suite, write_all
+from benchmarks.text import text_of
+from benchmarks.uplinks import Uplinks
+from tests.benchmarks.results import NINE, result
+from tests.benchmarks.test_document import MACHINE
+from tests.cli.test_bench import QUICK
+
+pytestmark = pytest.mark.slow
+
+TINY = Run(
+    name="tiny",
+    title="A tiny run",
+    arguments=(*QUICK, "--schedules", "sequential,flowmoe"),
+    note="To see whether it works.",
+    seconds=20,
+)
+
+WRONG = Run(name="wrong", title="A wrong run", arguments=("--schedules", "flow"), note="Fails.", seconds=5)
+
+
+@pytest.mark.slow
+def test_one_run_fails_and_all_is_written(tmp_path: Path) -> None:
+    out = io.StringIO()
+    assert run_suite((WRONG, TINY), tmp_path, out) == 1
+    said = out.getvalue()
+    assert "[1/2] A wrong run" in said and "FAILED" in said and "no schedule is called flow" in said
+    assert "[2/2] A tiny run" in said and "1 of 2 runs failed: A wrong run" in said
+    text = (tmp_path / "BENCHMARKS.md").read_text()
+    assert "**1 of 2 runs failed: A wrong run.**" in text and "exit code 2. penstock: " in text
+    assert f"```\n{TINY.command}\n```" in text and "![A tiny run](docs/bench/tiny.png)" in text
+    assert {path.name for path in (tmp_path / "docs" / "bench").iterdir()} == {
+        "tiny.png",
+        "prediction.png",
+        "index.html",
+        "results.json",
+    }
+    wrong, tiny = json.loads((tmp_path / "docs" / "bench" / "results.json").read_text())["runs"]
+    assert wrong["failure"].startswith("exit code 2") and "result" not in wrong
+    assert [case["schedule"] for case in tiny["result"]["cases"]] == ["sequential", "flowmoe"]
+    assert text_of(tiny["result"]).splitlines()[-1] in text
+
+
+def test_a_run_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "SPARE_S", 0.05)
+    out = io.StringIO()
+    outcome = run_one(Run(name="late", title="Late", arguments=(), note="", seconds=0), "[1/1]", out)
+    assert outcome.result is None and outcome.failure is not None
+    assert outcome.failure.endswith("given up after 0 s") and "FAILED" in out.getvalue()
+
+
+def test_folders_of_this_machine_are_not_shown() -> None:
+    line = suite._last_line("first\nOSError: no file '/home/somebody/secret/x.toml': 3 tokens/s\n\n")
+    assert line == "OSError: no file 'x.toml': 3 tokens/s"
+
+
+def test_collectives_become_a_table_and_no_figure(tmp_path: Path) -> None:
+    times = CollectiveTimes(
+        collective="all-reduce",
+        size_bytes=1 << 20,
+        repeats=4,
+        times_s={"penstock": (0.1, 0.2, 0.3), "gloo": (0.2, 0.2, 0.2)},
+        traffic=({1: 1 << 20}, {0: 1 << 20}),
+    )
+    found = summarise_collectives([times], Uplinks(nodes=2, devices=1, inter_rate_bit_per_s=4e8))
+    run = Run(name="alone", title="Alone", benchmark="collectives", arguments=(), note="", seconds=1)
+    write_all(MACHINE, [Outcome(run=run, took_s=1.0, result=found.to_dict())], tmp_folder(tmp_path))
+    assert render_collectives(found).splitlines()[-1] in (tmp_path / "BENCHMARKS.md").read_text()
+    assert sorted(path.name for path in (tmp_path / "docs" / "bench").iterdir()) == [
+        "index.html",
+        "results.json",
+    ]
+
+
+def test_figures_of_an_earlier_suite_do_not_stay(tmp_path: Path) -> None:
+    good = Outcome(run=TINY, took_s=1.0, result=result(4e8, NINE))
+    write_all(MACHINE, [good], tmp_folder(tmp_path))
+    picture = tmp_path / "docs" / "bench" / "tiny.png"
+    assert picture.exists()
+    assert "A tiny run" in (tmp_path / "docs" / "bench" / "index.html").read_text()
+    write_all(MACHINE, [Outcome(run=TINY, took_s=1.0, failure="exit code 1.")], tmp_path)
+    assert not picture.exists()
+
+
+def tmp_folder(folder: Path) -> Path:
+    (folder / suite.FOLDER).mkdir(parents=True)
+    return folder
+
+
+def test_the_default_list_has_names_of_its_own_and_takes_less_than_an_hour() -> None:
+    assert len({run.name for run in SUITE}) == len({run.title for run in SUITE}) == len(SUITE)
+    assert sum(run.seconds for run in SUITE) < 55 * 60
+
+
+def test_a_name_that_is_no_file_name_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        Run(name="../up", title="", arguments=(), note="", seconds=1)
