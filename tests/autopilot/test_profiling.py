@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.autopilot.profiling import measure_links, measure_tasks, profile_run
+from penstock.autopilot.profiling import measure_links, measure_tasks, profile_run, profile_schedules
 from penstock.autopilot.profiling.links import _Exchanges, _groups
 from penstock.autopilot.profiling.sample import Budget, median_interval
 from penstock.autopilot.profiling.tasks import _apart, cuts, sample_of
@@ -20,6 +20,7 @@ from penstock.cost.cluster_file import LinkModel
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.plan import Choice
+from penstock.schedule import ScheduleConfig
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
@@ -162,11 +163,11 @@ def measured_again(rank: int) -> tuple[tuple[LinkModel, ...], bool, int]:
     config = tiny()
     layout = Layout.build(config.parallel, 2, rank, 4)
     machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
-    rates = ClusterConfig(flops_per_s=1e12)
-    tasks = measure_tasks(config, machinery, 0.1, rates)
+    file = ClusterFile(name="rates", nodes=1, ranks_per_node=2, rates=ClusterConfig(flops_per_s=1e12))
+    tasks = measure_tasks(config, machinery, 0.1, file)
     links = measure_links(config, machinery, 0.0)
     machinery.lanes.close()
-    return links, tasks.rates.flops_per_s == rates.flops_per_s, len(tasks.kernels)
+    return links, tasks.rates.flops_per_s == 1e12, len(tasks.kernels)
 
 
 @pytest.mark.slow
@@ -177,6 +178,30 @@ def test_both_halves_alone_on_no_budget_to_speak_of(ranks: Pools) -> None:
     links, kept, kernels = first
     assert {link.collective for link in links} == COLLECTIVES
     assert kept and kernels == 0
+
+
+def profiled_for_schedules(rank: int) -> ClusterFile:
+    config = tiny()
+    layout = Layout.build(config.parallel, 2, rank, 4)
+    machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
+    usual = ScheduleConfig(microbatches=2)
+    alike = [replace(usual, name="flowmoe", all_reduce_chunk_bytes=size) for size in (1 << 20, 1 << 22)]
+    file = profile_schedules(config, machinery, [replace(usual, name="sequential"), *alike], 0.1)
+    machinery.lanes.close()
+    return file
+
+
+@pytest.mark.slow
+def test_for_given_schedules_only_what_they_need_is_measured(ranks: Pools) -> None:
+    first, second = ranks(2).run(profiled_for_schedules)
+    assert first == second and first.measured is not None and first.kernels == ()
+    assert {(link.collective, link.group) for link in first.links} == {
+        ("all_to_all", "ep"),
+        ("all_reduce", "world"),
+    }
+    (attention,) = [task for task in first.tasks if (task.op, task.phase) == ("AT", "F")]
+    assert attention.fit is not None
+    assert len({work for work, _ in attention.fit.points}) == 2  # whole, and in halves once
 
 
 def test_the_sample_has_one_layer_of_each_kind_and_something_to_cut() -> None:

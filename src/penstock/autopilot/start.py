@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.autopilot.deciding import Beat, decided, decided_slowly
 from penstock.autopilot.planned import Order, Planned, Rival
-from penstock.autopilot.profiling import measured_links, profile_run
+from penstock.autopilot.profiling import profile_links, profile_run
 from penstock.autopilot.profiling.machine import here
 from penstock.autopilot.run_problem import assumed_problem, given_choice, run_problem
 from penstock.config import ConfigError
@@ -68,7 +68,7 @@ def as_given(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
     problem = assumed_problem(config, machinery.layout)
     choice = given_choice(config.schedule, problem)
     if len(problem.dispatches) > 1:
-        measured = run_problem(config, machinery.layout, measured_links(config, machinery))
+        measured = run_problem(config, machinery.layout, profile_links(config, machinery))
         names = problem.dispatches
         times_s = {name: evaluate(measured, replace(choice, dispatch=name)).predicted_s for name in names}
         choice = replace(choice, dispatch=min(times_s, key=times_s.__getitem__))

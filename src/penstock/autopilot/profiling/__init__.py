@@ -2,18 +2,18 @@
 
 from penstock.autopilot.profiling.links import measure_links
 from penstock.autopilot.profiling.measure import (
-    MeasuredTasks,
-    measure_tasks,
-    measured_links,
+    profile_links,
     profile_run,
+    profile_schedules,
     rates_with_links,
 )
+from penstock.autopilot.profiling.tasks import measure_tasks
 
 __all__ = [
-    "MeasuredTasks",
     "measure_links",
     "measure_tasks",
-    "measured_links",
+    "profile_links",
     "profile_run",
+    "profile_schedules",
     "rates_with_links",
 ]

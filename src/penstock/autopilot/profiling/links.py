@@ -72,6 +72,8 @@ def measure_links(
     The time goes to what plans rest on first; what is left over pays for two sizes of everything else at
     least. Groups with the same members are measured once.
     """
+    if machinery.layout.world_size == 1:
+        return ()
     probes = sorted(_probes(config, machinery), key=lambda probe: not probe.used)
     probes = [probe for probe in probes if probe.used or not used_only]
     budget = Budget(machinery.control, budget_s)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from penstock.autopilot.profiling.kernels import measure_kernels, rates_of
 from penstock.autopilot.profiling.links import measure_links
-from penstock.autopilot.profiling.machine import here, memory_bytes
-from penstock.autopilot.profiling.tasks import time_tasks
+from penstock.autopilot.profiling.machine import memory_bytes
+from penstock.autopilot.profiling.tasks import measure_tasks
 from penstock.cost import ClusterConfig, ClusterFile
-from penstock.cost.cluster_file import KernelModel, LinkModel, TaskModel
+from penstock.cost.cluster_file import LinkModel
 from penstock.runtime import Machinery
+from penstock.schedule import ScheduleConfig
 from penstock.topology import Layout
 from penstock.train.config import RunConfig
 
@@ -24,18 +25,6 @@ LINKS_S = 4.0
 
 LEAST_LATENCY_S = 1e-7
 """A section [cluster] has no links without latency."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredTasks:
-    """What was measured of computation. rates: what `scale` in `tasks` multiplies is work by these."""
-
-    tasks: tuple[TaskModel, ...]
-    transfers_beside_compute: float
-    jitter: float
-    slowness: tuple[float, ...]
-    rates: ClusterConfig
-    kernels: tuple[KernelModel, ...] = ()
 
 
 def profile_run(
@@ -52,75 +41,50 @@ def profile_run(
     being measured.
     """
     layout, say = machinery.layout, say or _say_nothing
-    links: tuple[LinkModel, ...] = ()
     links_s = LINKS_SHARE * budget_s if layout.world_size > 1 else 0.0
     if layout.world_size > 1:
         say(f"measuring links between {layout.world_size} ranks, about {links_s:.0f} s")
-        links = measure_links(config, machinery, links_s)
+    file = _with_links(config, layout, measure_links(config, machinery, links_s))
     say(f"measuring computation on all ranks at once, about {budget_s - links_s:.0f} s")
-    measured = measure_tasks(config, machinery, budget_s - links_s)
-    file = ClusterFile(
+    kernels_s = KERNELS_SHARE * (budget_s - links_s)
+    kernels = measure_kernels(config, machinery, kernels_s)
+    file = replace(
+        file,
         name=name,
-        nodes=layout.nodes,
-        ranks_per_node=layout.world_size // layout.nodes,
-        rates=rates_with_links(measured.rates, links),
-        links=links,
-        tasks=measured.tasks,
-        kernels=measured.kernels,
-        transfers_beside_compute=measured.transfers_beside_compute,
-        jitter=measured.jitter,
-        slowness=measured.slowness,
+        rates=rates_of(file.rates, kernels),
+        kernels=kernels,
         memory_bytes=memory_bytes(machinery.control, machinery.device),
-        measured=here(machinery.device),
         source=_source(config, layout),
     )
-    return machinery.control.gather(file, "comparing cluster files")[0]
+    return measure_tasks(config, machinery, budget_s - links_s - kernels_s, file)
 
 
-def measured_links(config: RunConfig, machinery: Machinery) -> ClusterFile:
-    """The cluster with the links that plans rest on measured, and devices as section [cluster] assumes them.
+def profile_schedules(
+    config: RunConfig, machinery: Machinery, schedules: Sequence[ScheduleConfig], budget_s: float
+) -> ClusterFile:
+    """Measure only what predictions of these schedules rest on; otherwise as `profile_run`.
 
-    All ranks call it together and get the same; it takes some seconds.
+    budget_s: for compute tasks, at the sizes that the schedules cut; links take some seconds before.
     """
-    layout = machinery.layout
-    links = measure_links(config, machinery, LINKS_S, used_only=True) if layout.world_size > 1 else ()
+    return measure_tasks(config, machinery, budget_s, profile_links(config, machinery), schedules)
+
+
+def profile_links(config: RunConfig, machinery: Machinery) -> ClusterFile:
+    """Measure the links that plans rest on, for some seconds; devices are as section [cluster] assumes them.
+
+    All ranks call it together and get the same.
+    """
+    return _with_links(config, machinery.layout, measure_links(config, machinery, LINKS_S, used_only=True))
+
+
+def _with_links(config: RunConfig, layout: Layout, links: tuple[LinkModel, ...]) -> ClusterFile:
     return ClusterFile(
-        name="links as measured",
+        name="this cluster",
         nodes=layout.nodes,
         ranks_per_node=layout.world_size // layout.nodes,
         rates=rates_with_links(config.cluster, links),
         links=links,
     )
-
-
-def measure_tasks(
-    config: RunConfig, machinery: Machinery, budget_s: float, rates: ClusterConfig | None = None
-) -> MeasuredTasks:
-    """Compute tasks of the model, alone and beside traffic; the same on every rank.
-
-    rates: of a file whose tasks these are to replace; None = measured, too.
-    """
-    kernels: tuple[KernelModel, ...] = ()
-    kernels_s = 0.0
-    if rates is None:
-        kernels_s = KERNELS_SHARE * budget_s
-        kernels = measure_kernels(config, machinery, kernels_s)
-        rates = rates_of(config.cluster, kernels)
-    found = time_tasks(config, machinery, rates, budget_s - kernels_s)
-    return MeasuredTasks(
-        tasks=found.tasks,
-        transfers_beside_compute=found.transfers_beside_compute,
-        jitter=found.jitter,
-        slowness=found.slowness,
-        rates=_with_overhead(rates, found.tasks),
-        kernels=kernels,
-    )
-
-
-def _with_overhead(rates: ClusterConfig, tasks: tuple[TaskModel, ...]) -> ClusterConfig:
-    """The overhead of a task that was not measured: the least of one that was."""
-    overheads = [task.alpha_s for task in tasks if task.alpha_s > 0]
-    return replace(rates, task_overhead_s=min(overheads)) if overheads else rates
 
 
 def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...]) -> ClusterConfig:

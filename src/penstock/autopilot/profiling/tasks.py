@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median, median_low
 
@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.autopilot.profiling.machine import here
 from penstock.autopilot.profiling.sample import PURPOSE, Budget
-from penstock.cost import ClusterConfig, StepCost
+from penstock.cost import ClusterConfig, ClusterFile, StepCost
 from penstock.cost.cluster_file import Fit, TaskModel
 from penstock.cost.fit import fit_line
 from penstock.graph import Lane, Phase, Task
@@ -45,26 +46,23 @@ Kind = tuple[str, Phase]
 Seconds = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskTimes:
-    """What was found of compute tasks, as a rank of slowness 1 runs them; slowness: see ClusterFile.
+def measure_tasks(
+    config: RunConfig,
+    machinery: Machinery,
+    budget_s: float,
+    file: ClusterFile,
+    schedules: Sequence[ScheduleConfig] = (),
+) -> ClusterFile:
+    """The file with its compute tasks measured: lines over the work by its rates, of ranks of slowness 1.
 
-    jitter: standard deviation over rounds, relative.
+    The same on all ranks, which must call this together. schedules: how steps are cut; none = in several
+    ways, so that the lines hold for any.
     """
-
-    tasks: tuple[TaskModel, ...]
-    transfers_beside_compute: float
-    jitter: float
-    slowness: tuple[float, ...]
-
-
-def time_tasks(config: RunConfig, machinery: Machinery, rates: ClusterConfig, budget_s: float) -> TaskTimes:
-    """Lines over the work by `rates`; the same on all ranks, which must call this together."""
     budget = Budget(machinery.control, budget_s)
     sample = sample_of(config)
     stack = build_stack(sample, silent(machinery))
     try:
-        runs = _Runs(sample, machinery, stack)
+        runs = _Runs(sample, machinery, stack, schedules or cuts(sample))
         rounds = _rounds(runs, budget)
         slowness, alone = _apart(runs.measure(rounds))
         beside, slowed, cold = alone, 1.0, 1.0
@@ -74,13 +72,23 @@ def time_tasks(config: RunConfig, machinery: Machinery, rates: ClusterConfig, bu
             beside = _divided(crowded, slowness)
     finally:
         stack.close()
-    found = TaskTimes(
-        tasks=tuple(_behind_transfers(model, cold) for model in _models(runs, alone, beside, rates)),
+    tasks = tuple(_behind_transfers(model, cold) for model in _models(runs, alone, beside, file.rates))
+    found = replace(
+        file,
+        rates=_with_overhead(file.rates, tasks),
+        tasks=tasks,
         transfers_beside_compute=slowed,
         jitter=_jitter(alone),
         slowness=slowness,
+        measured=here(machinery.device),
     )
     return machinery.control.gather(found, "comparing measured tasks")[0]
+
+
+def _with_overhead(rates: ClusterConfig, tasks: Iterable[TaskModel]) -> ClusterConfig:
+    """The overhead of a task that was not measured: the least of one that was."""
+    overheads = [task.alpha_s for task in tasks if task.alpha_s > 0]
+    return replace(rates, task_overhead_s=min(overheads)) if overheads else rates
 
 
 def sample_of(config: RunConfig) -> RunConfig:
@@ -124,18 +132,22 @@ def cuts(config: RunConfig) -> list[ScheduleConfig]:
 class _Runs:
     """Steps of one stack by several plans, and the durations of their compute tasks."""
 
-    def __init__(self, config: RunConfig, machinery: Machinery, stack: PipelinedStack) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        machinery: Machinery,
+        stack: PipelinedStack,
+        schedules: Sequence[ScheduleConfig],
+    ) -> None:
         self.config, self.machinery, self.stack = config, machinery, stack
         self.control: Control = machinery.control
         self.sequential = stack.plan
         gradients = stack.buckets.sizes_bytes
-        self.plans = [
-            stack.adopt(
-                first_plan(replace(config, schedule=cut), machinery.layout, stack.base_shape, *gradients)
-            )
-            for cut in cuts(config)
-        ]
-        self.tasks = [[t for t in plan.graph.tasks if t.lane is Lane.COMPUTE] for plan in self.plans]
+        plans: dict[tuple[Task, ...], StepPlan] = {}  # those that compute alike are run once
+        for cut in schedules:
+            plan = first_plan(replace(config, schedule=cut), machinery.layout, stack.base_shape, *gradients)
+            plans.setdefault(tuple(t for t in plan.graph.tasks if t.lane is Lane.COMPUTE), plan)
+        self.tasks, self.plans = list(plans), [stack.adopt(plan) for plan in plans.values()]
         shape = (config.data.batch_per_device, config.model.seq_len)
         generator = torch.Generator().manual_seed(machinery.layout.rank)
         numbers = torch.randint(config.model.vocab_size, (2, *shape), generator=generator)
@@ -250,7 +262,7 @@ def _models(
 
 
 def _alike(
-    tasks: list[Task], cost: StepCost, rates: ClusterConfig
+    tasks: Sequence[Task], cost: StepCost, rates: ClusterConfig
 ) -> Mapping[tuple[int, str, Phase, float], tuple[list[int], float]]:
     """Numbers of the tasks of one layer, op, phase and size, and their work in seconds by the rates."""
     found: dict[tuple[int, str, Phase, float], tuple[list[int], float]] = {}
