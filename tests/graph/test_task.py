@@ -125,6 +125,7 @@ def test_equal_tasks_are_equal_in_every_fact() -> None:
         replace(TASK, cut=Cut()),
         replace(TASK, accumulates=("gradients",)),
         replace(TASK, reads=("gradients",)),
+        replace(TASK, writes=("gradients",)),
     ]
     assert [other for other in others if other == TASK] == []
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.graph.errors import ScheduleError
+from penstock.graph.state import check_state
 from penstock.graph.task import Name, Task
 
 
@@ -74,10 +75,21 @@ class Graph:
 
     def facts(self) -> str:
         """The same with how every task is cut and which state it touches: what ranks compare."""
-        return "".join(f"{t.text} | {t.cut.text} {(*t.accumulates, *t.reads)}\n" for t in self.tasks)
+        return "".join(f"{t.text} | {t.cut.text} {t.accumulates, t.reads, t.writes}\n" for t in self.tasks)
+
+    def behind(self, reader: int, first: int) -> set[int]:
+        """The places of tasks, from `first` on, from which edges lead to the one at `reader`."""
+        found: set[int] = set()
+        left = [reader]
+        while left:
+            for need in self.links[left.pop()]:
+                if need >= first and need not in found:
+                    found.add(need)
+                    left.append(need)
+        return found
 
     def check(self) -> Graph:
-        """Raise ScheduleError for an edge to nothing, a cycle, or state read before it is complete."""
+        """Raise ScheduleError for an edge to nothing, a cycle, or state touched without an order."""
         for place, needs in enumerate(self.links):
             for need in needs:
                 if need >= place:
@@ -86,7 +98,7 @@ class Graph:
                     raise ScheduleError(
                         f"{task} reads {role} of {later}, which comes after it: the graph has a cycle"
                     )
-        self._check_state()
+        check_state(self)
         return self
 
     def _named(self, places: Sequence[Sequence[int]]) -> dict[Task, tuple[Task, ...]]:
@@ -97,34 +109,3 @@ class Graph:
         for task in self.tasks:
             for role, names in task.inputs.items():
                 yield from ((task, role, name) for name in names if name not in place)
-
-    def _check_state(self) -> None:
-        """Whoever reads a state needs, over edges, every task that adds to it."""
-        adding: dict[str, list[int]] = {}
-        for place, task in enumerate(self.tasks):
-            for state in task.accumulates:
-                adding.setdefault(state, []).append(place)
-        known: set[tuple[str, tuple[int, ...]]] = set()  # pieces of one buffer read the same tasks
-        for place, task in enumerate(self.tasks):
-            for state in task.reads:
-                if (alike := (state, self.links[place])) not in known:
-                    known.add(alike)
-                    self._check_complete(place, state, adding.get(state, ()))
-
-    def _check_complete(self, reader: int, state: str, adding: Sequence[int]) -> None:
-        before = self._behind(reader, min(adding, default=reader))
-        for writer in adding:
-            if writer not in before:
-                early, late = self.tasks[reader], self.tasks[writer]
-                why = "no edge leads from one to the other"
-                raise ScheduleError(f"{early} reads {state} before {late} has added to it: {why}")
-
-    def _behind(self, reader: int, first: int) -> set[int]:
-        """The tasks, from the one at `first` on, from which edges lead to the one at `reader`."""
-        seen, left = {reader}, [reader]
-        while left:
-            for need in self.links[left.pop()]:
-                if need >= first and need not in seen:
-                    seen.add(need)
-                    left.append(need)
-        return seen

@@ -114,7 +114,8 @@ class Task:
     """One cell of a schedule. It has no behaviour; what happens when it runs is its op's handler.
 
     axes: of the mesh, whom it meets; () = nobody. inputs: names of the tasks whose outputs it reads, by role.
-    accumulates, reads: named state that several tasks add to, and that a task must find complete.
+    accumulates, reads, writes: named mutable state that it adds to, reads and changes; of a buffer cut into
+    pieces its own piece only. See `graph.state`.
     """
 
     name: Name
@@ -124,6 +125,7 @@ class Task:
     cut: Cut = WHOLE
     accumulates: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
     _hash: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -139,7 +141,8 @@ class Task:
 
     @property
     def _facts(self) -> tuple[object, ...]:
-        return (self.name, self.lane, self.axes, self.inputs, self.cut, self.accumulates, self.reads)
+        state = self.accumulates, self.reads, self.writes
+        return (self.name, self.lane, self.axes, self.inputs, self.cut, state)
 
     def __str__(self) -> str:
         return str(self.name)

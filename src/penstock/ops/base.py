@@ -61,6 +61,11 @@ class OpSpec:
         """Whether the backward reads what forward saved: computation does, a transfer needs nothing."""
         return self.kind in (Kind.COMPUTE, Kind.COPY)
 
+    def parameters(self, layer: int) -> tuple[str, ...]:
+        """State that its tasks read, forward and backward: the parameters whose gradients are `gradients`."""
+        state = self.gradients.format(layer=layer)
+        return (state.replace("gradients", "parameters"),) if "gradients" in state else ()
+
 
 OPS: dict[str, OpSpec] = {}
 """Every op by its name, in the order in which they were registered."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.graph.task import Inputs
 from penstock.mesh import Axes, Group
+from penstock.ops import spec_of
 from penstock.ops.names import Op
 
 F = Phase.FORWARD
@@ -67,7 +68,8 @@ class PlainStep:
 
 def _task(layer: int, op: str, lane: Lane, axes: Axes, chunked: bool, read: dict[str, Task]) -> Task:
     name = Name(layer, op, F, 0, 0 if chunked else None)
-    return Task(name, lane, axes, {role: (task.name,) for role, task in read.items()})
+    inputs = {role: (task.name,) for role, task in read.items()}
+    return Task(name, lane, axes, inputs, reads=spec_of(op).parameters(layer))
 
 
 def _compute(layer: int, op: str, *, chunked: bool = False, **read: Task) -> Task:

@@ -66,7 +66,8 @@ def split(graph: Graph, axis: Axis, pieces: Callable[[Task], int], cut: Callable
         for mine, name in enumerate(named[task.name]):
             inputs = {role: _overlapping(ends, mine, of) for role, ends in read.items()}
             held = cut(task, mine)
-            out.append(Task(name, task.lane, task.axes, inputs, held, task.accumulates, task.reads))
+            state = task.accumulates, task.reads, task.writes
+            out.append(Task(name, task.lane, task.axes, inputs, held, *state))
     return Graph.of(out)
 
 

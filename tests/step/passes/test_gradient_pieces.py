@@ -57,7 +57,7 @@ def test_a_piece_reads_the_last_that_add_and_stands_behind_the_others() -> None:
 def test_a_piece_waits_for_all_that_add_and_for_no_one_twice(shape: StepShape, split_experts: bool) -> None:
     graph = build_graph(replace(shape, split_experts=split_experts))
     for task in graph.tasks:
-        for state in task.reads:
+        for state in task.writes:
             adding = {t for t in graph.tasks if state in t.accumulates}
             assert adding and adding <= ancestors(graph, task)
             needs = graph.needs[task]

@@ -60,7 +60,8 @@ def reductions(
         pieces = range(len(sizes) if last is None or inputs["gradients"] else 0)
         names = [Name(layer, op, Phase.BACKWARD, piece=piece) for piece in pieces]
         cut = Cut(parts=sizes)
-        found.append([Task(name, Lane.INTER, axes, inputs, cut, reads=(buffer,)) for name in names])
+        touched = (), (buffer,), (buffer,)  # summed in place
+        found.append([Task(name, Lane.INTER, axes, inputs, cut, *touched) for name in names])
     return found[0], found[1]
 
 

@@ -58,4 +58,4 @@ def _backward(task: Task, wanted: dict[str, tuple[Name, ...]]) -> Task:
     else:
         inputs |= {role: names for role, names in task.inputs.items() if role in spec.given}
     state = (spec.gradients.format(layer=task.layer),) if spec.gradients else ()
-    return Task(task.name.back, task.lane, task.axes, inputs, task.cut, accumulates=state)
+    return Task(task.name.back, task.lane, task.axes, inputs, task.cut, accumulates=state, reads=task.reads)
