@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.pairwise import leave_to_soak
 from tests.support.ranks import Pools
 
 settings.register_profile(
@@ -39,6 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         file = item.nodeid.partition("::")[0]
         emulated = file.startswith("tests/emulate/") or "emulation" in getattr(item, "fixturenames", ())
         item.add_marker(pytest.mark.xdist_group("namespaces" if emulated else file))
+    leave_to_soak(items)
 
 
 @pytest.fixture(scope="session")

@@ -229,6 +229,7 @@ def test_scheduled_it_is_the_layer_alone(ranks: Pools, part: str, schedule: str)
     check_part(ranks, part, 1, schedule)
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [4])
 @pytest.mark.parametrize("schedule", ["moe_pipeline", "penstock"])

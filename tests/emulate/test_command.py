@@ -175,7 +175,7 @@ def test_a_killed_launcher_leaves_what_the_next_start_removes(tmp_path: Path) ->
 
 @real
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     errors = tmp_path / "errors.txt"
     process = start("train", write_config(tmp_path), "train.steps=100000", "--emulate", "2x1", stderr=errors)

@@ -60,6 +60,7 @@ def with_losses(layer: MoELayer) -> Callable[[Tensor], tuple[Tensor, Tensor, Ten
     return run
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("kind", [*KINDS, "noisy"])
 def test_checkpointing_changes_nothing(

@@ -33,6 +33,7 @@ def uneven(
     return replace(base, schedule=cut, batches=batches, batch=4, moe=replace(base.moe, **moe))
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("batches", UNEVEN)
 def test_every_schedule_with_few_and_no_samples(
@@ -102,6 +103,7 @@ def evaluated(rank: int, step: Case) -> tuple[float, float]:
     return loss, result_of(stack.train(), rank, step).loss
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("order", ["sort", "index"])
 @pytest.mark.parametrize("batches", UNEVEN)
 def test_evaluation_with_few_and_no_samples(ranks: Pools, order: str, batches: tuple[int, int]) -> None:

@@ -120,6 +120,7 @@ def test_padding_alone(ranks: Pools, gate: str, order: str) -> None:
     check_parity(ranks, replace(case(1, gate, order, "flat", "gelu", "flowmoe"), padding=True))
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize("order", ["sort", "merged"])
@@ -129,6 +130,7 @@ def test_a_rank_that_gets_nothing_and_one_that_gets_all(ranks: Pools, order: str
         check_parity(ranks, replace(busy, moe=replace(busy.moe, top_k=2)))
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize("compression", ["bfloat16", "int8"])

@@ -92,6 +92,7 @@ def test_any_case_in_float64(ranks: Pools, world_size: int, schedule: str) -> No
     check()
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", CUTS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -111,6 +112,7 @@ def test_an_expert_without_tokens_has_a_zero_gradient(ranks: Pools, schedule: st
     assert result.gradients["blocks.0.feed_forward.experts.w_up.2"].abs().sum() > 0
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", CUTS)
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])
@@ -123,6 +125,7 @@ def test_one_rank_gets_every_token(ranks: Pools, schedule: str, capacity_factor:
         assert bool(used) == (expert in (4, 5)), f"expert {expert}"
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", CUTS)
 @pytest.mark.parametrize("ep_size", [1, 2])
@@ -130,6 +133,7 @@ def test_replicated_experts(ranks: Pools, schedule: str, ep_size: int) -> None:
     check_parity(ranks, replace(plain(4, schedule), ep_size=ep_size, double=True))
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", CUTS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])

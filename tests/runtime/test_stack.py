@@ -75,6 +75,7 @@ def test_expert_parameters_are_marked() -> None:
         assert getattr(parameter, "allreduce", True) is (".experts." not in name), name
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])
 def test_every_parameter_gets_a_gradient_of_its_shape(schedule: str, capacity_factor: float | None) -> None:

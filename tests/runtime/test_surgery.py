@@ -35,6 +35,7 @@ CASE = Case(
 ALONE = replace(CASE, world_size=1, ep_size=1)
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TAKEN_UP)
 @pytest.mark.parametrize("ep_size", [1, 2])
@@ -98,6 +99,7 @@ def thawed(rank: int, case: Case, replan: bool) -> list[tuple[float, dict[str, t
     return found
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("schedule", ["flowmoe", "fsmoe", "penstock"])
 @pytest.mark.parametrize("replan", [True, False])
 def test_thawed_layers_are_reduced_with_or_without_a_new_plan(

@@ -225,6 +225,7 @@ def test_another_identity_is_refused(tmp_path: Path, key: str) -> None:
     check_equal(state_of(run), before)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("pattern", ["*.safetensors", "SHA256SUMS", "checkpoint.json"])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_damaged_file_is_named_by_its_folder(tmp_path: Path, pattern: str, share: float) -> None:
@@ -366,6 +367,7 @@ def test_steps_of_nine_digits_are_found(tmp_path: Path) -> None:
 # ---- what is not finite ------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", ["parameter", "exp_avg", "exp_avg_sq", "step"])
 def test_nothing_is_saved_that_is_not_finite(tmp_path: Path, value: float, where: str) -> None:
@@ -437,6 +439,7 @@ def test_an_old_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         bare(0, replace(CASE, model=replace(CASE.model, hidden_size=12)), tmp_path).load(path)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("pattern", ["*.distcp", ".metadata", "data.json"])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_damaged_old_checkpoint_is_named(tmp_path: Path, pattern: str, share: float) -> None:

@@ -67,6 +67,7 @@ def norm_of(gradients: dict[str, Tensor]) -> float:
     return float(torch.cat([g.flatten().double() for g in gradients.values()]).norm())
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize(("world_size", "ep_size"), LAYOUTS)
 @pytest.mark.parametrize("double", [False, True])
 def test_the_norm_is_that_of_the_whole_model(

@@ -42,11 +42,11 @@ def reports(said: str) -> dict[int, str]:
 @pytest.mark.parametrize(
     ("place", "rank", "processes", "waited_for"),
     [
-        ("stopped in a step", 1, 2, "task L"),
+        pytest.param("stopped in a step", 1, 2, "task L", marks=pytest.mark.soak),
         ("stopped in a step", 0, 4, "task L"),
         ("stopped at the vote", 1, 2, "agreeing whether to stop after step 3"),
         ("stopped in a save", 3, 4, "saving the checkpoint of step 2"),
-        ("stopped in a save", 0, 2, "saving the checkpoint of step 2"),
+        pytest.param("stopped in a save", 0, 2, "saving the checkpoint of step 2", marks=pytest.mark.soak),
     ],
 )
 def test_a_stopped_rank_is_named(

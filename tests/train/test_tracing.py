@@ -56,6 +56,7 @@ def orders(folder: Path) -> dict[tuple[str, int, int], list[str]]:
     return found
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_measured_order_is_the_simulated_one(
@@ -73,6 +74,7 @@ def test_measured_order_is_the_simulated_one(
         assert found[f"simulated rank {rank}", list(Lane).index(Lane.COMPUTE), 0]
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("steps", [1, 2])

@@ -125,7 +125,9 @@ def test_one_process_communicates_nothing(tmp_path: Path, schedule: str) -> None
 # ---- the trace ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("refine_after", [0, 1, 3, 5, 6, 9])
+@pytest.mark.parametrize(
+    "refine_after", [0, 3, 6, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 5, 9))]
+)
 def test_a_trace_wherever_the_order_is_frozen_again(tmp_path: Path, refine_after: int) -> None:
     """Also behind the very last step, where nothing has run under a new order, and one step before it."""
     summary = run(tmp_path, f"schedule.refine_after={refine_after}")
@@ -159,7 +161,7 @@ def test_a_longer_trace(tmp_path: Path) -> None:
 # ---- going on ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["flowmoe", "penstock"])
+@pytest.mark.parametrize("schedule", [pytest.param("flowmoe", marks=pytest.mark.soak), "penstock"])
 def test_a_continued_run_has_the_same_bits(tmp_path: Path, schedule: str) -> None:
     """Metrics behind the checkpoint are dropped and made again; the order may be frozen at another step."""
     settings = (f"schedule.name={schedule}", "train.checkpoint_every=3", "train.steps=8", "model.dropout=0.1")
@@ -183,7 +185,7 @@ def test_resume_without_a_checkpoint_starts_anew_only_when_asked_to(tmp_path: Pa
     assert (tmp_path / "run.1" / "metrics.jsonl").exists()  # the earlier run is kept all the same
 
 
-@pytest.mark.parametrize("steps", [5, 6])
+@pytest.mark.parametrize("steps", [5, pytest.param(6, marks=pytest.mark.soak)])
 def test_a_finished_run_needs_more_steps(tmp_path: Path, steps: int) -> None:
     run(tmp_path)
     config = (tmp_path / "run" / "config.toml").read_bytes()

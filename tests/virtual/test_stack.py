@@ -122,6 +122,7 @@ def check_ran(result: Ran) -> None:
 # ---- every schedule ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("dispatch", ["hierarchical_1d", "hierarchical_2d"])
 @pytest.mark.parametrize("extra", [{}, {"shared_ffn_hidden_size": 4, "compression": "int8"}])
 def test_a_virtual_step_takes_the_legs_of_a_real_one(
@@ -152,6 +153,7 @@ def run_legs(rank: int, case: Case) -> bool:
     )
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize(("world_size", "ep_size"), [*LAYOUTS, (4, 1)])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_runs_with_uneven_routing(
@@ -181,6 +183,7 @@ def real_and_virtual(rank: int, case: Case) -> tuple[Counter[int], Counter[int],
     return sent[0], sent[1], same
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize(("world_size", "ep_size"), LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_virtual_step_sends_what_a_real_one_sends(
@@ -193,6 +196,7 @@ def test_a_virtual_step_sends_what_a_real_one_sends(
         assert real.total() > 0
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("degrees", [(1, 2), (2, 3), (4, 2)])
 @pytest.mark.parametrize("name", ["fsmoe", "lina"])
 def test_other_chunks_on_the_way_back(ranks: Pools, name: str, degrees: tuple[int, int]) -> None:

@@ -47,6 +47,7 @@ def run_both_transports(rank: int, config: BenchConfig) -> tuple[Step, Step]:
     return steps
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 @pytest.mark.parametrize("capacity", [1.25, None])
 def test_the_shipped_transport_computes_the_same(ranks: Pools, name: str, capacity: float | None) -> None:

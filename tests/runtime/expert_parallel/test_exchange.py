@@ -140,6 +140,7 @@ def check(ranks: Pools, case: Case) -> list[Step]:
 # Training steps
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize(("gate", "order"), ACCEPTED)
@@ -148,6 +149,7 @@ def test_a_step_equals_one_process(ranks: Pools, world: int, gate: str, order: s
     check(ranks, Case(world=world, node=world // 2, gate=gate, order=order, dispatch=dispatch))
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "ep_size", "node"), [(2, 1, None), (4, 2, None), (4, 2, 1), (4, 1, None)])
 @pytest.mark.parametrize(("gate", "order"), ACCEPTED)
@@ -159,6 +161,7 @@ def test_replicas_of_experts(
         check(ranks, Case(world=world, ep_size=ep_size, node=node, gate=gate, order=order, dispatch=dispatch))
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("balance", ["global", "sequence", "microbatch"])
 @pytest.mark.parametrize("padded", [False, True])
@@ -171,6 +174,7 @@ def test_balance_is_judged_over_its_group(
         check(ranks, case)
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", ["swiglu", "module"])
 @pytest.mark.parametrize("hooked", [False, True])
@@ -191,6 +195,7 @@ def test_experts_that_idle_on_one_rank_do_not_stop_the_others(
         check(ranks, Case(world=2, ep_size=ep_size, order=order, experts=experts, idle=(0,)))
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("samples", [(3, 1, 2, 1), (2, 0, 1, 0)])
 @pytest.mark.parametrize("ep_size", [4, 2])
@@ -206,6 +211,7 @@ def test_ranks_may_have_different_numbers_of_tokens(
         )
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("ep_size", "experts"), [(4, "gelu"), (2, "module")])
@@ -215,6 +221,7 @@ def test_checkpoint_around_the_layer(ranks: Pools, ep_size: int, experts: str, r
         check(ranks, case)
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("ep_size", [4, 2])

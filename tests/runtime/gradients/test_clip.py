@@ -217,6 +217,7 @@ def check(ranks: Pools, case: Case, wrap: str, how: str, norm_type: float = 2.0)
     assert {name for result in results for name in result.parameters} == wanted.parameters.keys()
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["module", "list", "shuffled", "copied"])
 @pytest.mark.parametrize("wrap", ["ddp", "fully_shard"])
@@ -224,6 +225,7 @@ def test_steps_equal_one_process(ranks: Pools, wrap: str, how: str) -> None:
     check(ranks, Case(world=2, experts="swiglu"), wrap, how)
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("ep_size", [4, 2, 1])

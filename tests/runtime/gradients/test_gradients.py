@@ -53,6 +53,7 @@ def subsets(of: list[str], most: int) -> st.SearchStrategy[tuple[str, ...]]:
     return st.lists(st.sampled_from(of), max_size=most, unique=True).map(tuple)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_whatever_is_shared_and_frozen(ranks: Pools, world_size: int, schedule: str) -> None:
@@ -70,6 +71,7 @@ def test_whatever_is_shared_and_frozen(ranks: Pools, world_size: int, schedule: 
     check()
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("schedule", ["dense_overlap", "fsmoe", "lina", "penstock"])
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_everything_that_can_be_shared_is_reduced_once(ranks: Pools, schedule: str, ep_size: int) -> None:
