@@ -5,9 +5,9 @@ import os
 import torch
 
 from penstock import clip_grad_norm_
+from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.schedule import ScheduleConfig
 from penstock.topology import Layout, ParallelConfig, detect, join, leave
 from penstock.topology.join import ALONE
 from penstock.train.assemble import build_machinery, build_stack, pick_device

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from hypothesis import strategies as st
 
+from penstock.decision import Decision, GradientBytes
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Kind, Op, Sizes, Work, spec_of
 from penstock.ops.transfers import FLAT
-from penstock.schedule import SCHEDULES, Pieces, StepPlan, plan_step, unit_cost
+from penstock.schedule import Cost, StepPlan, cut, plan_step, unit_cost
 from penstock.step import StepShape
 
 PICTURE_WIDTH = 106
@@ -106,18 +108,30 @@ def no_work(task: Task, sizes: Sizes) -> Work:
     return Work()
 
 
-def pieces_for(
-    shape: StepShape, *, microbatches: int = 2, chunks: int | None = None, backward_chunks: int | None = None
-) -> Pieces:
-    """Pieces that give FlowMoE as many all-reduce chunks per layer as `shape` has."""
-    return Pieces(
-        microbatches=microbatches,
-        chunks=chunks,
-        backward_chunks=backward_chunks,
-        all_reduce_chunk_bytes=1024,
-        all_reduce_bytes=tuple(1024 * count for count in shape.all_reduce_chunks),
-        expert_all_reduce_bytes=tuple(1024 * count for count in shape.expert_all_reduce_chunks),
+def gradients_of(shape: StepShape) -> GradientBytes:
+    """Bytes that FlowMoE cuts, in chunks of a kibibyte, into as many pieces per layer as `shape` has."""
+    return GradientBytes(
+        tuple(1024 * count for count in shape.all_reduce_chunks),
+        tuple(1024 * count for count in shape.expert_all_reduce_chunks),
     )
+
+
+def decision(name: str, **decided: Any) -> Decision:
+    """Two microbatches, the usual chunks, and all-reduces of a kibibyte, unless it is said otherwise."""
+    usual = {"microbatches": 2, "chunks": None, "backward_chunks": None, "all_reduce_chunk_bytes": 1024}
+    return Decision(schedule=name, **{**usual, **decided})
+
+
+def planned(
+    name: str, shape: StepShape, cost_of: Callable[[StepShape], Cost] = lambda _: unit_cost, **decided: Any
+) -> StepPlan:
+    """The plan of a schedule for an uncut shape."""
+    return plan_step(decision(name, **decided), shape, gradients_of(shape), cost_of)
+
+
+def cut_by(name: str, shape: StepShape, **decided: Any) -> StepShape:
+    """The shape that a schedule makes of an uncut one."""
+    return cut(decision(name, **decided), shape, gradients_of(shape))
 
 
 def example_plan(name: str, *, exchange_counts: bool = True) -> StepPlan:
@@ -126,8 +140,8 @@ def example_plan(name: str, *, exchange_counts: bool = True) -> StepPlan:
     FSMoE's has three chunks on the way back.
     """
     shape = StepShape(moe_layers=(True, True), exchange_counts=exchange_counts, all_reduce_chunks=(2, 2))
-    degrees = {"chunks": 2, "backward_chunks": 3} if name == "fsmoe" else {}
-    return plan_step(SCHEDULES[name], shape, pieces_for(shape, **degrees), lambda _: unit_cost)
+    degrees: dict[str, Any] = {"chunks": 2, "backward_chunks": 3} if name == "fsmoe" else {}
+    return planned(name, shape, **degrees)
 
 
 def ready_s(task: Task, graph: Graph, times: Times) -> float:

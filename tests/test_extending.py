@@ -15,12 +15,13 @@ from hypothesis import given
 from torch import Tensor
 
 from penstock import MoELayer
+from penstock.decision import ScheduleConfig
 from penstock.dispatch import Place
 from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.moe import ModuleExperts, MoEConfig, SampleKeys, SoftmaxGate, SortOrder, SwiGLUExperts
 from penstock.runtime import PipelinedStack
-from penstock.schedule import SCHEDULES, ScheduleConfig
+from penstock.schedule import SCHEDULES
 from penstock.train.assemble import build_stack
 from penstock.train.config import RunConfig
 from tests.dispatch.test_legs import exchanged, permuted, tables

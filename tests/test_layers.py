@@ -17,12 +17,14 @@ import penstock
 
 PURE = (
     "config",
+    "words",
     "mesh",
     "placement",
     "graph",
     "ops",
     "step",
     "dispatch",
+    "decision",
     "schedule",
     "trace",
     "cost",

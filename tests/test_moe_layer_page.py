@@ -15,6 +15,7 @@ import penstock.dispatch
 import penstock.moe
 from penstock import MoELayer, clip_grad_norm_
 from penstock.cli import main
+from penstock.decision import ScheduleConfig
 from penstock.dispatch import DISPATCHES, HierarchicalDispatch2D
 from penstock.graph import Lane
 from penstock.models import ModelConfig
@@ -30,10 +31,10 @@ from penstock.moe import (
     SwiGLUExperts,
     Tokens,
 )
-from penstock.schedule import SCHEDULES, Pieces, ScheduleConfig, plan_step, unit_cost
 from penstock.step import StepShape, build_graph
 from penstock.train.assemble import build_stack
 from penstock.train.config import RunConfig
+from tests.steps import planned
 from tests.support.pages import CHOICES, EXPERTS, HIDDEN, MOE_LAYER, ROOT, blocks, run_block
 from tests.support.parity import check_close, machinery
 from tests.support.ranks import Pools
@@ -141,14 +142,7 @@ def test_the_picture_is_a_real_one() -> None:
     shape = StepShape(
         moe_layers=(True,), dispatch=HierarchicalDispatch2D().hops, shared_experts=True, exchange_counts=True
     )
-    pieces = Pieces(
-        microbatches=2,
-        chunks=1,
-        all_reduce_chunk_bytes=1024,
-        all_reduce_bytes=(1024,),
-        expert_all_reduce_bytes=(0,),
-    )
-    plan = plan_step(SCHEDULES["flowmoe"], shape, pieces, lambda _: unit_cost)
+    plan = planned("flowmoe", shape)
     assert plan.schedule.grid(plan.graph, width=106).partition("\n")[2].strip() in MOE_LAYER.read_text()
 
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from penstock.cost import ClusterConfig
+from penstock.decision import Decision, ScheduleConfig
 from penstock.graph import Lane, ScheduleError
 from penstock.models import GPT, ModelConfig
 from penstock.moe import MoEConfig, SampleKeys
 from penstock.ops import OPS
-from penstock.plan.choice import Choice
 from penstock.plan.problem import Problem
 from penstock.report import render_timeline
 from penstock.runtime.handlers import HANDLERS
-from penstock.schedule import SCHEDULES, Schedule, ScheduleConfig
+from penstock.schedule import SCHEDULES, Schedule
 from penstock.simulate import lower_bound
 from penstock.step import StepShape
 from penstock.train.assemble import build_stack
@@ -64,7 +64,7 @@ def problem() -> Problem:
 
 @pytest.mark.usefixtures("page")
 def test_it_is_planned_for_printed_and_simulated() -> None:
-    asked, choice = problem(), Choice(schedule="mixing", microbatches=2)
+    asked, choice = problem(), Decision(schedule="mixing", microbatches=2)
     plan = asked.plan(choice)
     mixed = [task for task in plan.graph.tasks if task.op == "MX"]
     assert len(mixed) == 2 * 2 * 2  # layers, microbatches, forward and backward
@@ -75,7 +75,9 @@ def test_it_is_planned_for_printed_and_simulated() -> None:
     cost = asked.cost(choice, plan.shape)
     assert cost(mixed[0]) > 0
     assert timeline.iteration_s >= lower_bound(plan.graph, cost).seconds * (1 - 1e-9)
-    usual = asked.simulate(Choice(schedule="flowmoe", microbatches=2), asked.plan(Choice(schedule="flowmoe")))
+    usual = asked.simulate(
+        Decision(schedule="flowmoe", microbatches=2), asked.plan(Decision(schedule="flowmoe"))
+    )
     assert timeline.iteration_s > usual.iteration_s
     shown = render_timeline([record for record in timeline.records() if record.rank == 0])
     assert "MX  mean of hidden states over the ranks of a node" in shown

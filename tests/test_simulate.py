@@ -11,10 +11,10 @@ from penstock.dispatch import DISPATCHES
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group, Mesh, Seconds
 from penstock.ops import Op
-from penstock.schedule import SCHEDULES, Schedule, plan_step, unit_cost
+from penstock.schedule import Schedule
 from penstock.simulate import LowerBound, lower_bound, overlap_efficiency, simulate
 from penstock.step import StepShape, build_graph
-from tests.steps import example_plan, pieces_for, random_orders, random_seconds, seeds, shapes, task_at
+from tests.steps import example_plan, planned, random_orders, random_seconds, seeds, shapes, task_at
 
 # ---- a published closed form -------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ def test_a_thousand_ranks_cost_no_more_python_than_one() -> None:
     asked: list[Task] = []
     mesh = Mesh(world_size=1024, ep_size=64)
     shape = StepShape(moe_layers=(True,) * 4, expert_all_reduce_chunks=(1,) * 4)
-    plan = plan_step(SCHEDULES["flowmoe"], shape, pieces_for(shape), lambda _: lambda task: 1.0)
+    plan = planned("flowmoe", shape)
 
     def cost(task: Task) -> Seconds:
         asked.append(task)
@@ -158,7 +158,7 @@ def test_a_slow_rank_holds_up_its_expert_group_first_and_the_world_later() -> No
 def test_a_leg_along_rails_waits_for_its_rail_alone() -> None:
     """Two nodes of two ranks: slow experts on rank 0 hold up rank 2, which has the same place in its node."""
     shape = StepShape(moe_layers=(True,), exchange_counts=False, dispatch=DISPATCHES["hierarchical_2d"].hops)
-    plan = plan_step(SCHEDULES["sequential"], shape, pieces_for(shape), lambda _: unit_cost)
+    plan = planned("sequential", shape)
     slow, usual = np.array([5.0, 1.0, 1.0, 1.0]), np.ones(4)
 
     def cost(task: Task) -> Seconds:
@@ -186,12 +186,7 @@ def test_no_order_beats_the_lower_bound(shape: StepShape, mesh: Mesh, seed: int)
 
 @given(seeds, st.booleans())
 def test_a_chain_of_tasks_reaches_the_critical_path(seed: int, is_moe: bool) -> None:
-    plan = plan_step(
-        SCHEDULES["sequential"],
-        StepShape(moe_layers=(is_moe,)),
-        pieces_for(StepShape(moe_layers=(is_moe,))),
-        lambda _: lambda task: 1.0,
-    )
+    plan = planned("sequential", StepShape(moe_layers=(is_moe,)))
     seconds = random_seconds(plan.graph, seed)
     iteration_s = simulate(plan.schedule, plan.graph, seconds.__getitem__).iteration_s
     bound = lower_bound(plan.graph, seconds.__getitem__)

@@ -16,10 +16,11 @@ from itertools import product
 from penstock.cost import AlphaBeta, ClusterFile, ProfiledCluster, Span, Workload
 from penstock.cost.cluster_file import TaskModel
 from penstock.cost.clusters import find_cluster
+from penstock.decision import Decision
 from penstock.graph import Phase
 from penstock.ops import Op
 from penstock.ops.transfers import FLAT, Hop
-from penstock.plan import Choice, Problem
+from penstock.plan import Problem
 from penstock.plan.subject import SHARDED
 from penstock.schedule import Cost
 from penstock.step import StepShape
@@ -36,7 +37,7 @@ NO_COPIES_BYTES_PER_S = 1e30
 class LayerProblem(Problem):
     """Layers alone: no embedding, no head, no sums behind the loss."""
 
-    def cost(self, choice: Choice, cut: StepShape) -> Cost:
+    def cost(self, choice: Decision, cut: StepShape) -> Cost:
         cost = super().cost(choice, cut)
         return lambda task: 0.0 if task.op in (Op.EMBED, Op.HEAD, Op.STATISTICS) else cost(task)
 

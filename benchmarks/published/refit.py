@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.clusters import find_cluster
+from penstock.decision import Decision
 from penstock.graph import Phase, Task
 from penstock.ops import Op
-from penstock.plan import Choice, published_problem
+from penstock.plan import published_problem
 from penstock.plan.subject import Overrides
 from penstock.step import build_graph
 
@@ -67,8 +68,8 @@ class Row:
     def predicted_ms(self, file: ClusterFile) -> float:
         """The sum of these tasks, uncut, one behind the other."""
         problem = published_problem(self.model, file, self.sizes).problem
-        cut = problem.cut(Choice(schedule="sequential"))
-        cost, kind = problem.cost(Choice(), cut), KINDS[self.what]
+        cut = problem.cut(Decision(schedule="sequential"))
+        cost, kind = problem.cost(Decision(), cut), KINDS[self.what]
         return 1e3 * sum(float(np.max(cost(task))) for task in build_graph(cut).tasks if kind(task))
 
 

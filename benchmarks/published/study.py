@@ -23,7 +23,8 @@ from benchmarks.published.layers import (
     fsmoe_problem,
     one_lane,
 )
-from penstock.plan import Choice, Problem
+from penstock.decision import Decision
+from penstock.plan import Problem
 from penstock.plan.effort import Effort
 from penstock.plan.published import (
     PUBLISHED,
@@ -264,5 +265,5 @@ def _joint_gains(planned: Sequence[LayerSeconds]) -> tuple[Gain, ...]:
     return (Gain.of("best of them", best), *each)
 
 
-def _simulated_s(problem: Problem, choice: Choice) -> float:
+def _simulated_s(problem: Problem, choice: Decision) -> float:
     return problem.simulate(choice, problem.plan(choice)).iteration_s

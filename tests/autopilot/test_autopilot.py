@@ -11,11 +11,11 @@ from penstock.autopilot.retune import best_simulated
 from penstock.autopilot.trials import TRIAL_STEPS
 from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterConfig, ClusterFile
-from penstock.plan import Choice, PlanFile
+from penstock.decision import Decision, Partition
+from penstock.decision.partition import TAIL, Portion, Slot
+from penstock.plan import PlanFile
 from penstock.plan.plan_config import PlanConfig
 from penstock.plan.tuner import SizeRange
-from penstock.schedule import Partition
-from penstock.schedule.partition import TAIL, Portion, Slot
 from penstock.topology import Layout
 from penstock.train.assemble import gradient_bytes
 from penstock.train.config import RunConfig
@@ -243,7 +243,7 @@ def test_all_ranks_try_the_same_sizes_at_the_same_steps(ranks: Pools, given: Pat
 def test_a_search_begins_where_the_simulation_sees_the_best_size() -> None:
     """A link on which every transfer starts slowly: the fewer chunks the better."""
     each = problem((True, True), all_reduce_bytes=1 << 22, cluster=ClusterConfig(link_latency_s=0.05))
-    choice = Choice(schedule="flowmoe", microbatches=2, all_reduce_chunk_bytes=1 << 16)
+    choice = Decision(schedule="flowmoe", microbatches=2, all_reduce_chunk_bytes=1 << 16)
     assert best_simulated(each, choice, SizeRange.of(each.workload.all_reduce_bytes), {}) == 1 << 22
 
 

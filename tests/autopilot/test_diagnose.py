@@ -13,12 +13,11 @@ from penstock.graph import Lane, Task
 from penstock.mesh import Group, Mesh
 from penstock.ops import Op
 from penstock.ops.transfers import Hop
-from penstock.schedule import StepPlan, plan_step, unit_cost
-from penstock.schedule.flowmoe import FlowMoE
+from penstock.schedule import StepPlan
 from penstock.simulate import simulate
 from penstock.step import StepShape
 from penstock.trace import TaskRecord
-from tests.steps import pieces_for
+from tests.steps import planned
 
 RANKS, THRESHOLD = 2, 0.15
 SHAPE = StepShape(
@@ -33,7 +32,7 @@ ratios = st.one_of(st.floats(1.2, 10), st.floats(0.1, 0.8))
 
 
 def plan() -> StepPlan:
-    return plan_step(FlowMoE(), SHAPE, pieces_for(SHAPE), lambda _: unit_cost)
+    return planned("flowmoe", SHAPE)
 
 
 def run(lanes: dict[Lane, float], compute: tuple[float, ...] = (1.0,) * RANKS) -> Steps:

@@ -17,10 +17,9 @@ from penstock.autopilot.run_problem import run_problem
 from penstock.config import load
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import LinkModel
+from penstock.decision import Decision, ScheduleConfig
 from penstock.graph import Lane
 from penstock.mesh import Group
-from penstock.plan import Choice
-from penstock.schedule import ScheduleConfig
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
@@ -90,7 +89,7 @@ def test_two_ranks_make_one_file_that_plans_are_made_from(ranks: Pools) -> None:
     assert {link.ranks for link in first.links} == {2}
     assert "dropless" in first.source
     problem = run_problem(tiny(), Layout(world_size=2, ep_size=2, rank=0), first)
-    assert problem.simulate(Choice(), problem.plan(Choice())).iteration_s > 0
+    assert problem.simulate(Decision(), problem.plan(Decision())).iteration_s > 0
 
 
 def test_a_slower_rank_is_told_from_scatter() -> None:

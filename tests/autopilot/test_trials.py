@@ -8,12 +8,13 @@ import pytest
 
 from penstock.autopilot.planned import Planned, Rival
 from penstock.autopilot.trials import TRIAL_STEPS, Trials, worth_while
-from penstock.plan import Choice, evaluate
+from penstock.decision import Decision
+from penstock.plan import evaluate
 from penstock.plan.plan_config import DROPPED_STEPS
 from tests.plan.problems import problem
 
 EACH = problem()
-CHOICES = tuple(Choice(schedule=name) for name in ("penstock", "flowmoe", "sequential"))
+CHOICES = tuple(Decision(schedule=name) for name in ("penstock", "flowmoe", "sequential"))
 
 
 def planned() -> Planned:
@@ -59,7 +60,7 @@ def test_turns_of_equal_length_and_the_fastest_is_kept() -> None:
 
 def test_later_promises_are_taken_as_the_first_were() -> None:
     kept = run({"penstock": 0.5, "flowmoe": 0.3, "sequential": 0.4})[0].turn
-    penstock, lina = (evaluate(EACH, Choice(schedule=name)) for name in ("penstock", "lina"))
+    penstock, lina = (evaluate(EACH, Decision(schedule=name)) for name in ("penstock", "lina"))
     assert kept.expected_s(penstock) == pytest.approx(0.5 / promised_s() * penstock.predicted_s)
     usual = (0.5 / promised_s() + 1.5 + 0.4 / 0.3) / 3
     assert kept.expected_s(lina) == pytest.approx(usual * lina.predicted_s)

@@ -19,9 +19,9 @@ from penstock.bench.summarise import summarise
 from penstock.bench.table import render
 from penstock.bench.tune import variants
 from penstock.bench.virtual_field import VirtualField
+from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.schedule import ScheduleConfig
 from penstock.topology import Layout, ParallelConfig
 from penstock.virtual import VirtualConfig
 from tests.support.ranks import Pools

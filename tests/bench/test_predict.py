@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.bench.predict import ComputeTimes, PredictedCost, predict
 from penstock.cost import AlphaBeta, FittedCluster, StepCost, Workload
+from penstock.decision import Decision
 from penstock.graph import Interval, Lane, Phase
 from penstock.mesh import Mesh
 from penstock.ops import Op
@@ -74,7 +75,7 @@ def plan_of(name: str, layers: int) -> StepPlan:
     """Dense layers: computation, an empty ST, and one all-reduce for every layer."""
     shape = StepShape(moe_layers=(False,) * layers, exchange_counts=False)
     graph = build_graph(shape)
-    return StepPlan(graph, SCHEDULES[name].order(graph, unit_cost), shape)
+    return StepPlan(graph, SCHEDULES[name].order(graph, unit_cost, Decision(schedule=name)), shape)
 
 
 def transfers(shape: StepShape, seconds: float) -> StepCost:

@@ -11,20 +11,14 @@ from penstock.bench.contender import Entry, Sample
 from penstock.bench.result import BenchResult, Spread
 from penstock.bench.summarise import busiest_uplink_bytes, summarise
 from penstock.bench.table import render
-from penstock.schedule import SCHEDULES, Pieces, StepPlan, plan_step, unit_cost
+from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.trace import TaskRecord
+from tests.steps import planned
 
 
 def plan(name: str) -> StepPlan:
-    pieces = Pieces(
-        microbatches=2,
-        chunks=2,
-        all_reduce_chunk_bytes=1024,
-        all_reduce_bytes=(2048,),
-        expert_all_reduce_bytes=(0,),
-    )
-    return plan_step(SCHEDULES[name], StepShape(moe_layers=(True,)), pieces, lambda _: unit_cost)
+    return planned(name, StepShape(moe_layers=(True,), all_reduce_chunks=(2,)))
 
 
 def sample(iteration_s: float) -> Sample:

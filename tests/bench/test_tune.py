@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from penstock.bench.config import BenchConfig, CompareConfig
 from penstock.bench.tune import variants
-from penstock.schedule import SCHEDULES, ScheduleConfig
+from penstock.decision import ScheduleConfig
+from penstock.schedule import SCHEDULES
 
 MEBIBYTE = 1 << 20
 names = st.sampled_from(sorted(SCHEDULES))

@@ -31,6 +31,9 @@ ROOTS = (RunConfig, BenchConfig, ClusterFile, PlanFile, ClusterState, EmulateCon
 CHECKED_OTHERWISE = {"Portion", "Slot"}
 """Sums of portions must be the bytes of a layer's gradients, and a slot one of the layers below it."""
 
+CHECKED_BY_READERS = {"Decision"}
+"""Searches make thousands; section [schedule] is one that checks itself, and a plan file checks its own."""
+
 
 def bare(tp: Any) -> tuple[Any, tuple[Any, ...]]:
     """A type and what is annotated to it."""
@@ -93,7 +96,8 @@ def test_every_section_of_every_configuration_is_looked_at() -> None:
 
 def bounded_numbers() -> Iterator[tuple[type, str, Within]]:
     for cls in SECTIONS:
-        if any(f.init and f.default is MISSING and f.default_factory is MISSING for f in fields(cls)):
+        required = any(f.init and f.default is MISSING and f.default_factory is MISSING for f in fields(cls))
+        if required or cls.__name__ in CHECKED_BY_READERS:
             continue  # tests of its file break its numbers
         for name, tp in get_type_hints(cls, include_extras=True).items():
             options = get_args(tp) if get_origin(tp) in (Union, UnionType) else (tp,)

@@ -19,9 +19,9 @@ from penstock.cost.clusters import find_cluster, names
 from penstock.graph import Lane, Phase
 from penstock.mesh import Group
 from penstock.ops import OPS
-from penstock.schedule import SCHEDULES, ScheduleConfig
 from penstock.step import StepShape, build_graph
 from tests.cost.test_step import workload
+from tests.steps import cut_by
 
 HERE = Machine(
     host="here", date="2026-11-21", processor="p", device="cpu", python="3", torch="2", penstock="0"
@@ -90,8 +90,8 @@ def test_every_shipped_cluster_prices_a_step(name: str) -> None:
     file = find_cluster(name)
     assert file.name == name and file.source and file.measured is None
     assert file.memory_bytes is not None and file.memory_bytes >= 11 << 30
-    pieces = ScheduleConfig().pieces((1 << 20,) * 2, (0, 0))
-    cut = SCHEDULES["flowmoe"].shape(StepShape(moe_layers=(True, False)), pieces)
+    shape = StepShape(moe_layers=(True, False), all_reduce_chunks=(2, 2))
+    cut = cut_by("flowmoe", shape)
     cost = StepCost(cut, workload(cut), ProfiledCluster.build(file))
     assert all(0 <= cost(task) < 10 for task in build_graph(cut).tasks)
     assert sum(map(cost, build_graph(cut).tasks)) > 0

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.plan import Choice, Problem, evaluate
+from penstock.decision import Decision
+from penstock.plan import Problem, evaluate
 from penstock.plan.bound import QuickBounds
-from penstock.plan.dimensions import space
+from penstock.plan.space import space
 from tests.plan.problems import problem, problems
 from tests.support.draws import draws
 
@@ -30,7 +31,7 @@ def test_no_order_beats_a_quick_bound_and_it_is_not_below_the_busiest_lane(each:
 
 def test_one_chain_binds_where_nothing_is_cut() -> None:
     each = problem((True, False, True))
-    choice = Choice()
+    choice = Decision()
     exact = each.bound(choice, each.plan(choice))
     assert exact.critical_path_s > exact.busiest_lane_s
     assert QuickBounds(each).seconds(choice) == pytest.approx(exact.seconds)
@@ -38,7 +39,7 @@ def test_one_chain_binds_where_nothing_is_cut() -> None:
 
 def test_the_slowest_rank_counts() -> None:
     even, uneven = problem(), problem(slowness=(1.0, 3.0, 1.0, 1.0))
-    choice = Choice(schedule="flowmoe", microbatches=2)
+    choice = Decision(schedule="flowmoe", microbatches=2)
     assert QuickBounds(even).seconds(choice) < QuickBounds(uneven).seconds(choice)
     assert QuickBounds(uneven).seconds(choice) <= evaluate(uneven, choice).predicted_s
 
@@ -47,7 +48,7 @@ def test_layers_with_other_gradients_are_told_apart() -> None:
     each = problem()
     work = replace(each.workload, all_reduce_bytes=(1 << 18, 1 << 24))
     other = replace(each, workload=work)
-    choice = Choice(schedule="flowmoe", microbatches=2, all_reduce_chunk_bytes=1 << 20)
+    choice = Decision(schedule="flowmoe", microbatches=2, all_reduce_chunk_bytes=1 << 20)
     exact = other.bound(choice, other.plan(choice))
     assert exact.busiest_lane == "inter"
     simulated_s = evaluate(other, choice).predicted_s

@@ -10,7 +10,8 @@ import pytest
 
 from penstock.config import ConfigError
 from penstock.cost.clusters import find_cluster
-from penstock.plan import Choice, FoundPlan, Problem, evaluate, find_plan, published_problem
+from penstock.decision import Decision
+from penstock.plan import FoundPlan, Problem, evaluate, find_plan, published_problem
 from penstock.plan.effort import PLACEMENTS, QUICK, Effort, Meter, Searched
 from penstock.plan.published import PUBLISHED
 from penstock.plan.starts import first_choices
@@ -106,9 +107,9 @@ def test_every_choice_is_counted_once() -> None:
 
 def test_work_is_counted_by_tasks_and_timelines() -> None:
     each, meter = tiny(), Meter("usual", 1.0)
-    meter.note(each, Choice(schedule="lina"), 100)
+    meter.note(each, Decision(schedule="lina"), 100)
     assert meter.spent == 200  # ordered and simulated
-    meter.note(each, Choice(schedule="penstock", priority="search"), 100)
+    meter.note(each, Decision(schedule="penstock", priority="search"), 100)
     assert meter.spent == 400 + 100 * evaluations(100) // QUICK
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config import ConfigError
-from penstock.plan import Candidate, Choice, PlanFile, Problem, evaluate, register, unregister
-from penstock.plan.dimensions import space
-from penstock.plan.words import choice_words
-from penstock.schedule import TAIL, Partition, Portion, Slot
+from penstock.config import ConfigError, Table, Within
+from penstock.decision import TAIL, Decision, Field, Partition, Portion, Slot, register, unregister
+from penstock.plan import Candidate, PlanFile, Problem, evaluate
+from penstock.plan.space import space
 from tests.plan.problems import problem, problems
 from tests.support.draws import draws
 
@@ -39,7 +37,7 @@ def edited(path: Path, edit: Edit) -> PlanFile:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "plan.json"
-    saved(path, problem(), evaluate(problem(), Choice(schedule="flowmoe", microbatches=2)))
+    saved(path, problem(), evaluate(problem(), Decision(schedule="flowmoe", microbatches=2)))
     return path
 
 
@@ -51,7 +49,7 @@ def test_what_is_saved_is_read_and_replayed(
     choice = rng.choice(list(space(each)))
     found = evaluate(each, choice)
     file = saved(tmp_path_factory.mktemp("plans") / "deep" / "plan.json", each, found)
-    assert file.choice.choice == choice
+    assert file.choice == choice
     assert (file.predicted_s, file.memory_bytes, file.why) == (
         found.predicted_s,
         found.memory_bytes,
@@ -62,31 +60,31 @@ def test_what_is_saved_is_read_and_replayed(
     assert replayed.shape == found.plan.shape
 
 
-@dataclass(frozen=True)
-class Further:
-    """A dimension whose values stand under `more`."""
-
-    name: str
-    value: str | int | float
-
-    def values(self, problem: Problem, choice: Choice) -> Sequence[str | int | float]:
-        del problem, choice
-        return (self.value,)
-
-    def apply(self, choice: Choice, value: str | int | float) -> Choice:
-        return replace(choice, more=(*choice.more, (self.name, value)))
-
-
-FURTHER = (Further("tp", 2), Further("placement", "sample"), Further("share", 0.5))
+FURTHER = (
+    Field(
+        name="tp",
+        type=Annotated[int, Within(1, 8, "a node has no more")],
+        default=1,
+        values=lambda *_: (1, 2),
+    ),
+    Field(name="placement", type=str, default="static", values=lambda *_: ("static", "sample")),
+    Field(
+        name="share",
+        type=Annotated[float, Within(0, 1, "a share")],
+        default=0.0,
+        values=lambda *_: (0.0, 0.5),
+    ),
+)
+DECIDED = Table({"tp": 2, "placement": "sample", "share": 0.5})
 
 
 @pytest.fixture
 def further() -> Iterator[None]:
-    for dimension in FURTHER:
-        register(dimension)
+    for field in FURTHER:
+        register(field)
     yield
-    for dimension in FURTHER:
-        unregister(dimension.name)
+    for field in FURTHER:
+        unregister(field.name)
 
 
 @pytest.mark.usefixtures("further")
@@ -94,15 +92,20 @@ def test_partitions_and_registered_decisions_survive(tmp_path: Path) -> None:
     each = problem()
     half = Portion(size_bytes=1 << 19, slot=TAIL)
     gap = Portion(size_bytes=1 << 19, slot=Slot(layer=0, part="moe"))
-    choice = Choice(
+    choice = Decision(
         schedule="fsmoe",
         partition=Partition(((Portion(size_bytes=1 << 20, slot=TAIL),), (gap, half))),
-        more=tuple((each.name, each.value) for each in FURTHER),
+        more=DECIDED,
     )
     found = evaluate(each, choice)
     file = saved(tmp_path / "plan.json", each, found)
-    assert file.choice.choice == choice
+    assert file.choice == choice
     assert file.step_plan(each).schedule == found.plan.schedule
+    assert '"more": [["placement", "sample"], ["share", 0.5], ["tp", 2]]' in " ".join(
+        (tmp_path / "plan.json").read_text().split()
+    ).replace("[ ", "[").replace(" ]", "]")
+    as_once = [{"name": name, "value": json.dumps(value)} for name, value in DECIDED]
+    assert edited(tmp_path / "plan.json", put("choice", "more", as_once)) == file
 
 
 def test_without_its_schedule_the_order_is_made_anew(path: Path) -> None:
@@ -155,7 +158,8 @@ def portions(layers: int) -> Edit:
         (put("choice", "microbatches", "two"), ("choice.microbatches", "whole number")),
         (put("choice", "all_reduce_chunk_bytes", 3), ("choice.all_reduce_chunk_bytes = 3", "512")),
         (put("choice", "priority", "luck"), ("choice.priority", "luck", "critical_path")),
-        (put("choice", "more", [{"name": "tp", "value": "two"}]), ('choice.more[0].value = "two"', "JSON")),
+        (put("choice", "more", [{"name": "tp", "value": "two"}]), ("choice.more", "not JSON")),
+        (put("choice", "more", 3), ("choice.more = 3", "a table of names")),
         (put("choice", "microbatch", 2), ("choice.microbatch", "Did you mean", "microbatches")),
         (put(None, "version", 9), ("version = 9", "penstock plan --out")),
         (put("sizes", "layers", None), ("sizes.layers", "whole number")),
@@ -198,26 +202,43 @@ def test_what_does_not_fit_is_named_when_it_is_replayed(
         assert word in str(caught.value)
 
 
-def test_a_decision_that_nobody_registered_is_refused(path: Path) -> None:
-    more = [{"name": "tp", "value": "2"}]
-    with pytest.raises(ConfigError, match=r'plan.json.choice.more\[0\].name = "tp": no such dimension'):
+@pytest.mark.parametrize("more", [[["tp", 2]], {"tp": 2}, [{"name": "tp", "value": "2"}]])
+def test_a_decision_that_nobody_registered_is_refused(path: Path, more: object) -> None:
+    with pytest.raises(ConfigError, match=r"plan.json.choice.more.tp = 2: no such decision is registered"):
         edited(path, put("choice", "more", more))
-    own = [{"name": "microbatches", "value": "2"}]
-    with pytest.raises(ConfigError, match="into the choice itself"):
-        edited(path, put("choice", "more", own))
+    with pytest.raises(ConfigError, match="Set it beside more"):
+        edited(path, put("choice", "more", {"microbatches": 2}))
+
+
+@pytest.mark.usefixtures("further")
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("tp", 9, "more.tp = 9: must be from 1 to 8 (a node has no more)"),
+        ("tp", "two", "must be a whole number"),
+        ("share", math.inf, "must be from 0 to 1"),
+        ("placement", 1, "must be text"),
+        ("pp", 2, "Registered: tp, placement, share."),
+    ],
+)
+def test_a_registered_decision_keeps_its_type_and_bounds(
+    path: Path, name: str, value: object, words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        edited(path, put("choice", "more", [[name, value]]))
+    assert words in str(caught.value)
 
 
 def test_a_decision_that_is_registered_no_more_is_refused_when_it_is_replayed(tmp_path: Path) -> None:
     each = problem()
     register(FURTHER[0])
     try:
-        file = saved(tmp_path / "plan.json", each, evaluate(each, Choice(more=(("tp", 2),))))
+        choice = Decision(more=Table({"tp": 2}))
+        file = saved(tmp_path / "plan.json", each, evaluate(each, choice))
         file.step_plan(each)
-        with pytest.raises(ConfigError, match=r'more\[0\].name = "pp": .* Registered: tp\.'):
-            edited(tmp_path / "plan.json", put("choice", "more", [{"name": "pp", "value": "2"}]))
     finally:
         unregister(FURTHER[0].name)
-    with pytest.raises(ConfigError, match=r"mine\.choice\.more\[0\]\.name"):
+    with pytest.raises(ConfigError, match=r"mine\.choice\.more\.tp = 2"):
         file.step_plan(each, "mine")
 
 
@@ -231,7 +252,7 @@ def test_times_are_finite(path: Path, key: str, value: float) -> None:
 
 
 def test_an_explanation_is_of_one_choice(path: Path) -> None:
-    words = choice_words(PlanFile.read(path).choice.choice)
+    words = PlanFile.read(path).choice.words
     edited(path, put(None, "why", [f"Plan     {words}", "Time     1 ms"]))
     assert PlanFile.read(path).explains_choice
     assert not edited(path, put("choice", "dispatch", "hierarchical_1d")).explains_choice

@@ -9,13 +9,14 @@ from hypothesis import given
 
 from penstock.cost import ClusterConfig, ProfiledCluster
 from penstock.cost.cluster_file import TaskModel
-from penstock.plan import Choice, Problem, evaluate, predict_s
+from penstock.decision import Decision
+from penstock.plan import Problem, evaluate, predict_s
 from penstock.plan.predict import alone
 from tests.plan.problems import FILE, problem, problems
 from tests.support.draws import draws
 
-SEQUENTIAL = Choice()
-FLOWMOE = Choice(schedule="flowmoe", microbatches=2)
+SEQUENTIAL = Decision()
+FLOWMOE = Decision(schedule="flowmoe", microbatches=2)
 
 
 def profiled(*, beside: float = 1.0, transfers: float = 1.0, jitter: float = 0.0) -> Problem:
@@ -29,7 +30,7 @@ def profiled(*, beside: float = 1.0, transfers: float = 1.0, jitter: float = 0.0
     return problem(cluster=ProfiledCluster.build(file))
 
 
-def seconds(each: Problem, choice: Choice) -> float:
+def seconds(each: Problem, choice: Decision) -> float:
     return predict_s(each, choice, each.plan(choice))
 
 

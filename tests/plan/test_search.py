@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 
 from penstock.config import ConfigError
-from penstock.plan import (
-    Choice,
-    MemoryBudget,
-    Problem,
-    Progress,
-    estimate_memory,
-    evaluate,
-    find_plan,
-    register,
-    unregister,
-)
+from penstock.decision import Decision, Field, register, unregister
+from penstock.plan import MemoryBudget, Problem, Progress, estimate_memory, evaluate, find_plan
 from penstock.plan import search as module
-from penstock.plan.dimensions import CUTS_TOKENS, neighbours, space, valid
 from penstock.plan.effort import Effort
 from penstock.plan.published import PUBLISHED
+from penstock.plan.space import neighbours, space, valid
 from tests.plan.problems import problem, problems
 from tests.support.draws import draws
 
@@ -31,10 +22,10 @@ from tests.support.draws import draws
 @pytest.fixture
 def few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A space that brute force can walk."""
-    from penstock.plan import dimensions
+    from penstock.decision import record
 
-    monkeypatch.setattr(dimensions, "CHUNKS", (1, 2))
-    monkeypatch.setattr(dimensions, "ALL_REDUCE_PIECES", (1, 4))
+    monkeypatch.setattr(record, "CHUNKS", (1, 2))
+    monkeypatch.setattr(record, "ALL_REDUCE_PIECES", (1, 4))
 
 
 @pytest.mark.slow
@@ -57,7 +48,7 @@ def test_partition_is_tried_with_the_best_cut(monkeypatch: pytest.MonkeyPatch) -
     each, looked = problem((True, True, True)), []
     usual = module.evaluate
 
-    def noted(problem: Problem, choice: Choice) -> module.Candidate:
+    def noted(problem: Problem, choice: Decision) -> module.Candidate:
         found = usual(problem, choice)
         if problem is each and choice.schedule == "fsmoe":
             looked.append((found.predicted_s, choice))
@@ -144,7 +135,7 @@ def test_a_thousand_ranks_and_64_layers() -> None:
     big = replace(
         each, workload=replace(each.workload, world_size=1024, expert_all_reduce_bytes=(4096,) * 64)
     )
-    choice = Choice(schedule="penstock", microbatches=4, priority="critical_path")
+    choice = Decision(schedule="penstock", microbatches=4, priority="critical_path")
     found = evaluate(big, choice)
     assert found.bound.seconds <= found.predicted_s
     timeline = big.simulate(choice, found.plan)
@@ -172,49 +163,51 @@ def test_if_nothing_fits_the_error_says_what_to_do() -> None:
     assert "1 MiB" in text and "most of it weights" in text and "more nodes" in text
 
 
-# ---- dimensions --------------------------------------------------------------------------------------------
+# ---- registered decisions ---------------------------------------------------------------------------------
 
 
-class OddChunks:
-    """Other numbers of chunks than the planner tries by itself, and only them."""
-
-    name = "odd_chunks"
-
-    def values(self, problem: Problem, choice: Choice) -> Sequence[int]:
-        del problem
-        return (5, 7) if choice.schedule in CUTS_TOKENS else (0,)
-
-    def apply(self, choice: Choice, value: int) -> Choice:
-        return replace(choice, chunks=value, backward_chunks=value) if value else choice
+WARMTH = Field(
+    name="warmth",
+    type=int,
+    default=0,
+    values=lambda asked, choice: (5, 7) if choice.reads("chunks") else (0,),
+)
 
 
 @pytest.fixture
-def odd_chunks() -> Iterator[None]:
-    register(OddChunks())
+def warmth() -> Iterator[None]:
+    register(WARMTH)
     yield
-    unregister(OddChunks.name)
+    unregister(WARMTH.name)
 
 
-@pytest.mark.usefixtures("odd_chunks")
-def test_a_registered_dimension_takes_part() -> None:
-    chunks = {choice.chunks for choice in space(problem()) if choice.schedule == "moe_pipeline"}
-    assert chunks == {5, 7}
-    found = find_plan(problem())
-    searched = [each.choice for each in (found.best, *found.others) if each.choice.schedule == "penstock"]
-    assert searched and all(choice.chunks in (5, 7) for choice in searched)
+@pytest.mark.usefixtures("warmth")
+def test_a_registered_decision_takes_part() -> None:
+    found = {(choice.schedule, choice.value("warmth")) for choice in space(problem())}
+    assert {("moe_pipeline", 5), ("moe_pipeline", 7), ("flowmoe", 0)} <= found
+    assert ("flowmoe", 5) not in found and ("moe_pipeline", 0) not in found
+    plan = find_plan(problem())
+    own = [each.choice for each in (plan.best, *plan.others) if each.choice.schedule == "penstock"]
+    assert own and all(choice.value("warmth") in (5, 7) for choice in own)
 
 
-@pytest.mark.usefixtures("odd_chunks")
-def test_a_name_is_registered_once() -> None:
+@pytest.mark.parametrize("name", ["warmth", "microbatches", "partition"])
+@pytest.mark.usefixtures("warmth")
+def test_a_name_is_registered_once(name: str) -> None:
     with pytest.raises(ValueError, match="registered already"):
-        register(OddChunks())
+        register(replace(WARMTH, name=name))
+
+
+def test_a_name_is_one_that_can_be_written() -> None:
+    with pytest.raises(ValueError, match="letters, digits"):
+        register(replace(WARMTH, name="how warm"))
 
 
 @draws(20)
 @given(problems())
 def test_neighbours_of_valid_choices_are_valid(each: Problem) -> None:
     everything = set(space(each))
-    start = valid(each, Choice(schedule="penstock", microbatches=2, chunks=5))
+    start = valid(each, Decision(schedule="penstock", microbatches=2, chunks=5))
     assert start in everything
     for choice in neighbours(each, start):
         assert choice in everything and choice != start

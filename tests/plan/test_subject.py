@@ -9,9 +9,10 @@ import pytest
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster, names
+from penstock.decision import Decision
 from penstock.models import PRESETS
 from penstock.ops import Op
-from penstock.plan import MODELS, Choice, estimate_memory, evaluate, published_problem
+from penstock.plan import MODELS, estimate_memory, evaluate, published_problem
 from penstock.plan.subject import Overrides
 
 TESTBED_A, TESTBED_B = find_cluster("fsmoe-testbed-a"), find_cluster("fsmoe-testbed-b")
@@ -25,7 +26,7 @@ def test_every_model_has_a_step_on_every_cluster(name: str, cluster: str) -> Non
     file = find_cluster(cluster)
     few = Overrides(layers=2, num_experts=16 * file.ranks, batch=2)
     each = published_problem(name, file, few).problem
-    found = evaluate(each, Choice(schedule="flowmoe", microbatches=2))
+    found = evaluate(each, Decision(schedule="flowmoe", microbatches=2))
     assert 0 < found.bound.seconds <= found.predicted_s
     assert each.workload.shard_size == (file.ranks_per_node if MODELS[name].sharded else 1)
 
@@ -103,7 +104,7 @@ def test_sizes_are_positive() -> None:
 def test_one_group_reduces_in_no_time_and_still_holds_its_weights() -> None:
     alone = published_problem("GPT2-Tiny-MoE", one_rank(), Overrides(top_k=1)).problem
     assert alone.workload.world_size == 1
-    choice = Choice()
+    choice = Decision()
     plan = alone.plan(choice)
     cost = alone.cost(choice, plan.shape)
     assert {cost(task) for task in plan.graph.tasks if task.op == Op.ALL_REDUCE} == {0.0}
@@ -120,8 +121,8 @@ def test_shards_are_as_slow_as_their_slowest() -> None:
     slow = tuple(3.0 if rank == 9 else 1.0 for rank in range(32))
     each = published_problem("Mixtral-7B", replace(TESTBED_B, slowness=slow))
     assert each.problem.slowness == (1.0, 1.0, 3.0, *(1.0,) * 5)
-    usual = evaluate(published_problem("Mixtral-7B", TESTBED_B).problem, Choice())
-    assert evaluate(each.problem, Choice()).predicted_s > 1.3 * usual.predicted_s
+    usual = evaluate(published_problem("Mixtral-7B", TESTBED_B).problem, Decision())
+    assert evaluate(each.problem, Decision()).predicted_s > 1.3 * usual.predicted_s
     elsewhere = published_problem("Mixtral-7B", replace(TESTBED_B, slowness=slow), Overrides(nodes=4))
     assert elsewhere.problem.slowness == ()
     assert any("slower ranks" in note for note in elsewhere.notes)

@@ -122,7 +122,11 @@ def test_dict_is_plain_data() -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("flow-moe", "Did you mean flowmoe?"), ("Sequental", "sequential?"), ("zzz", "There are")],
+    [
+        ("flow-moe", "Nearest: flowmoe"),
+        ("Sequental", "Nearest: sequential"),
+        ("zzz", "All: sequential, moe_pipeline"),
+    ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match="no such schedule") as error:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.decision import TAIL, GradientBytes, Partition, Portion, ScheduleConfig, Slot
 from penstock.moe.config import Compression
 from penstock.runtime import PipelinedStack
-from penstock.schedule import TAIL, FSMoE, Partition, Portion, ScheduleConfig, Slot, plan_step, unit_cost
+from penstock.schedule import plan_step, unit_cost
 from penstock.step import StepShape
 from tests.runtime.test_moe_parity import case
 from tests.support.parity import (
@@ -139,8 +140,9 @@ def random_partition(shape: StepShape, sizes_bytes: tuple[int, ...], seed: int) 
 
 def adopt_partition(stack: PipelinedStack, seed: int, config: ScheduleConfig) -> None:
     sizes = stack.buckets.sizes_bytes
-    system = FSMoE(random_partition(stack.base_shape, sizes[0], seed))
-    stack.adopt(plan_step(system, stack.base_shape, config.pieces(*sizes), lambda _: unit_cost))
+    partition = random_partition(stack.base_shape, sizes[0], seed)
+    choice = replace(config.decision("flat"), schedule="fsmoe", partition=partition)
+    stack.adopt(plan_step(choice, stack.base_shape, GradientBytes(*sizes), lambda _: unit_cost))
 
 
 def step_with_partition(rank: int, step: Case, seed: int) -> Any:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.decision import ScheduleConfig
 from penstock.graph import Graph, Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.models import ModelConfig
@@ -20,7 +21,7 @@ from penstock.runtime import TaskError
 from penstock.runtime.executor import Execution
 from penstock.runtime.handlers import Inputs, Outputs
 from penstock.runtime.lanes import ThreadLanes
-from penstock.schedule import Schedule, ScheduleConfig, StepPlan, freeze
+from penstock.schedule import Schedule, StepPlan, freeze
 from penstock.step import StepShape, build_graph
 from tests.runtime.programs import program_of
 from tests.steps import example_plan, random_orders, random_seconds, task_at

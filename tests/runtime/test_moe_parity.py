@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from penstock.config import ConfigError
+from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.moe.config import Compression
-from penstock.schedule import SCHEDULES, ScheduleConfig
+from penstock.schedule import SCHEDULES
 from tests.support.pairwise import pairwise
 from tests.support.parity import Case, check_close, check_parity, merge, run_step
 from tests.support.ranks import Pools

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack, TaskError
-from penstock.schedule import ScheduleConfig
 from tests.support.parity import Case, stack_of
 
 LENGTH = 6

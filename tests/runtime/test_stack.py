@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack, TaskError
-from penstock.schedule import SCHEDULES, ScheduleConfig
+from penstock.schedule import SCHEDULES
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
 from tests.support.parity import Case, batch_of, check_close, prepare, stack_of

@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
+from penstock.decision import ScheduleConfig
 from penstock.models import GPT, ModelConfig
 from penstock.models.gpt import Block
 from penstock.moe import MoEConfig, build_layer
 from penstock.runtime import PipelinedStack
-from penstock.schedule import ScheduleConfig
 from tests.support.parity import Case, batch_of, check_close, stack_of
 from tests.support.ranks import Pools
 from tests.support.surgery import APART, TAKEN_UP, apart, operated, operated_before, run

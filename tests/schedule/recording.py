@@ -15,22 +15,11 @@ from zlib import crc32
 
 import numpy as np
 
+from penstock.decision import TAIL, Decision, GradientBytes, Partition, Portion, Slot
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Task
 from penstock.mesh import Mesh, Seconds
-from penstock.schedule import (
-    SCHEDULES,
-    TAIL,
-    FSMoE,
-    Partition,
-    Penstock,
-    Pieces,
-    Portion,
-    Slot,
-    StepPlan,
-    plan_step,
-)
-from penstock.schedule.system import System
+from penstock.schedule import SCHEDULES, StepPlan, plan_step
 from penstock.simulate import simulate
 from penstock.step import StepShape
 
@@ -44,11 +33,11 @@ MESH = Mesh(world_size=8, ep_size=4, ep_local_size=2)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """An uncut step and how finely it is cut. parts: of every layer, for FSMoE's partition."""
+    """An uncut step and how finely it is cut, FSMoE's partition among it."""
 
     shape: StepShape
-    pieces: Pieces
-    partition: Partition | None
+    gradients: GradientBytes
+    choice: Decision
 
 
 def cases() -> list[Case]:
@@ -65,16 +54,15 @@ def cases() -> list[Case]:
             dispatch=list(DISPATCHES.values())[number // 2 % len(DISPATCHES)].hops,
             shared_experts=number % 5 < 2,
         )
-        pieces = Pieces(
+        choice = Decision(
             microbatches=rng.choice([1, 2, 2, 3, 4]),
             chunks=rng.choice([None, 1, 2, 3]),
             backward_chunks=rng.choice([None, 1, 2, 3, 4]),
             all_reduce_chunk_bytes=BYTES,
-            all_reduce_bytes=gradients,
-            expert_all_reduce_bytes=tuple(BYTES * rng.choice([0, 0, 1, 2]) for _ in range(layers)),
         )
+        reduced = GradientBytes(gradients, tuple(BYTES * rng.choice([0, 0, 1, 2]) for _ in range(layers)))
         partition = _partition(moe_layers, gradients, rng) if number % 3 == 0 else None
-        made.append(Case(shape=shape, pieces=pieces, partition=partition))
+        made.append(Case(shape=shape, gradients=reduced, choice=replace(choice, partition=partition)))
     return made
 
 
@@ -96,17 +84,16 @@ def _place(slot: Slot) -> tuple[bool, int, bool]:
     return slot.part == "tail", -slot.layer, slot.part == "dense"
 
 
-def systems(case: Case, number: int) -> Iterator[tuple[str, System]]:
+def choices(case: Case, number: int) -> Iterator[tuple[str, Decision]]:
     """All schedules; penstock by its rules, and by its search in every ninth case."""
-    for name, system in SCHEDULES.items():
-        if name == "fsmoe":
-            yield name, FSMoE(case.partition)
-        elif name != "penstock":
-            yield name, system
-    yield "penstock/critical_path", Penstock("critical_path")
-    yield "penstock/all_to_all_first", Penstock("all_to_all_first")
+    for name in SCHEDULES:
+        if name != "penstock":
+            yield name, replace(case.choice, schedule=name)
+    own = replace(case.choice, schedule="penstock")
+    yield "penstock/critical_path", replace(own, priority="critical_path")
+    yield "penstock/all_to_all_first", replace(own, priority="all_to_all_first")
     if number % (len(cases()) // SEARCHED) == 0:
-        yield "penstock/search", Penstock("search")
+        yield "penstock/search", replace(own, priority="search")
 
 
 def recorded_name(task: Task) -> str:
@@ -127,9 +114,9 @@ def seconds_by_rank(task: Task) -> Seconds:
     )
 
 
-def plan_of(case: Case, system: System) -> StepPlan:
-    """The plan of a system for a case under the fixed durations."""
-    return plan_step(system, case.shape, case.pieces, lambda _: seconds)
+def plan_of(case: Case, choice: Decision) -> StepPlan:
+    """The plan of a case under the fixed durations."""
+    return plan_step(choice, case.shape, case.gradients, lambda _: seconds)
 
 
 def line(number: int, name: str, plan: StepPlan) -> str:
@@ -143,7 +130,7 @@ def line(number: int, name: str, plan: StepPlan) -> str:
 
 def recording(number: int, case: Case) -> list[str]:
     """All lines of a case."""
-    return [line(number, name, plan_of(case, system)) for name, system in systems(case, number)]
+    return [line(number, name, plan_of(case, choice)) for name, choice in choices(case, number)]
 
 
 if __name__ == "__main__":

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from math import lcm
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import ConfigError, load
-from penstock.schedule import SCHEDULES, Penstock, Pieces, ScheduleConfig
-from tests.steps import CUT_INSIDE
+from penstock.decision import TAIL, Decision, Partition, Portion, ScheduleConfig
+from penstock.schedule import SCHEDULES
+from penstock.step import StepShape
+from tests.steps import CUT_INSIDE, planned
 
 
-def test_a_section_becomes_pieces() -> None:
-    config = ScheduleConfig(
-        name="moe_pipeline", microbatches=3, chunks=4, backward_chunks=6, all_reduce_chunk_bytes=2048
-    )
-    assert config.system is SCHEDULES["moe_pipeline"]
-    assert config.pieces((1, 2), (3, 4)) == Pieces(
-        microbatches=3,
-        chunks=4,
-        all_reduce_chunk_bytes=2048,
-        all_reduce_bytes=(1, 2),
-        expert_all_reduce_bytes=(3, 4),
-        backward_chunks=6,
-    )
+def test_a_section_is_a_decision_and_says_one() -> None:
+    config = ScheduleConfig(name="moe_pipeline", microbatches=3, backward_chunks=6, refine_after=7)
+    assert isinstance(config, Decision)
+    choice = Decision(schedule="moe_pipeline", microbatches=3, chunks=2, backward_chunks=6, dispatch="flat")
+    assert config.decision("flat") == choice
+    assert config.saying(choice) == replace(config, chunks=2)
+    assert ScheduleConfig(refine_after=7).saying(choice) == replace(config, chunks=2)
 
 
 @given(st.sampled_from(CUT_INSIDE), st.integers(1, 256), st.integers(1, 256))
@@ -69,10 +66,37 @@ def test_settings_that_are_refused(setting: dict[str, Any], message: str) -> Non
         ScheduleConfig(**setting)
 
 
-@pytest.mark.parametrize("priority", ["search", "critical_path", "all_to_all_first"])
-def test_the_priority_is_penstock_s_alone(priority: Any) -> None:
-    assert ScheduleConfig(name="penstock", priority=priority).system == Penstock(priority)
-    assert ScheduleConfig(name="lina", priority=priority).system is SCHEDULES["lina"]
+def test_a_schedule_is_told_of_by_what_it_reads() -> None:
+    told = {name: replace(Decision(), schedule=name).words for name in SCHEDULES}
+    assert told == {
+        "sequential": "sequential: uncut, flat dispatch",
+        "moe_pipeline": "moe_pipeline: no chunks, flat dispatch",
+        "dense_overlap": "dense_overlap: no chunks, flat dispatch",
+        "lina": "lina: no chunks, all-reduce by 1.0 MiB, flat dispatch",
+        "flowmoe": "flowmoe: 1 microbatch, all-reduce by 1.0 MiB, flat dispatch",
+        "fsmoe": "fsmoe: no chunks, flat dispatch",
+        "penstock": "penstock: 1 microbatch, no chunks, all-reduce by 1.0 MiB, flat dispatch, "
+        "order by local search",
+    }
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("microbatches", 3),
+        ("chunks", 3),
+        ("backward_chunks", 3),
+        ("all_reduce_chunk_bytes", 512),
+        ("priority", "critical_path"),
+        ("partition", Partition(((), (Portion(size_bytes=4096, slot=TAIL),)))),
+    ],
+)
+def test_what_a_schedule_does_not_read_changes_nothing(name: str, field: str, value: object) -> None:
+    """And what it reads changes the step, its tasks or their order."""
+    shape = StepShape(moe_layers=(True, True), all_reduce_chunks=(0, 4))
+    usual, other = planned(name, shape), planned(name, shape, **cast("dict[str, Any]", {field: value}))
+    assert (usual.digest != other.digest) is (field in SCHEDULES[name].reads)
 
 
 def test_settings_from_the_command_line(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from textwrap import dedent
 import pytest
 
 from penstock.dispatch import DISPATCHES
-from penstock.schedule import SCHEDULES, Pieces, plan_step, unit_cost
 from penstock.step import StepShape
+from tests.steps import planned
 
 PICTURES = {
     "hierarchical_2d": """\
@@ -43,12 +43,5 @@ PICTURES = {
 @pytest.mark.parametrize("name", PICTURES)
 def test_intra_and_inter_legs_run_at_the_same_time_and_shared_experts_under_them(name: str) -> None:
     shape = StepShape(moe_layers=(True,), dispatch=DISPATCHES[name].hops, shared_experts=True)
-    pieces = Pieces(
-        microbatches=2,
-        chunks=1,
-        all_reduce_chunk_bytes=1024,
-        all_reduce_bytes=(1024,),
-        expert_all_reduce_bytes=(0,),
-    )
-    plan = plan_step(SCHEDULES["flowmoe"], shape, pieces, lambda _: unit_cost)
+    plan = planned("flowmoe", shape)
     assert plan.schedule.grid(plan.graph, width=106) == dedent(PICTURES[name])

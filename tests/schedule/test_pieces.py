@@ -11,7 +11,8 @@ from torch import nn
 
 from penstock.config import ConfigError
 from penstock.cost import step, workload
-from penstock.plan import Choice, evaluate
+from penstock.decision import Decision
+from penstock.plan import evaluate
 from penstock.plan.published import PUBLISHED
 from penstock.plan.tuner import SizeRange
 from penstock.runtime.gradients import buckets
@@ -28,7 +29,7 @@ HIDDEN_65536 = 4 * 65536**2 * 4
 def test_work_is_linear_in_the_pieces(schedule: str) -> None:
     """Function calls to order, simulate and bound 4 times as many pieces: 4 times as many, not 16."""
     each = problem((True, True), all_reduce_bytes=1 << 20)
-    choice = partial(Choice, schedule=schedule, priority="critical_path")
+    choice = partial(Decision, schedule=schedule, priority="critical_path")
     few, many = (
         calls_of(partial(evaluate, each, choice(all_reduce_chunk_bytes=size))) for size in (4096, 1024)
     )
@@ -39,7 +40,7 @@ def test_a_layer_is_cut_once_however_many_its_pieces() -> None:
     """What seconds were lost by: every piece used to cut the whole layer again."""
     each = problem((True, True), all_reduce_bytes=1 << 20)
     with mock.patch.object(step, "part_sizes", wraps=workload.part_sizes) as cut:
-        evaluate(each, Choice(schedule="flowmoe", all_reduce_chunk_bytes=1024))
+        evaluate(each, Decision(schedule="flowmoe", all_reduce_chunk_bytes=1024))
     assert cut.call_count <= 8
 
 

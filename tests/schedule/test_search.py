@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from penstock.bench.config import BenchConfig
 from penstock.bench.scheduled import run_config_of
 from penstock.cost import ClusterConfig, StepCost
+from penstock.decision import Decision
 from penstock.graph import Graph, Lane, Task
-from penstock.schedule import SCHEDULES, Cost, Schedule, freeze, unit_cost
+from penstock.schedule import SCHEDULES, Cost, Schedule, cut, freeze, unit_cost
 from penstock.schedule import search as search_module
 from penstock.schedule.board import Board, Found, Keys
 from penstock.schedule.penstock import remaining_path
@@ -170,8 +171,12 @@ def default_step() -> tuple[Graph, StepCost]:
     layout = Layout(world_size=2, ep_size=2, rank=0)
     sizes = gradient_bytes(bench.model, bench.moe, layout)
     shape = StepShape(moe_layers=(True,) * bench.model.num_layers, exchange_counts=False)
-    cut = SCHEDULES["penstock"].shape(shape, config.schedule.pieces(*sizes))
-    return build_graph(cut), StepCost(cut, workload(config, layout, *sizes), SLOW_LINK)
+    found = cut(config.schedule, shape, sizes)
+    return build_graph(found), StepCost(found, workload(config, layout, *sizes), SLOW_LINK)
+
+
+def ordered(name: str, graph: Graph, cost: Cost) -> Schedule:
+    return SCHEDULES[name].order(graph, cost, Decision(schedule=name))
 
 
 def rule_alone(graph: Graph, cost: Cost) -> Schedule:
@@ -191,21 +196,21 @@ def test_searching_gains_on_where_it_began() -> None:
 
 def test_on_the_default_step_a_slow_link_leaves_room_above_every_rule() -> None:
     graph, slow_link = default_step()
-    found = SCHEDULES["penstock"].order(graph, slow_link)
+    found = ordered("penstock", graph, slow_link)
     found.check(graph)
     found_s = simulate(found, graph, slow_link).iteration_s
     assert found_s < simulate(rule_alone(graph, slow_link), graph, slow_link).iteration_s
-    assert found_s < simulate(SCHEDULES["flowmoe"].order(graph, slow_link), graph, slow_link).iteration_s
+    assert found_s < simulate(ordered("flowmoe", graph, slow_link), graph, slow_link).iteration_s
 
 
 def test_on_the_default_step_with_equal_tasks_no_rule_is_better() -> None:
     """Computation is all there is here: the rule leaves nothing to gain, so nothing may be lost."""
     graph, _ = default_step()
-    found_s = simulate(SCHEDULES["penstock"].order(graph, unit_cost), graph, unit_cost).iteration_s
+    found_s = simulate(ordered("penstock", graph, unit_cost), graph, unit_cost).iteration_s
     assert found_s <= simulate(rule_alone(graph, unit_cost), graph, unit_cost).iteration_s
 
 
 @draws(20)  # each searches in full
 @given(graphs(), seeds)
 def test_penstock_finds_a_valid_order_for_any_shape(graph: Graph, seed: int) -> None:
-    SCHEDULES["penstock"].order(graph, random_seconds(graph, seed).__getitem__).check(graph)
+    ordered("penstock", graph, random_seconds(graph, seed).__getitem__).check(graph)

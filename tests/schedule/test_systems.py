@@ -5,27 +5,17 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.decision import TAIL, Partition, Portion, Slot
 from penstock.graph import Lane, Name, Phase, ScheduleError, Task
 from penstock.ops import Op
-from penstock.schedule import (
-    SCHEDULES,
-    TAIL,
-    FSMoE,
-    Partition,
-    Penstock,
-    Pieces,
-    Portion,
-    Slot,
-    StepPlan,
-    plan_step,
-    unit_cost,
-)
+from penstock.schedule import SCHEDULES, StepPlan, cut, plan_step, unit_cost
 from penstock.schedule.system import is_all_reduce, pieces_of, whole
 from penstock.simulate import simulate
 from penstock.step import StepShape, build_graph
@@ -33,10 +23,13 @@ from tests.steps import (
     CUT_INSIDE,
     PICTURE_WIDTH,
     Times,
+    cut_by,
+    decision,
     example_plan,
+    gradients_of,
     of_phase,
     overlapping,
-    pieces_for,
+    planned,
     random_seconds,
     ready_s,
     seeds,
@@ -47,7 +40,7 @@ from tests.steps import (
 F, B = Phase.FORWARD, Phase.BACKWARD
 
 
-def run(name: str, shape: StepShape, pieces: Pieces, seed: int) -> tuple[StepPlan, Times]:
+def run(name: str, shape: StepShape, seed: int, **decided: Any) -> tuple[StepPlan, Times]:
     """Plan with random durations, and simulate the plan on one rank with the same durations."""
     seconds: dict[Task, float] = {}
 
@@ -55,7 +48,7 @@ def run(name: str, shape: StepShape, pieces: Pieces, seed: int) -> tuple[StepPla
         seconds.update(random_seconds(build_graph(cut), seed))
         return seconds.__getitem__
 
-    plan = plan_step(SCHEDULES[name], shape, pieces, cost_of)
+    plan = planned(name, shape, cost_of, **decided)
     times = simulate(plan.schedule, plan.graph, seconds.__getitem__).times
     return plan, {task: (float(when.start[0]), float(when.end[0])) for task, when in times.items()}
 
@@ -91,12 +84,12 @@ def test_chunks_of_both_phases_are_as_asked_for(
 ) -> None:
     """Of any shape: with dense layers, legs inside nodes, shared experts. `plan_step` checks the order."""
     whole = uncut(shape)
-    pieces = pieces_for(whole, microbatches=1, chunks=chunks, backward_chunks=backward)
-    system = Penstock("critical_path") if name == "penstock" else SCHEDULES[name]  # a search takes long
-    plan = plan_step(system, whole, pieces, lambda _: unit_cost)
+    one = partial(
+        decision, name, microbatches=1, chunks=chunks, priority="critical_path"
+    )  # a search takes long
+    plan = plan_step(one(backward_chunks=backward), whole, gradients_of(whole), lambda _: unit_cost)
     assert plan.shape.degrees == (chunks, backward)
-    same = pieces_for(whole, microbatches=1, chunks=chunks)
-    assert system.shape(whole, same).degrees == (chunks, chunks)
+    assert cut(one(), whole, gradients_of(whole)).degrees == (chunks, chunks)
 
 
 # ---- sequential --------------------------------------------------------------------------------------------
@@ -104,7 +97,7 @@ def test_chunks_of_both_phases_are_as_asked_for(
 
 @given(shapes(plain=True), seeds)
 def test_sequential_overlaps_nothing(shape: StepShape, seed: int) -> None:
-    _, times = run("sequential", uncut(shape), pieces_for(uncut(shape)), seed)
+    _, times = run("sequential", uncut(shape), seed)
     assert list(overlapping(times)) == []
 
 
@@ -113,7 +106,7 @@ def test_sequential_overlaps_nothing(shape: StepShape, seed: int) -> None:
 def test_whole_all_reduces_come_after_the_last_backward_computation(
     name: str, shape: StepShape, seed: int
 ) -> None:
-    plan, times = run(name, uncut(shape), pieces_for(uncut(shape)), seed)
+    plan, times = run(name, uncut(shape), seed)
     computed = max(end for task, (_, end) in times.items() if task.lane is Lane.COMPUTE)
     reduced = [task for task in plan.graph.tasks if is_all_reduce(task)]
     assert all(times[task][0] >= computed for task in reduced)
@@ -127,7 +120,7 @@ def test_whole_all_reduces_come_after_the_last_backward_computation(
 
 @given(shapes(plain=True), seeds, st.integers(1, 4))
 def test_moe_pipeline_overlaps_inside_moe_layers_alone(shape: StepShape, seed: int, chunks: int) -> None:
-    plan, times = run("moe_pipeline", uncut(shape), pieces_for(uncut(shape), chunks=chunks), seed)
+    plan, times = run("moe_pipeline", uncut(shape), seed, chunks=chunks)
     assert plan.shape.chunks == chunks
     for compute, network in overlapping(times):
         assert compute.op == Op.EXPERTS and network.op in (Op.DISPATCH, Op.COMBINE)
@@ -139,7 +132,7 @@ def test_moe_pipeline_overlaps_inside_moe_layers_alone(shape: StepShape, seed: i
 def test_moe_pipeline_computes_while_the_next_chunk_is_under_way(
     shape: StepShape, seed: int, chunks: int
 ) -> None:
-    _, times = run("moe_pipeline", uncut(shape), pieces_for(uncut(shape), chunks=chunks), seed)
+    _, times = run("moe_pipeline", uncut(shape), seed, chunks=chunks)
     pairs = {(str(compute), str(network)) for compute, network in overlapping(times)}
     for layer in range(shape.num_layers):
         assert (f"L{layer}.X.m0.c0.F", f"L{layer}.D.m0.c1.F") in pairs
@@ -168,8 +161,7 @@ def is_move_back(task: Task, layer: int) -> bool:
 def test_dense_overlap_reduces_under_dense_parts_only(
     shape: StepShape, seed: int, chunks: int, backward: int
 ) -> None:
-    pieces = pieces_for(uncut(shape), chunks=chunks, backward_chunks=backward)
-    plan, _ = run("dense_overlap", uncut(shape), pieces, seed)
+    plan, _ = run("dense_overlap", uncut(shape), seed, chunks=chunks, backward_chunks=backward)
     assert between_all_to_alls(plan) == []
     order = plan.schedule.lanes[Lane.INTER]
     for i, task in enumerate(order):
@@ -182,7 +174,7 @@ def test_dense_overlap_reduces_under_dense_parts_only(
 
 def test_dense_overlap_hides_an_all_reduce_that_is_as_long_as_attention() -> None:
     shape = StepShape(moe_layers=(True, True, True))
-    reduced = plan_step(SCHEDULES["dense_overlap"], shape, pieces_for(shape), lambda _: unit_cost)
+    reduced = planned("dense_overlap", shape)
     times = simulate(reduced.schedule, reduced.graph, unit_cost).times
     for upper in (1, 2):
         names = (f"L{upper - 1}.AT.m0.B", f"L{upper}.AR.p0.B")
@@ -194,8 +186,7 @@ def test_dense_overlap_hides_an_all_reduce_that_is_as_long_as_attention() -> Non
 def test_fsmoe_reduces_a_layer_between_the_all_to_alls_of_the_next_moe_layer(
     shape: StepShape, seed: int, chunks: int, backward: int
 ) -> None:
-    pieces = pieces_for(uncut(shape), chunks=chunks, backward_chunks=backward)
-    plan, _ = run("fsmoe", uncut(shape), pieces, seed)
+    plan, _ = run("fsmoe", uncut(shape), seed, chunks=chunks, backward_chunks=backward)
     moe = [layer for layer, is_moe in enumerate(shape.moe_layers) if is_moe]
     reduced = [t for t in plan.graph.tasks if t.op == Op.ALL_REDUCE]
     below = {task: [layer for layer in moe if layer < task.layer] for task in reduced}
@@ -224,8 +215,7 @@ def test_fsmoe_puts_every_portion_into_its_gap(
 ) -> None:
     whole = uncut(shape)
     partition = data.draw(partitions(whole))
-    pieces = pieces_for(whole, chunks=chunks, backward_chunks=backward)
-    plan = plan_step(FSMoE(partition), whole, pieces, lambda _: unit_cost)
+    plan = planned("fsmoe", whole, chunks=chunks, backward_chunks=backward, partition=partition)
     assert plan.shape.all_reduce_parts == partition.parts
     inside = between_all_to_alls(plan)
     for layer, portions in enumerate(partition.portions):
@@ -238,7 +228,7 @@ def test_a_gap_that_a_layer_does_not_have_is_refused() -> None:
     portion = Portion(size_bytes=1, slot=Slot(layer=0, part="moe"))
     shape = StepShape(moe_layers=(False, True))
     with pytest.raises(ScheduleError, match="layer 0 is dense: there is no gap between its all-to-alls"):
-        plan_step(FSMoE(Partition(((), (portion,)))), shape, pieces_for(shape), lambda _: unit_cost)
+        planned("fsmoe", shape, partition=Partition(((), (portion,))))
 
 
 # ---- flowmoe and lina --------------------------------------------------------------------------------------
@@ -249,7 +239,7 @@ def test_flowmoe_computes_and_exchanges_in_the_published_order(
     shape: StepShape, seed: int, microbatches: int
 ) -> None:
     """Eq. 2 and 3 forward, Eq. 4 and 5 backward; every op of all pieces before the next op."""
-    plan, _ = run("flowmoe", uncut(shape), pieces_for(shape, microbatches=microbatches), seed)
+    plan, _ = run("flowmoe", uncut(shape), seed, microbatches=microbatches)
     up, down = range(microbatches), range(microbatches - 1, -1, -1)
     layers = range(shape.num_layers)
 
@@ -278,7 +268,7 @@ def test_flowmoe_computes_and_exchanges_in_the_published_order(
 def test_no_all_reduce_starts_while_an_all_to_all_is_ready(
     name: str, shape: StepShape, seed: int, microbatches: int
 ) -> None:
-    plan, times = run(name, shape, pieces_for(shape, microbatches=microbatches), seed)
+    plan, times = run(name, shape, seed, microbatches=microbatches)
     order = plan.schedule.lanes[Lane.INTER]
     for i, task in enumerate(order):
         if is_all_reduce(task):
@@ -291,7 +281,7 @@ def test_no_all_reduce_starts_while_an_all_to_all_is_ready(
 def test_an_all_reduce_starts_as_soon_as_the_network_has_nothing_else(
     name: str, shape: StepShape, seed: int, microbatches: int
 ) -> None:
-    plan, times = run(name, shape, pieces_for(shape, microbatches=microbatches), seed)
+    plan, times = run(name, shape, seed, microbatches=microbatches)
     order, free_s = plan.schedule.lanes[Lane.INTER], 0.0
     ready = {task: ready_s(task, plan.graph, times) for task in order}
     for i, task in enumerate(order):
@@ -302,19 +292,19 @@ def test_an_all_reduce_starts_as_soon_as_the_network_has_nothing_else(
 
 @given(shapes(chunks=1), st.integers(1, 4))
 def test_flowmoe_cuts_the_batch_and_the_gradients(shape: StepShape, microbatches: int) -> None:
-    cut = SCHEDULES["flowmoe"].shape(shape, pieces_for(shape, microbatches=microbatches))
+    cut = cut_by("flowmoe", shape, microbatches=microbatches)
     assert cut == replace(shape, microbatches=microbatches)
 
 
 def test_lina_cuts_layers_as_moe_pipeline_and_gradients_as_flowmoe() -> None:
     shape = StepShape(moe_layers=(True, True), all_reduce_chunks=(3, 2))
-    cut = SCHEDULES["lina"].shape(shape, pieces_for(shape, backward_chunks=5))
+    cut = cut_by("lina", shape, backward_chunks=5)
     assert cut == replace(shape, chunks=2, degree_backward=5)
 
 
 def test_flowmoe_serves_an_all_reduce_in_order_of_its_chunks() -> None:
     shape = StepShape(moe_layers=(True, True, False), all_reduce_chunks=(3, 2, 2))
-    plan, _ = run("flowmoe", shape, pieces_for(shape), 0)
+    plan, _ = run("flowmoe", shape, 0)
     served: dict[int, list[int | None]] = defaultdict(list)
     for task in plan.schedule.lanes[Lane.INTER]:
         if is_all_reduce(task):

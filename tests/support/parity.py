@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.cost import split_sizes
+from penstock.decision import ScheduleConfig
 from penstock.dispatch import DISPATCHES
 from penstock.models import ModelConfig
 from penstock.moe import ModuleExperts, MoEConfig, MoELayer
 from penstock.moe.build import GATES, build_layer, build_order, build_shared, dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
-from penstock.schedule import ScheduleConfig
 from penstock.schedule import penstock as searching
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from penstock.decision import ScheduleConfig
 from penstock.models import GPT
 from penstock.moe import MoELayer, build_layer
 from penstock.moe.build import build_shared
 from penstock.runtime import PipelinedStack
-from penstock.schedule import ScheduleConfig
 from penstock.train.assemble import build_stack
 from penstock.train.clip import clip_grad_norm
 from tests.support.parity import (

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from penstock.decision import ScheduleConfig
 from penstock.models import GPT
 from penstock.runtime import PipelinedStack
 from penstock.runtime.errors import ParameterMismatchError
-from penstock.schedule import ScheduleConfig
 from penstock.train.assemble import first_plan
 from penstock.train.clip import clip_grad_norm
 from tests.support.parity import Case, batch_of, logical, machinery, stack_of

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from penstock.config import ConfigError
+from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
-from penstock.schedule import ScheduleConfig
 from penstock.train.checkpoint import (
     MOMENTS,
     CheckpointError,

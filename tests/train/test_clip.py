@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.schedule import ScheduleConfig
 from penstock.train.clip import clip_grad_norm
 from tests.support.parity import Case, batch_of, check_close, logical, stack_of
 from tests.support.ranks import Pools

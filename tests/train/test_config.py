@@ -9,10 +9,11 @@ import pytest
 
 from penstock.config import ConfigError, load, to_toml
 from penstock.cost import ClusterConfig
+from penstock.decision import ScheduleConfig
 from penstock.models import PRESETS, ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import PlanConfig, given_schedule
-from penstock.schedule import SCHEDULES, ScheduleConfig
+from penstock.schedule import SCHEDULES
 from penstock.topology import ParallelConfig
 from penstock.train.config import OutputConfig, RunConfig, TrainConfig
 from penstock.train.corpus import DataConfig
@@ -113,7 +114,7 @@ def test_more_microbatches_than_samples(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_which_schedules_cut_the_batch(name: str) -> None:
-    assert ScheduleConfig(name=name, microbatches=3).cuts_batch is (name in CUTTING)
+    assert ScheduleConfig(name=name, microbatches=3).reads("microbatches") is (name in CUTTING)
 
 
 @pytest.mark.parametrize(

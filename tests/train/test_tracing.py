@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from penstock.decision import ScheduleConfig
 from penstock.graph import Lane
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.schedule import SCHEDULES, ScheduleConfig
+from penstock.schedule import SCHEDULES
 from penstock.trace import TaskRecord
 from penstock.train.tracing import StepAnalysis, analyse
 from tests.support.parity import Case, batch_of, stack_of

@@ -19,12 +19,12 @@ from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.ops.transfers import TRANSFERS
 from penstock.placement import ExpertPlacement
-from penstock.schedule import SCHEDULES, plan_step
+from penstock.schedule import SCHEDULES
 from penstock.simulate import lower_bound, simulate
 from penstock.step import StepShape, build_graph
 from penstock.virtual import Routing, VirtualCost
 from penstock.virtual.rows import by_source_and_target
-from tests.steps import pieces_for, task_at
+from tests.steps import planned, task_at
 from tests.support.draws import draws
 from tests.virtual.strategies import CLUSTER, steps
 
@@ -246,9 +246,12 @@ def test_alone_is_the_sum_of_the_computation() -> None:
 def test_the_simulator_predicts_it(step: Step, name: str) -> None:
     """Orders are frozen from costs per rank, and no simulated step beats its bound."""
     shape, work, routing = step
-    pieces = pieces_for(shape, microbatches=shape.microbatches, chunks=shape.chunks)
-    plan = plan_step(
-        SCHEDULES[name], shape, pieces, lambda cut: VirtualCost(cut, work, CLUSTER, routing.counts(0))
+    plan = planned(
+        name,
+        shape,
+        lambda cut: VirtualCost(cut, work, CLUSTER, routing.counts(0)),
+        microbatches=shape.microbatches,
+        chunks=shape.chunks,
     )
     cost = VirtualCost(plan.shape, work, CLUSTER, routing.counts(0))
     ranks = work.mesh

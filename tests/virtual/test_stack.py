@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.cost import ClusterConfig
+from penstock.decision import ScheduleConfig
 from penstock.graph import Lane, Task
 from penstock.mesh import Group
 from penstock.models import ModelConfig
@@ -21,7 +22,7 @@ from penstock.ops import Op
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.checks.marks import FIELDS
 from penstock.runtime.gradients.buckets import Buckets
-from penstock.schedule import SCHEDULES, Schedule, ScheduleConfig, StepPlan
+from penstock.schedule import SCHEDULES, Schedule, StepPlan
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, first_plan, gradient_bytes
 from penstock.virtual import VirtualConfig, VirtualStack, build_virtual

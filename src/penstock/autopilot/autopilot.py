@@ -23,18 +23,18 @@ from penstock.autopilot.diagnose import Diagnosis, diagnose
 from penstock.autopilot.planned import Planned, with_choice
 from penstock.autopilot.refine import refine
 from penstock.autopilot.replan import replan
-from penstock.autopilot.retune import Tuning, reads_chunk_bytes
+from penstock.autopilot.retune import Tuning
 from penstock.autopilot.start import start
 from penstock.autopilot.trials import Trials, worth_while
 from penstock.autopilot.watch import Drift, Watch
 from penstock.cost.measured import Kind
 from penstock.plan.plan_config import AUTO, DROPPED_STEPS
-from penstock.plan.words import milliseconds
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.schedule import StepPlan
 from penstock.trace import TaskRecord
 from penstock.train.config import RunConfig
 from penstock.train.resume import Resumption, Say
+from penstock.words import milliseconds
 
 CALIBRATION_STEPS = 8
 COMPARED_STEPS = 4
@@ -80,7 +80,7 @@ class Autopilot:
     def all_reduce_chunk_bytes(self) -> int | None:
         """The size of all-reduce chunks; None for a schedule without chunks."""
         choice = self.planned.choice
-        return choice.all_reduce_chunk_bytes if reads_chunk_bytes(choice) else None
+        return choice.all_reduce_chunk_bytes if choice.reads("all_reduce_chunk_bytes") else None
 
     def save(self, folder: Path) -> None:
         """Write the plan, and the cluster it was made for, into a folder; for one rank."""
@@ -154,7 +154,7 @@ class Autopilot:
         steady = self._kept[DROPPED_STEPS:] or self._kept
         choice = self.planned.choice
         fallback = self.planned.problem.cost(choice, self.planned.plan.shape)
-        cost = refine(self._stack, choice.system, [r for step in steady for r in step], fallback)
+        cost = refine(self._stack, choice, [r for step in steady for r in step], fallback)
         frozen = f"order of {choice.schedule} frozen again from measured durations"
         self.planned = replace(self.planned, plan=self._stack.plan).noting(frozen)
         self._say(frozen)
@@ -166,7 +166,7 @@ class Autopilot:
 
     def _begin_tuning(self) -> bool:
         self._tuned = True
-        if not reads_chunk_bytes(self.planned.choice):
+        if not self.planned.choice.reads("all_reduce_chunk_bytes"):
             self._say(f"plan.tuner: {self.planned.choice.schedule} has no all-reduce chunks to tune")
             return False
         control, train = self._stack.machinery.control, self._asked.train

@@ -10,7 +10,6 @@ from penstock.config import UNSET, ConfigError, to_dict
 from penstock.cost import ClusterFile
 from penstock.cost.match import mismatch
 from penstock.plan import PlanFile
-from penstock.plan.words import choice_words
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.pilot import CLUSTER_FILE, PLAN_FILE
@@ -30,7 +29,7 @@ def continued_plan(config: RunConfig, machinery: Machinery, from_: Resumption, s
     except ConfigError as error:
         say(ANEW.format(path=from_.path, why=error))
         return None
-    say(f"plan of {from_.path.name} continued: {choice_words(planned.choice)}")
+    say(f"plan of {from_.path.name} continued: {planned.choice.words}")
     return planned
 
 
@@ -50,7 +49,7 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
         if machinery.control.any(other is not None, "comparing machines with those of the plan"):
             raise ConfigError("plan", UNSET, "it was measured on other machines")
     plan = paper.step_plan(problem, str(path / PLAN_FILE))
-    return Planned(problem=problem, choice=paper.choice.choice, plan=plan, file=file, lines=paper.why)
+    return Planned(problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why)
 
 
 def _files(from_: Resumption) -> tuple[PlanFile, ClusterFile | None]:

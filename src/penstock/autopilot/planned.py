@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from penstock.autopilot.run_problem import NAMES
 from penstock.cost import ClusterFile
-from penstock.plan import Candidate, Choice, PlanFile, Problem, estimate_memory, predict_s
+from penstock.decision import Decision
+from penstock.plan import Candidate, PlanFile, Problem, estimate_memory, predict_s
 from penstock.plan.effort import Searched
 from penstock.plan.predict import alone
 from penstock.schedule import Schedule, StepPlan
@@ -21,7 +21,7 @@ from penstock.train.pilot import CLUSTER_FILE, PLAN_FILE
 class Rival:
     """A plan that was not chosen."""
 
-    choice: Choice
+    choice: Decision
     plan: StepPlan
     predicted_s: float
 
@@ -36,7 +36,7 @@ class Planned:
     """
 
     problem: Problem
-    choice: Choice
+    choice: Decision
     plan: StepPlan
     file: ClusterFile | None = None
     lines: tuple[str, ...] = ()
@@ -93,16 +93,7 @@ class Order:
         return StepPlan(graph, Schedule.parse(self.text, graph), self.shape)
 
 
-def with_choice(config: RunConfig, choice: Choice) -> RunConfig:
+def with_choice(config: RunConfig, choice: Decision) -> RunConfig:
     """The same run with sections [schedule] and [moe] saying what was chosen."""
-    schedule = replace(
-        config.schedule,
-        name=choice.schedule,
-        microbatches=choice.microbatches,
-        chunks=choice.chunks,
-        backward_chunks=choice.backward_chunks,
-        all_reduce_chunk_bytes=choice.all_reduce_chunk_bytes,
-        priority=choice.priority,
-    )
-    dispatch = next(name for name in NAMES if name == choice.dispatch)
-    return replace(config, schedule=schedule, moe=replace(config.moe, dispatch=dispatch))
+    schedule, moe = config.schedule.saying(choice), replace(config.moe, dispatch=choice.dispatch)
+    return replace(config, schedule=schedule, moe=moe)

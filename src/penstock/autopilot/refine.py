@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.cost import MeasuredCost
+from penstock.decision import Decision
 from penstock.graph import Task
 from penstock.runtime import PipelinedStack
-from penstock.schedule import System
+from penstock.schedule import SCHEDULES
 from penstock.trace import TaskRecord
 
 
 def refine(
-    stack: PipelinedStack, system: System, records: Sequence[TaskRecord], fallback: Callable[[Task], float]
+    stack: PipelinedStack, choice: Decision, records: Sequence[TaskRecord], fallback: Callable[[Task], float]
 ) -> MeasuredCost:
     """Order the same graph by the same rule with better costs. Results do not change, only waiting.
 
@@ -22,5 +23,5 @@ def refine(
     everyone = stack.machinery.control.gather(list(records), "exchanging measured durations")
     cost = MeasuredCost.from_records([r for records in everyone for r in records], fallback)
     graph = stack.plan.graph
-    stack.adopt(replace(stack.plan, schedule=system.order(graph, cost)))
+    stack.adopt(replace(stack.plan, schedule=SCHEDULES[choice.schedule].order(graph, cost, choice)))
     return cost

@@ -12,12 +12,13 @@ from penstock.autopilot.run_problem import run_problem
 from penstock.autopilot.start import find
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import LinkModel
-from penstock.plan import Choice, evaluate
+from penstock.decision import Decision
+from penstock.plan import evaluate
 from penstock.plan.effort import Searched
-from penstock.plan.words import choice_words, milliseconds
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.resume import Say
+from penstock.words import milliseconds
 
 LINKS_SHARE = 0.5
 """Of the time that measuring everything takes at the start."""
@@ -30,7 +31,7 @@ class Verdict:
     """What rank 0 decides. why: the explanation of the plan; line: the change in words; searched: how much
     was looked at."""
 
-    choice: Choice
+    choice: Decision
     order: Order
     why: tuple[str, ...]
     line: str
@@ -85,12 +86,12 @@ def _decide(
     line = f"{diagnosis.text}: "
     if changes:
         line += (
-            f"plan changes from {choice_words(now.choice)} ({milliseconds(now.expected_s(old))} per step "
-            f"expected) to {choice_words(best.choice)} ({milliseconds(now.expected_s(best))})"
+            f"plan changes from {now.choice.words} ({milliseconds(now.expected_s(old))} per step "
+            f"expected) to {best.choice.words} ({milliseconds(now.expected_s(best))})"
         )
     else:
         line += (
-            f"the plan stays {choice_words(best.choice)}, ordered anew "
+            f"the plan stays {best.choice.words}, ordered anew "
             f"({milliseconds(now.expected_s(best))} per step expected)"
         )
     why = lines if best is found.best else now.lines if best is old else (line,)

@@ -14,15 +14,16 @@ from penstock.autopilot.deciding import decided
 from penstock.autopilot.planned import Order, Planned
 from penstock.cost import MeasuredCost
 from penstock.cost.measured import Kind
+from penstock.decision import Decision
 from penstock.ops import Op
-from penstock.plan import Choice, Problem
+from penstock.plan import Problem
 from penstock.plan.plan_config import DROPPED_STEPS, PlanConfig
 from penstock.plan.tuner import Sample, SizeRange, Tuner, build_tuner
-from penstock.plan.words import mib, milliseconds
-from penstock.schedule import Cost, Pieces, StepPlan, plan_step
+from penstock.schedule import Cost, StepPlan, plan_step
 from penstock.simulate import iteration_s
 from penstock.step import StepShape
 from penstock.topology import Control
+from penstock.words import mib, milliseconds
 
 PURPOSE = "choosing a size of all-reduce chunks"
 STARTS = 9
@@ -31,35 +32,16 @@ STARTS = 9
 REDUCTIONS = (Op.ALL_REDUCE, Op.EXPERT_ALL_REDUCE)
 
 
-def reads_chunk_bytes(choice: Choice) -> bool:
-    """Whether the size of all-reduce chunks changes anything in its schedule."""
-    system = replace(choice, partition=None).system  # a partition is one of the run's layers, not of one
-
-    def shape(size_bytes: int) -> StepShape:
-        pieces = Pieces(
-            microbatches=1,
-            chunks=None,
-            all_reduce_chunk_bytes=size_bytes,
-            all_reduce_bytes=(1024,),
-            expert_all_reduce_bytes=(0,),
-        )
-        return system.shape(StepShape(moe_layers=(True,)), pieces)
-
-    return shape(512) != shape(1024)
-
-
-def sized(problem: Problem, choice: Choice, size_bytes: int, kinds: dict[Kind, float]) -> StepPlan:
+def sized(problem: Problem, choice: Decision, size_bytes: int, kinds: dict[Kind, float]) -> StepPlan:
     """The same choice with chunks of this size, ordered by what was measured of all other tasks.
 
     kinds: measured seconds; those of reductions hold for another size and do not count.
     """
     choice = replace(choice, all_reduce_chunk_bytes=size_bytes)
-    return plan_step(
-        choice.system, problem.uncut(choice), problem.pieces(choice), _costs(problem, choice, kinds)
-    )
+    return plan_step(choice, problem.uncut(choice), problem.gradients, _costs(problem, choice, kinds))
 
 
-def best_simulated(problem: Problem, choice: Choice, sizes: SizeRange, kinds: dict[Kind, float]) -> int:
+def best_simulated(problem: Problem, choice: Decision, sizes: SizeRange, kinds: dict[Kind, float]) -> int:
     """The size that promises most, of some between the ends of `sizes`: where a search had better begin."""
 
     def simulated_s(size_bytes: int) -> float:
@@ -71,7 +53,7 @@ def best_simulated(problem: Problem, choice: Choice, sizes: SizeRange, kinds: di
     return min(dict.fromkeys([choice.all_reduce_chunk_bytes, *map(sizes.at, places)]), key=simulated_s)
 
 
-def _costs(problem: Problem, choice: Choice, kinds: dict[Kind, float]) -> Callable[[StepShape], Cost]:
+def _costs(problem: Problem, choice: Decision, kinds: dict[Kind, float]) -> Callable[[StepShape], Cost]:
     others = {kind: seconds for kind, seconds in kinds.items() if kind[1] not in REDUCTIONS}
     return lambda cut: MeasuredCost(others, problem.cost(choice, cut))
 

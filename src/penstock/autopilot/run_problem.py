@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster
 from penstock.dispatch import DISPATCHES
 from penstock.moe import MoEConfig
-from penstock.moe.config import DispatchName
-from penstock.plan import Choice, Problem
-from penstock.schedule import ScheduleConfig
+from penstock.plan import Problem
 from penstock.topology import Layout
 from penstock.train.assemble import base_shape, gradient_bytes, workload
 from penstock.train.config import RunConfig
-
-NAMES: tuple[DispatchName, ...] = tuple(name for name in get_args(DispatchName) if name in DISPATCHES)
 
 
 def run_problem(
@@ -47,7 +41,7 @@ def _problem(
     )
 
 
-def candidates(moe: MoEConfig, layout: Layout) -> list[DispatchName]:
+def candidates(moe: MoEConfig, layout: Layout) -> list[str]:
     """Dispatches that these ranks can run, and that the configuration leaves open.
 
     Raises ConfigError if it names one that they cannot run.
@@ -57,25 +51,9 @@ def candidates(moe: MoEConfig, layout: Layout) -> list[DispatchName]:
             layout.require_nodes("moe.dispatch", moe.dispatch)
         return [moe.dispatch]
     # In nodes of one rank every leg inside them would be a copy for nothing.
-    return list(NAMES) if layout.ep_nodes > 1 and layout.ep_node_size > 1 else ["flat"]
+    return list(DISPATCHES) if layout.ep_nodes > 1 and layout.ep_node_size > 1 else ["flat"]
 
 
-def hierarchical_among(moe: MoEConfig, layout: Layout) -> list[DispatchName]:
+def hierarchical_among(moe: MoEConfig, layout: Layout) -> list[str]:
     """The candidates with legs of their own to be measured."""
     return [name for name in candidates(moe, layout) if DISPATCHES[name].needs_table]
-
-
-def given_choice(schedule: ScheduleConfig, problem: Problem) -> Choice:
-    """What section [schedule] means as a choice: where it leaves the number of chunks open, the usual one."""
-    work = problem.workload
-    pieces = schedule.pieces(work.all_reduce_bytes, work.expert_all_reduce_bytes)
-    shape = schedule.system.shape(problem.shape, pieces)
-    return Choice(
-        schedule=schedule.name,
-        microbatches=schedule.microbatches,
-        chunks=shape.chunks,
-        backward_chunks=shape.backward_chunks,
-        all_reduce_chunk_bytes=schedule.all_reduce_chunk_bytes,
-        priority=schedule.priority,
-        dispatch=work.dispatch,
-    )

@@ -13,14 +13,14 @@ from penstock.autopilot.deciding import Beat, decided, decided_slowly
 from penstock.autopilot.planned import Order, Planned, Rival
 from penstock.autopilot.profiling import profile_links, profile_run
 from penstock.autopilot.profiling.machine import here
-from penstock.autopilot.run_problem import assumed_problem, given_choice, run_problem
+from penstock.autopilot.run_problem import assumed_problem, run_problem
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.cost.match import mismatch
+from penstock.decision import Decision, ScheduleConfig
 from penstock.plan import (
     Candidate,
-    Choice,
     MemoryBudget,
     PlanFile,
     Problem,
@@ -32,7 +32,6 @@ from penstock.plan.effort import Searched
 from penstock.plan.plan_config import AUTO, GIVEN
 from penstock.plan.search import FoundPlan
 from penstock.runtime import Machinery
-from penstock.schedule import ScheduleConfig
 from penstock.train.config import RunConfig
 from penstock.train.resume import Say
 
@@ -66,7 +65,7 @@ def as_given(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
     with the shortest predicted step is taken.
     """
     problem = assumed_problem(config, machinery.layout)
-    choice = given_choice(config.schedule, problem)
+    choice = config.schedule.decision(problem.workload.dispatch)
     if len(problem.dispatches) > 1:
         measured = run_problem(config, machinery.layout, profile_links(config, machinery))
         names = problem.dispatches
@@ -82,7 +81,7 @@ def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
     file = cluster_of(config, machinery, say)
     problem = run_problem(config, machinery.layout, file)
 
-    def decide(beat: Beat) -> tuple[list[tuple[Choice, Order, float]], tuple[str, ...], Searched]:
+    def decide(beat: Beat) -> tuple[list[tuple[Decision, Order, float]], tuple[str, ...], Searched]:
         found, lines = find(problem, file, config.plan.budget, say, beat)
         promising = [found.best, *_rivals(found, config.plan.trials - 1)]
         orders = [(each.choice, Order.of(each.plan), each.predicted_s) for each in promising]
@@ -132,7 +131,7 @@ def replay(config: RunConfig, machinery: Machinery, path: Path, say: Say) -> Pla
         problem = run_problem(config, layout, file)
     plan = paper.step_plan(problem, str(path))
     say(f"plan {path}: made for {paper.cluster}, {1000 * paper.predicted_s:.0f} ms per step predicted there")
-    return Planned(problem=problem, choice=paper.choice.choice, plan=plan, file=file, lines=paper.why)
+    return Planned(problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why)
 
 
 def cluster_of(config: RunConfig, machinery: Machinery, say: Say) -> ClusterFile:

@@ -12,7 +12,7 @@ from statistics import median
 
 from penstock.autopilot.planned import Planned, Rival
 from penstock.plan.plan_config import DROPPED_STEPS
-from penstock.plan.words import choice_words, milliseconds
+from penstock.words import milliseconds
 
 TRIAL_STEPS = DROPPED_STEPS + 4
 MOST_SHARE = 0.1
@@ -68,7 +68,7 @@ class Trials:
     def line(self) -> str:
         """What came of it, for people."""
         tried = (
-            f"{choice_words(entry.choice)}: {milliseconds(seconds)} per step "
+            f"{entry.choice.words}: {milliseconds(seconds)} per step "
             f"({milliseconds(entry.predicted_s)} promised)"
             for entry, seconds in zip(self._entries, self._medians, strict=True)
         )

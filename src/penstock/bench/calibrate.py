@@ -10,10 +10,11 @@ from penstock.bench.predict import ComputeTimes, PredictedCost, predict
 from penstock.bench.scheduled import Scheduled, Stacks
 from penstock.bench.tune import variants
 from penstock.cost import StepCost
+from penstock.decision import Decision, ScheduleConfig
 from penstock.graph import Lane, Task
 from penstock.runtime.links import fit_links
 from penstock.runtime.transport.load import Load
-from penstock.schedule import SCHEDULES, ScheduleConfig, StepPlan
+from penstock.schedule import SCHEDULES, StepPlan
 from penstock.trace import TaskRecord
 from penstock.train.assemble import first_plan, workload
 
@@ -51,7 +52,7 @@ class Calibration:
         stacks, layout = self.stacks, self.stacks.layout
         sizes = workload(stacks.run_config, layout, *stacks.real.buckets.sizes_bytes)
         cost = PredictedCost(StepCost(first.shape, sizes, self.cluster), *self._computation(first))
-        plan = replace(first, schedule=SCHEDULES[name].order(first.graph, cost))
+        plan = replace(first, schedule=SCHEDULES[name].order(first.graph, cost, Decision(schedule=name)))
         simulated_s = predict(plan, cost, layout.mesh)
         contender = Scheduled(stacks.real, plan, stacks.batch)
         return Entry(name=name, transport="penstock", contender=contender, plan=plan, simulated_s=simulated_s)

@@ -8,9 +8,10 @@ from typing import Annotated
 from penstock.config import ConfigError, Items, Within, check_bounds
 from penstock.config.bounds import Seed
 from penstock.cost import ClusterConfig
+from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.schedule import SCHEDULES, ScheduleConfig
+from penstock.schedule import SCHEDULES
 from penstock.topology import ParallelConfig
 from penstock.virtual import VirtualConfig
 

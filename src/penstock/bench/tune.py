@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 from penstock.bench.config import BenchConfig
-from penstock.schedule import ScheduleConfig
+from penstock.decision import ScheduleConfig
 
 MICROBATCHES = (2, 4)
 ALL_REDUCE_CHUNK_BYTES = (1 << 20, 1 << 22)

@@ -12,8 +12,9 @@ from penstock.bench.config import BenchConfig
 from penstock.bench.contender import Entry
 from penstock.bench.scheduled import run_config_of
 from penstock.bench.tune import variants
+from penstock.decision import Decision, ScheduleConfig
 from penstock.runtime.links import fit_links
-from penstock.schedule import SCHEDULES, ScheduleConfig, StepPlan
+from penstock.schedule import SCHEDULES, StepPlan
 from penstock.simulate import simulate
 from penstock.topology import Layout
 from penstock.trace import TaskRecord
@@ -85,7 +86,7 @@ class VirtualField:
 
     def _ordered(self, name: str, first: StepPlan) -> Entry:
         cost = self._cost(first)
-        plan = replace(first, schedule=SCHEDULES[name].order(first.graph, cost))
+        plan = replace(first, schedule=SCHEDULES[name].order(first.graph, cost, Decision(schedule=name)))
         ranks = self._layout.mesh
         simulated_s = simulate(plan.schedule, plan.graph, cost, ranks).iteration_s
         contender = Slept(self._stack, plan)

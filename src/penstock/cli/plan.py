@@ -28,8 +28,8 @@ from penstock.plan import MemoryBudget, PlanFile, Subject, explain, find_plan, p
 from penstock.plan import Progress as Step
 from penstock.plan.effort import PLACEMENTS, check_budget
 from penstock.plan.subject import Overrides
-from penstock.plan.words import choice_words, milliseconds
 from penstock.report.plan import PlanReport, saved_plan
+from penstock.words import milliseconds
 
 NARROWEST, WIDEST = 60, 130
 SIZES = ("layers", "batch", "seq_len", "top_k", "num_experts", "nodes", "ranks_per_node", "ep_size")
@@ -134,7 +134,7 @@ def _show(options: argparse.Namespace, width: int) -> int:
     if not file.explains_choice:
         note = (
             f"Edited   since it was explained, by hand or while it was run: the plan is now "
-            f"{choice_words(file.choice.choice)}; the lines below are of the plan before"
+            f"{file.choice.words}; the lines below are of the plan before"
         )
         file = replace(file, why=(note, *file.why))
     print(saved_plan(file, str(options.show), width), end="")

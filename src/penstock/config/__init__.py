@@ -5,16 +5,20 @@ and why, `files.py` reads what users and other programs wrote, `error.py` is wha
 """
 
 from penstock.config.bounds import Items, Within, check_bounds
-from penstock.config.error import UNSET, ConfigError, shorten
+from penstock.config.error import UNSET, ConfigError, check_name, shorten
 from penstock.config.files import open_regular, parse_json, read_json, read_text
-from penstock.config.load import from_dict, load, to_dict, to_toml
+from penstock.config.load import check_value, from_dict, load, to_dict, to_toml
+from penstock.config.table import Table
 
 __all__ = [
     "UNSET",
     "ConfigError",
     "Items",
+    "Table",
     "Within",
     "check_bounds",
+    "check_name",
+    "check_value",
     "from_dict",
     "load",
     "open_regular",

@@ -95,7 +95,7 @@ def check_bounds(section: Any) -> None:
     Raises ConfigError that names the field.
     """
     for name, tp in bounded_fields(type(section)).items():
-        _check(tp, getattr(section, name), name)
+        check_type(tp, getattr(section, name), name)
 
 
 def bounded_fields(cls: type) -> Mapping[str, Any]:
@@ -117,7 +117,8 @@ def check_length(tp: Any, value: Sequence[object], key: str) -> None:
             mark.check(key, value)
 
 
-def _check(tp: Any, value: Any, key: str) -> None:
+def check_type(tp: Any, value: Any, key: str) -> None:
+    """Check a value and what is in it against the bounds in a type. Raises ConfigError about `key`."""
     if value is None:
         return
     inner, marks = bare(tp), _marks(tp)
@@ -126,10 +127,10 @@ def _check(tp: Any, value: Any, key: str) -> None:
             mark.check(key, value)
     if get_origin(inner) in (Union, UnionType):
         for each in get_args(inner):
-            _check(each, value, key)
+            check_type(each, value, key)
     elif get_origin(inner) is tuple and isinstance(value, tuple):
         for index, item in enumerate(value):
-            _check(get_args(inner)[0], item, f"{key}[{index}]")
+            check_type(get_args(inner)[0], item, f"{key}[{index}]")
 
 
 def bare(tp: Any) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any, Final
 
 UNSET: Final = ...
@@ -35,6 +37,15 @@ class ConfigError(ValueError):
     def under(self, prefix: str) -> ConfigError:
         """The same error with its key inside section `prefix`; an empty prefix is the top level."""
         return ConfigError(dotted(prefix, self.key), self.value, self.why, self.hint)
+
+
+def check_name(key: str, value: str, known: Iterable[str], what: str = "") -> None:
+    """Raises ConfigError about `key` for a value not among `known`. what: what they are; "" = as the key."""
+    names = list(known)
+    if value not in names:
+        near = get_close_matches(shorten(value).lower(), names, n=1, cutoff=0.0)
+        hint = f"Nearest: {near[0]}. All: {', '.join(names)}." if near else "There are none."
+        raise ConfigError(key, value, f"no such {what or key.rpartition('.')[2]}", hint)
 
 
 def dotted(prefix: str, name: str) -> str:

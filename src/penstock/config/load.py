@@ -18,9 +18,10 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
-from penstock.config.bounds import bare, bounded_fields, check_length
+from penstock.config.bounds import bare, bounded_fields, check_length, check_type
 from penstock.config.error import UNSET, ConfigError, dotted, shorten, shown, toml_value
 from penstock.config.files import MOST_TOML_BYTES, parse_toml, read_text
+from penstock.config.table import Table
 
 T = TypeVar("T")
 
@@ -43,6 +44,11 @@ def from_dict(cls: type[T], table: object, name: str) -> T:
     """Build `cls` from plain data such as JSON gives; errors begin with `name`, such as the file's."""
     built: T = _build(cls, table, name)
     return built
+
+
+def check_value(tp: Any, value: object, key: str) -> None:
+    """Raises ConfigError about `key` unless `value`, as TOML or JSON has it, is a `tp` within its bounds."""
+    check_type(tp, _convert(tp, value, key), key)
 
 
 def to_dict(config: object) -> dict[str, Any]:
@@ -93,6 +99,10 @@ def _apply(cls: type, table: dict[str, Any], path: Sequence[str], text: str, her
         if section and not _says_none(text):
             raise _not_a_section(section, key, _parse(text))
         table[name] = _override_value(tp, text, key)
+        return
+    if bare(tp) is Table:
+        held = table.get(name)
+        table[name] = {**(held if isinstance(held, dict) else {}), ".".join(rest): _parse(text)}
         return
     if section is None:
         raise ConfigError(".".join((key, *rest)), UNSET, f"{key} is not a section", f"Set {key} itself.")
@@ -205,6 +215,8 @@ def _convert_plain(tp: Any, value: object, key: str) -> object:
         _check_text(key, value)
     try:
         return tp(value)
+    except (TypeError, ValueError):
+        raise ConfigError(key, value, _expected(tp), f"For example {key}={_example(tp)}.") from None
     except OverflowError:
         raise ConfigError(
             key, value, "is more than a number may be", f"For example {key}={_example(tp)}."
@@ -237,6 +249,7 @@ _PLAIN: Final[Mapping[Any, _Plain]] = {
     float: _Plain(words="a number", example="0.5", accepts=(float, int)),
     str: _Plain(words="text", example='"first"', accepts=(str,)),
     Path: _Plain(words="a path", example='"runs/first"', accepts=(str,)),
+    Table: _Plain(words="a table of names and values", example="{}", accepts=(dict, list)),
 }
 
 
@@ -372,6 +385,8 @@ def _storable(tp: Any, value: object, key: str) -> object:
     """`value` as plain data, unless reading it back would turn a text into None."""
     tp = bare(tp)
     optional = get_origin(tp) in (Union, UnionType)
+    if isinstance(value, Table):
+        return dict(value)
     if isinstance(value, tuple):
         items = _inner(_inner(tp) if optional else tp)
         return [_storable(items, item, key) for item in value]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from penstock.config import ConfigError, Within, check_bounds
+from penstock.config import ConfigError, Within, check_bounds, check_name
+from penstock.dispatch import DISPATCHES
 from penstock.moe.accept import ChoiceKind, OrderName, default_order, refusal
 
 ExpertKind = Literal["gelu", "swiglu"]
 BalanceGroup = Literal["microbatch", "sequence", "global"]
 GateName = Literal["softmax", "noisy", "sigmoid", "cosine", "expert_choice", "soft"]
-DispatchName = Literal["auto", "flat", "hierarchical_1d", "hierarchical_2d"]
 OrderSetting = Literal["auto", "sort", "index", "einsum"]
 Compression = Literal["bfloat16", "int8"]
 
@@ -58,7 +58,7 @@ class MoEConfig:
     slots_per_expert: of each sample, with gate=soft.
     min_capacity: the least number of slots with a capacity_factor.
     order: sort (dropless), index or einsum (both need a capacity_factor); auto = the fastest that fits.
-    dispatch: flat, hierarchical_1d, hierarchical_2d; auto = by the fitted models of the links.
+    dispatch: one of DISPATCHES; auto = by the fitted models of the links.
     one_copy_per_rank: a token that goes to several experts of a rank travels once, its outputs are summed
         there. compression: of rows under way, none, bfloat16 or int8 (a scale per row).
     aux_loss_coeff: weight of the load-balance loss. z_loss_coeff: weight of the router z-loss.
@@ -83,7 +83,7 @@ class MoEConfig:
     min_capacity: Slots = 4
     slots_per_expert: Slots = 4
     order: OrderSetting = "auto"
-    dispatch: DispatchName = "auto"
+    dispatch: str = "auto"
     one_copy_per_rank: bool = False
     compression: Compression | None = None
     aux_loss_coeff: Coefficient = 0.01
@@ -92,6 +92,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        check_name("dispatch", self.dispatch, ("auto", *DISPATCHES))
         self._check_top_k()
         self._check_capacity()
         self._check_gate()

@@ -1,7 +1,5 @@
 """What to run: the published planners by name, and a joint search over every choice. No torch."""
 
-from penstock.plan.choice import Choice
-from penstock.plan.dimensions import DIMENSIONS, Dimension, register, unregister
 from penstock.plan.explain import Explanation, explain
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
 from penstock.plan.models import MODELS, PublishedModel
@@ -12,11 +10,8 @@ from penstock.plan.search import Candidate, FoundPlan, Progress, evaluate, find_
 from penstock.plan.subject import Subject, published_problem
 
 __all__ = [
-    "DIMENSIONS",
     "MODELS",
     "Candidate",
-    "Choice",
-    "Dimension",
     "Explanation",
     "FoundPlan",
     "MemoryBudget",
@@ -32,6 +27,4 @@ __all__ = [
     "find_plan",
     "predict_s",
     "published_problem",
-    "register",
-    "unregister",
 ]

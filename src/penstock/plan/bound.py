@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
+from penstock.decision import Decision
 from penstock.graph import Lane, Phase, Task
 from penstock.ops import Op
-from penstock.plan.choice import Choice
 from penstock.plan.predict import alone
 from penstock.plan.problem import Problem
 from penstock.schedule import Cost
@@ -64,7 +64,7 @@ class QuickBounds:
         other._known, other._known_reductions = self._known, self._known_reductions
         return other
 
-    def seconds(self, choice: Choice) -> float:
+    def seconds(self, choice: Decision) -> float:
         """No order of this cut takes less."""
         problem, counts = self._few, self._counts
         if choice.partition is not None:  # says for every single layer where its gradients go
@@ -90,7 +90,7 @@ class QuickBounds:
         ]
         return self._statistics_s(choice) + max(chain_s + reductions[0][1], sum(halves))
 
-    def _statistics_s(self, choice: Choice) -> float:
+    def _statistics_s(self, choice: Decision) -> float:
         """The sums that normalise the loss; they are of all layers at once, however a step is cut."""
         key = choice.dispatch, choice.more
         if key not in self._known_statistics:
@@ -99,7 +99,7 @@ class QuickBounds:
             self._known_statistics[key] = slowest(cost(statistics(shape.last)))
         return self._known_statistics[key]
 
-    def _parts(self, choice: Choice, cut: StepShape, is_moe: bool) -> tuple[_Part, _Part]:
+    def _parts(self, choice: Decision, cut: StepShape, is_moe: bool) -> tuple[_Part, _Part]:
         """The ends of a step and one layer, of a step that has no more."""
         key = (
             is_moe,
@@ -114,7 +114,7 @@ class QuickBounds:
             self._known[key] = self._work_out(choice, cut, is_moe)
         return self._known[key]
 
-    def _work_out(self, choice: Choice, cut: StepShape, is_moe: bool) -> tuple[_Part, _Part]:
+    def _work_out(self, choice: Decision, cut: StepShape, is_moe: bool) -> tuple[_Part, _Part]:
         shape = replace(
             cut,
             moe_layers=(is_moe,),
@@ -133,7 +133,7 @@ class QuickBounds:
         chain_s = lower_bound(graph, seconds.__getitem__).critical_path_s - ends_s - slowest(cost(sums))
         return _part(ends, ends_s), _part(inner, chain_s)
 
-    def _reductions(self, problem: Problem, choice: Choice, cut: StepShape) -> list[tuple[float, float]]:
+    def _reductions(self, problem: Problem, choice: Decision, cut: StepShape) -> list[tuple[float, float]]:
         """For every layer the seconds of its reductions, and of the longest one of replicated gradients."""
         work, cost, found = problem.workload, problem.cost(choice, cut), []
         for layer in range(cut.num_layers):

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from penstock.config import ConfigError, Items, Within, check_bounds
-from penstock.plan.choice import Choice
+from penstock.decision import Decision
 from penstock.plan.predict import timelines
 from penstock.plan.problem import Problem
-from penstock.plan.words import counted
-from penstock.schedule import Penstock
 from penstock.schedule.penstock import evaluations
+from penstock.words import counted
 
 Effort = Literal["low", "usual"]
 
@@ -87,10 +86,10 @@ class Meter:
     def used_up(self) -> bool:
         return self.spent >= self.allowed
 
-    def note(self, problem: Problem, choice: Choice, tasks: int) -> None:
+    def note(self, problem: Problem, choice: Decision, tasks: int) -> None:
         """One choice of so many tasks was ordered and simulated."""
         self.spent += tasks * (1 + timelines(problem))
-        if choice.schedule == Penstock.name and choice.priority == "search":
+        if choice.reads("priority") and choice.priority == "search":
             self.spent += tasks * evaluations(tasks) // QUICK
 
     def note_planner(self) -> None:

@@ -8,16 +8,15 @@ from itertools import accumulate
 from typing import Any
 
 from penstock.cost import AlphaBeta, ClusterConfig, FittedCluster, ProfiledCluster
+from penstock.decision import Decision
 from penstock.graph import Lane
 from penstock.ops import Op
-from penstock.plan.choice import Choice
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
 from penstock.plan.predict import alone
 from penstock.plan.problem import Problem
 from penstock.plan.search import Candidate, FoundPlan, evaluate
-from penstock.plan.words import change, choice_words, gib, milliseconds
-from penstock.schedule import Penstock
 from penstock.simulate import lane_work
+from penstock.words import change, gib, milliseconds
 
 FASTER = 2
 INFINITELY = 1e12
@@ -50,7 +49,7 @@ class Explanation:
     def lines(self) -> tuple[str, ...]:
         """Exactly five."""
         return (
-            f"Plan     {choice_words(self.best.choice)}",
+            f"Plan     {self.best.choice.words}",
             f"Time     {self._time()}",
             f"Binding  {self._binding()}",
             f"Next     {self._next()}",
@@ -67,7 +66,7 @@ class Explanation:
             "bound_of_all_cuts_s": self.lower_bound_s,
             "binds": self.binds,
             "busy": self.busy,
-            "next_best": None if following is None else choice_words(following.choice),
+            "next_best": None if following is None else following.choice.words,
             "next_best_s": None if following is None else following.predicted_s,
             "faster": self.faster,
             "memory_bytes": self.memory.total_bytes,
@@ -91,7 +90,7 @@ class Explanation:
         if self.next_best is None:
             return "there is no other plan"
         return (
-            f"{choice_words(self.next_best.choice)}; {milliseconds(self.next_best.predicted_s)}, "
+            f"{self.next_best.choice.words}; {milliseconds(self.next_best.predicted_s)}, "
             f"{change(self.next_best.predicted_s, self.best.predicted_s)}"
         )
 
@@ -168,13 +167,13 @@ def _faster(problem: Problem, found: FoundPlan, *, intra: bool) -> dict[str, flo
     }
 
 
-def _by_rule(choice: Choice) -> Choice:
+def _by_rule(choice: Decision) -> Decision:
     """With a quick rule where the order was searched for: like is compared with like."""
-    searched = choice.schedule == Penstock.name and choice.priority == "search"
+    searched = choice.reads("priority") and choice.priority == "search"
     return replace(choice, priority="critical_path") if searched else choice
 
 
-def _best_s(problem: Problem, choices: list[Choice]) -> float:
+def _best_s(problem: Problem, choices: list[Decision]) -> float:
     return min(evaluate(problem, choice).predicted_s for choice in choices)
 
 

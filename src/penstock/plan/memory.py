@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from penstock.plan.choice import Choice
+from penstock.decision import Decision
 from penstock.plan.problem import Problem
 
 FLOAT32_BYTES = 4
@@ -63,7 +63,7 @@ class MemoryEstimate:
         return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
 
-def estimate_memory(problem: Problem, choice: Choice) -> MemoryEstimate:
+def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     """Weights W, gradients W, AdamW's moments 2 W, activations of the whole batch, buffers.
 
     W = 4 bytes x (replicated weights + layers x experts per rank x matrices x M x H / shards). Activations

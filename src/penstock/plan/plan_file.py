@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,16 +19,12 @@ from penstock.config import (
 )
 from penstock.config.bounds import SizeBytes
 from penstock.cost.json_file import write_json
+from penstock.decision import Decision
 from penstock.graph import ScheduleError
-from penstock.plan.choice import Choice
-from penstock.plan.dimensions import DIMENSIONS
 from penstock.plan.effort import Searched
 from penstock.plan.problem import Problem
 from penstock.plan.search import Candidate
-from penstock.plan.words import choice_words
-from penstock.schedule import SCHEDULES, Partition, Schedule, StepPlan
-from penstock.schedule.catalogue import ChunkBytes, PieceCount
-from penstock.schedule.penstock import PriorityName
+from penstock.schedule import Schedule, StepPlan
 from penstock.step import build_graph
 
 VERSION = 1
@@ -39,72 +32,8 @@ AGAIN = "Correct the number, or make the file again with `penstock plan --out`."
 Size = Annotated[int, Within(0, 2**62, "it says for what step the plan was made")]
 Seconds = Annotated[float, Within(0, 1e9, "it is the duration of a step", above=True, hint=AGAIN)]
 Bound = Annotated[float, Within(0, 1e9, "it is the duration of a step", hint=AGAIN)]
-NOT_FINITE = (math.inf, -math.inf)
 MOST_LINES = 100_000
 ORDER_ANEW = 'Delete "schedule" from the file to have the tasks ordered anew.'
-
-
-@dataclass(frozen=True, kw_only=True)
-class More:
-    """A decision of a dimension that was registered. value: as JSON."""
-
-    name: str
-    value: str
-
-    def __post_init__(self) -> None:
-        try:
-            if parse_json(self.value) in NOT_FINITE:
-                raise ValueError("no decision is infinite")
-        except ValueError as error:
-            hint = 'Write a number such as "2", or text in quotes of its own such as "\\"mine\\"".'
-            raise ConfigError("value", self.value, f"is not JSON: {error}", hint) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanChoice:
-    """What Choice holds, as a section of the file. partition: null = all of a layer's into the next gap."""
-
-    schedule: str
-    microbatches: PieceCount = 1
-    chunks: PieceCount = 1
-    backward_chunks: PieceCount = 1
-    all_reduce_chunk_bytes: ChunkBytes = 1 << 20
-    priority: PriorityName = "search"
-    dispatch: str = "flat"
-    partition: Partition | None = None
-    more: Annotated[tuple[More, ...], Items(100, "one per registered dimension")] = ()
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
-        if self.schedule not in SCHEDULES:
-            near = get_close_matches(self.schedule, SCHEDULES, n=1, cutoff=0.0)[0]
-            hint = f"Nearest: {near}. All: {', '.join(SCHEDULES)}."
-            raise ConfigError("schedule", self.schedule, "no such schedule", hint)
-
-    @staticmethod
-    def of(choice: Choice) -> PlanChoice:
-        fields = {name: getattr(choice, name) for name in PLAIN}
-        return PlanChoice(
-            **fields, more=tuple(More(name=name, value=json.dumps(value)) for name, value in choice.more)
-        )
-
-    @property
-    def choice(self) -> Choice:
-        fields: dict[str, Any] = {name: getattr(self, name) for name in PLAIN}
-        return Choice(**fields, more=tuple((each.name, json.loads(each.value)) for each in self.more))
-
-
-PLAIN = (
-    "schedule",
-    "microbatches",
-    "chunks",
-    "backward_chunks",
-    "all_reduce_chunk_bytes",
-    "priority",
-    "dispatch",
-    "partition",
-)
-"""Fields that are the same in the file and in Choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +86,7 @@ class PlanFile:
     memory_bytes: SizeBytes
     why: Annotated[tuple[str, ...], Items(1000, "it is for people")]
     sizes: PlanSizes
-    choice: PlanChoice
+    choice: Decision
     schedule: Annotated[tuple[str, ...], Items(MOST_LINES, "a step has a line per lane")] | None = None
     search: Searched | None = None
 
@@ -166,6 +95,10 @@ class PlanFile:
             hint = f"Make it again with `penstock plan --out`; this version writes {VERSION}."
             raise ConfigError("version", self.version, "is a version that cannot be read here", hint)
         check_bounds(self)
+        try:
+            self.choice.check()
+        except ConfigError as error:
+            raise error.under("choice") from error
 
     @staticmethod
     def of(
@@ -186,7 +119,7 @@ class PlanFile:
             memory_bytes=candidate.memory_bytes,
             why=why,
             sizes=PlanSizes.of(problem),
-            choice=PlanChoice.of(candidate.choice),
+            choice=candidate.choice,
             schedule=tuple(candidate.plan.schedule.text().splitlines()),
             search=search,
         )
@@ -204,26 +137,27 @@ class PlanFile:
         """Raises ConfigError that names the file, the key and its value, and says what to do."""
         table = read_json(path, "Give a plan file, or make one with `penstock plan --out`.")
         try:
-            file = from_dict(PlanFile, table, str(path))
+            return from_dict(PlanFile, _with_table(table, path), str(path))
         except ScheduleError as error:
             hint = "Correct the portion, or set partition to null."
             raise ConfigError(f"{path}.choice.partition", UNSET, str(error), hint) from error
-        file._check_more(str(path))
-        return file
 
     @property
     def explains_choice(self) -> bool:
         """Whether the explanation, if there is one, is that of the choice: either may have changed since."""
         said = next((line for line in self.why if line.startswith("Plan ")), None)
-        return said is None or said.removeprefix("Plan ").strip() == choice_words(self.choice.choice)
+        return said is None or said.removeprefix("Plan ").strip() == self.choice.words
 
     def step_plan(self, problem: Problem, name: str = "plan") -> StepPlan:
         """What to run. Raises ConfigError if the file does not fit the problem, or its order not its choice.
 
         name: what messages call the file, such as its path.
         """
-        choice = self.choice.choice
-        self._check_more(name)
+        choice = self.choice
+        try:
+            choice.check()  # what was registered when the file was read may be so no more
+        except ConfigError as error:
+            raise error.under(f"{name}.choice") from error
         self._check(problem, choice, name)
         try:
             if self.schedule is None:
@@ -237,17 +171,7 @@ class PlanFile:
             raise ConfigError(f"{name}.{key}", UNSET, f"{error}", ORDER_ANEW) from error
         return StepPlan(graph, schedule, shape)
 
-    def _check_more(self, name: str) -> None:
-        """Every further decision is one that somebody registered: any other would decide nothing."""
-        known = [dimension for dimension in DIMENSIONS if dimension not in PLAIN]
-        for number, more in enumerate(self.choice.more):
-            if more.name not in known:
-                key, why = f"{name}.choice.more[{number}].name", "no such dimension is registered"
-                have = f"Registered: {', '.join(known)}." if known else "Register it first, or take it out."
-                own = "Write it into the choice itself, beside more."
-                raise ConfigError(key, more.name, why, own if more.name in PLAIN else have)
-
-    def _check(self, problem: Problem, choice: Choice, name: str) -> None:
+    def _check(self, problem: Problem, choice: Decision, name: str) -> None:
         for key, value in to_dict(PlanSizes.of(problem)).items():
             if (planned := getattr(self.sizes, key)) != value:
                 why = f"this step has {value}, so the plan is one for another step"
@@ -263,7 +187,7 @@ class PlanFile:
             raise ConfigError(key, choice.microbatches, why, f"Nearest valid: {samples}.")
 
     @staticmethod
-    def _check_partition(problem: Problem, choice: Choice, name: str) -> None:
+    def _check_partition(problem: Problem, choice: Decision, name: str) -> None:
         """Every gradient is reduced, once: a byte left out would let the ranks drift apart in silence."""
         if choice.partition is None:
             return
@@ -275,3 +199,15 @@ class PlanFile:
             if sum(portions) != size:
                 why = f"layer {layer} has {size} bytes of gradients to reduce"
                 raise ConfigError(f"{key}.portions[{layer}]", f"{sum(portions)} bytes", why, hint)
+
+
+def _with_table(table: Any, path: Path) -> Any:
+    """What a file holds, with registered decisions as pairs: once each was a text of JSON and its name."""
+    try:
+        more = [(each["name"], parse_json(each["value"])) for each in table["choice"]["more"]]
+    except ValueError as error:
+        hint = 'Write pairs such as ["mine", 2].'
+        raise ConfigError(f"{path}.choice.more", UNSET, f"holds what is not JSON: {error}", hint) from error
+    except (KeyError, TypeError):  # it has pairs, or what is wrong is told when it is read
+        return table
+    return {**table, "choice": {**table["choice"], "more": more}}

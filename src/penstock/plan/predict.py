@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from penstock.cost import ProfiledCluster
+from penstock.decision import Decision
 from penstock.graph import Lane, Task
 from penstock.mesh import Mesh, Seconds
-from penstock.plan.choice import Choice
 from penstock.plan.problem import Problem
 from penstock.schedule import StepPlan
 from penstock.simulate import RankCost, Timeline, iteration_s, simulate
@@ -39,7 +39,7 @@ CompanyCost = Callable[[Task, Any], Any]
 """Seconds of a task that has company for such a share of its time."""
 
 
-def predict_s(problem: Problem, choice: Choice, plan: StepPlan) -> float:
+def predict_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
     """Seconds of an iteration. Deterministic: what is drawn at random has a fixed seed."""
     cluster = problem.cluster
     if not isinstance(cluster, ProfiledCluster) or (not _feels_company(cluster) and not cluster.file.jitter):
@@ -133,7 +133,7 @@ def _covered(span: tuple[float, float], moments: Seconds, busy_s: Seconds) -> fl
     return float(min(1.0, common / (end - start)))
 
 
-def _between(problem: Problem, choice: Choice, plan: StepPlan) -> RankCost:
+def _between(problem: Problem, choice: Decision, plan: StepPlan) -> RankCost:
     """The cost of every task at its own share of company."""
     shape = plan.shape
     assert isinstance(problem.cluster, ProfiledCluster)

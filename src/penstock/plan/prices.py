@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from penstock.config import ConfigError
+from penstock.decision import Decision
 from penstock.graph import Task
 from penstock.ops import spec_of
-from penstock.plan.choice import Choice
 from penstock.plan.problem import Problem
-from penstock.plan.words import choice_words
 from penstock.schedule import StepPlan
 from penstock.schedule.freeze import slowest
 
@@ -20,25 +19,25 @@ HINT = "Correct the latencies, rates or models of tasks in the cluster file (or 
 def check_prices(problem: Problem) -> None:
     """Raises ConfigError for a cluster on which a plain step, or a task of it, takes no sensible time."""
     for dispatch in problem.dispatches:
-        choice = Choice(dispatch=dispatch)
+        choice = Decision(dispatch=dispatch)
         plan = problem.plan(choice)
         total_s = sum(_prices(problem, choice, plan).values())
         if not LEAST_STEP_S < total_s < LONGEST_STEP_S:
             raise impossible(problem, choice, plan, total_s)
 
 
-def impossible(problem: Problem, choice: Choice, plan: StepPlan, seconds: float) -> ConfigError:
+def impossible(problem: Problem, choice: Decision, plan: StepPlan, seconds: float) -> ConfigError:
     """The error for a plan that takes `seconds`: it names the task that takes longest."""
     prices = _prices(problem, choice, plan)
     wrong = [task for task, each in prices.items() if not 0 <= each < LONGEST_STEP_S]
     task = wrong[0] if wrong else max(prices, key=prices.__getitem__)
     why = (
         f"the longest task, {task} ({spec_of(task.op).title}), takes {prices[task]:.3g} s on this cluster, "
-        f"and {choice_words(choice)} {seconds:.3g} s in all: no step does"
+        f"and {choice.words} {seconds:.3g} s in all: no step does"
     )
     return ConfigError("cluster", "its costs", why, HINT)
 
 
-def _prices(problem: Problem, choice: Choice, plan: StepPlan) -> dict[Task, float]:
+def _prices(problem: Problem, choice: Decision, plan: StepPlan) -> dict[Task, float]:
     cost = problem.cost(choice, plan.shape)
     return {task: slowest(cost(task)) for task in plan.graph.tasks}

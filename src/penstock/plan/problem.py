@@ -7,10 +7,10 @@ from functools import cached_property
 
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, StepCost, UnevenRanks, Workload
+from penstock.decision import Decision, GradientBytes
 from penstock.dispatch import DISPATCHES
 from penstock.mesh import Mesh
-from penstock.plan.choice import Choice
-from penstock.schedule import Cost, Pieces, StepPlan, plan_step
+from penstock.schedule import Cost, StepPlan, cut, plan_step
 from penstock.schedule.system import least_chunk_bytes
 from penstock.simulate import LowerBound, Timeline, lower_bound, simulate
 from penstock.step import StepShape
@@ -37,10 +37,19 @@ class Problem:
         return self.workload.mesh
 
     @property
+    def batch(self) -> int:
+        """Samples per rank."""
+        return self.workload.batch
+
+    @property
+    def gradients(self) -> GradientBytes:
+        """Bytes of every layer's gradients."""
+        return GradientBytes(self.workload.all_reduce_bytes, self.workload.expert_all_reduce_bytes)
+
+    @property
     def least_chunk_bytes(self) -> int:
         """Smaller all-reduce chunks would be too many tasks (see pieces_of)."""
-        work = self.workload
-        return max(least_chunk_bytes(work.all_reduce_bytes), least_chunk_bytes(work.expert_all_reduce_bytes))
+        return max(map(least_chunk_bytes, self.gradients))
 
     @property
     def paces(self) -> tuple[float, ...]:
@@ -63,10 +72,10 @@ class Problem:
         group = (ratio, *((size - ratio) / (size - 1),) * (size - 1))
         return replace(self, load=group * (self.workload.world_size // size))
 
-    def workload_of(self, choice: Choice) -> Workload:
+    def workload_of(self, choice: Decision) -> Workload:
         return replace(self.workload, dispatch=choice.dispatch)
 
-    def cost(self, choice: Choice, cut: StepShape) -> Cost:
+    def cost(self, choice: Decision, cut: StepShape) -> Cost:
         """Seconds of every task of a step cut so, per rank where ranks differ.
 
         The last one is kept: ordering, simulating and bounding a choice price the same tasks.
@@ -81,31 +90,26 @@ class Problem:
     def _last_cost(self) -> dict[object, Cost]:
         return {}
 
-    def _new_cost(self, choice: Choice, cut: StepShape) -> Cost:
+    def _new_cost(self, choice: Decision, cut: StepShape) -> Cost:
         even = StepCost(cut, self.workload_of(choice), self.cluster)
         return UnevenRanks(even, self.slowness, self.load) if self.slowness or self.load else even
 
-    def plan(self, choice: Choice) -> StepPlan:
+    def plan(self, choice: Decision) -> StepPlan:
         """The graph and the frozen order that a choice means."""
-        return plan_step(
-            choice.system, self.uncut(choice), self.pieces(choice), lambda cut: self.cost(choice, cut)
-        )
+        return plan_step(choice, self.uncut(choice), self.gradients, lambda cut: self.cost(choice, cut))
 
-    def cut(self, choice: Choice) -> StepShape:
+    def cut(self, choice: Decision) -> StepShape:
         """The shape that a choice means, without its graph."""
-        return choice.system.shape(self.uncut(choice), self.pieces(choice))
+        return cut(choice, self.uncut(choice), self.gradients)
 
-    def pieces(self, choice: Choice) -> Pieces:
-        return choice.pieces(self.workload.all_reduce_bytes, self.workload.expert_all_reduce_bytes)
-
-    def simulate(self, choice: Choice, plan: StepPlan) -> Timeline:
+    def simulate(self, choice: Decision, plan: StepPlan) -> Timeline:
         return simulate(plan.schedule, plan.graph, self.cost(choice, plan.shape), self.mesh)
 
-    def bound(self, choice: Choice, plan: StepPlan) -> LowerBound:
+    def bound(self, choice: Decision, plan: StepPlan) -> LowerBound:
         """What no order of the same tasks beats."""
         return lower_bound(plan.graph, self.cost(choice, plan.shape), self.mesh)
 
-    def uncut(self, choice: Choice) -> StepShape:
+    def uncut(self, choice: Decision) -> StepShape:
         """The shape with the legs of the choice's dispatch."""
         if choice.dispatch == self.workload.dispatch:
             return self.shape

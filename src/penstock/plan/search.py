@@ -21,19 +21,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from penstock.config import ConfigError
+from penstock.decision import Decision, Partition
 from penstock.plan.bound import QuickBounds
-from penstock.plan.choice import Choice
-from penstock.plan.dimensions import neighbours, space
 from penstock.plan.effort import Effort, Meter, Searched
 from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget, estimate_memory
 from penstock.plan.predict import alone, predict_s
 from penstock.plan.prices import check_prices, impossible
 from penstock.plan.problem import Problem
 from penstock.plan.published import PUBLISHED
+from penstock.plan.space import neighbours, space
 from penstock.plan.starts import first_choices
-from penstock.plan.words import gib
-from penstock.schedule import FSMoE, Partition, Penstock, StepPlan
+from penstock.schedule import StepPlan
 from penstock.simulate import LowerBound
+from penstock.words import gib
 
 CHECKPOINT = 20_000
 """After so many placements in step 5 its best cuts are simulated in full."""
@@ -53,7 +53,7 @@ FEW_LAYERS = 4
 class Candidate:
     """A choice, worked out. memory_bytes: estimated, per rank. quick_bound_s: of QuickBounds, 0 = unknown."""
 
-    choice: Choice
+    choice: Decision
     plan: StepPlan
     predicted_s: float
     bound: LowerBound
@@ -90,7 +90,7 @@ class FoundPlan:
     searched: Searched
 
 
-def evaluate(problem: Problem, choice: Choice) -> Candidate:
+def evaluate(problem: Problem, choice: Decision) -> Candidate:
     """Order, simulate and bound one choice. Raises ConfigError where a task takes no finite time."""
     plan = problem.plan(choice)
     bound = alone(problem).bound(choice, plan)
@@ -133,10 +133,10 @@ class _Screen:
 
     problem: Problem
     meter: Meter
-    seconds: dict[Choice, float] = field(default_factory=dict)
-    candidates: dict[Choice, Candidate] = field(default_factory=dict)
+    seconds: dict[Decision, float] = field(default_factory=dict)
+    candidates: dict[Decision, Candidate] = field(default_factory=dict)
 
-    def look(self, choice: Choice, *, always: bool = False) -> float:
+    def look(self, choice: Decision, *, always: bool = False) -> float:
         """Seconds of a choice. Raises _OutOfBudgetError if it is new and nothing is left, unless `always`."""
         if choice not in self.seconds:
             if self.meter.used_up and not always:
@@ -146,7 +146,7 @@ class _Screen:
             self.seconds[choice], self.candidates[choice] = found.predicted_s, found
         return self.seconds[choice]
 
-    def ranked(self) -> list[Choice]:
+    def ranked(self) -> list[Decision]:
         """Best first; of equal ones the one looked at first."""
         return sorted(self.seconds, key=lambda choice: self.seconds[choice])
 
@@ -193,13 +193,13 @@ class _Search:
             raise self._too_big()
         return self._found(everything, stopped)
 
-    def _everything(self) -> list[Choice]:
+    def _everything(self) -> list[Decision]:
         """All that may be chosen. With low effort only what lies on the way is looked at."""
         if self._effort == "low" and self._memory is None:
             return []
         return [choice for choice in dict.fromkeys(space(self._problem)) if self._fits(choice)]
 
-    def _begin(self, firsts: list[Choice]) -> None:
+    def _begin(self, firsts: list[Decision]) -> None:
         """An answer, whatever the budget."""
         self._stage = "first plans"
         for choice in firsts:
@@ -223,14 +223,14 @@ class _Search:
             self._report(number + 1, len(PUBLISHED))
         self._descend(self._best_of(choices)[:1])
 
-    def _best_of(self, choices: list[Choice]) -> list[Choice]:
+    def _best_of(self, choices: list[Decision]) -> list[Decision]:
         """The two best of different schedules, with what can be changed one by one."""
-        firsts: dict[str, Choice] = {}
+        firsts: dict[str, Decision] = {}
         for choice in sorted(choices, key=lambda choice: self._full.seconds[choice]):
             firsts.setdefault(choice.schedule, replace(choice, partition=None))
         return [choice for choice in firsts.values() if self._fits(choice)][:2]
 
-    def _descend(self, starts: list[Choice]) -> None:
+    def _descend(self, starts: list[Decision]) -> None:
         """Change one decision at a time, for as long as that is an improvement."""
         self._stage, screen = "better cuts", self._screen
         for start in starts:
@@ -245,7 +245,7 @@ class _Search:
                         best, best_s, improved = choice, screen.look(choice), True
                     self._report_work()
 
-    def _walk(self, choices: list[Choice]) -> None:
+    def _walk(self, choices: list[Decision]) -> None:
         """The rest in the order of their bounds, until none is below the best time."""
         self._stage = "all cuts by their bounds"
         screen, meter = self._screen, self._meter
@@ -272,25 +272,25 @@ class _Search:
         self._stage = "the best in full"
         ranked = self._screen.ranked()
         finalists = ranked[:FINALISTS]
-        gapped = [choice for choice in ranked if choice.schedule == FSMoE.name][:1]
+        gapped = [choice for choice in ranked if choice.reads("partition")][:1]
         whole = finalists if self._screen is not self._full else []
         self._look_in_full([*whole, *map(self._with_partition, [*finalists, *gapped])])
         if orders:
             self._stage = "better orders"
-            own = [choice for choice in self._full.ranked() if choice.schedule == Penstock.name]
+            own = [choice for choice in self._full.ranked() if choice.reads("priority")]
             best = dict.fromkeys(replace(choice, priority="search") for choice in own)
             self._look_in_full(list(best)[: SEARCHED[self._effort]])
 
-    def _look_in_full(self, choices: list[Choice]) -> None:
+    def _look_in_full(self, choices: list[Decision]) -> None:
         for number, choice in enumerate(choices):
             self._full.look(choice)
             self._report(number + 1, len(choices))
 
-    def _with_partition(self, choice: Choice) -> Choice:
+    def _with_partition(self, choice: Decision) -> Decision:
         """The same with the gradients in the gaps that FSMoE's planner has chosen for this model."""
-        return replace(choice, partition=self._partition) if choice.schedule == FSMoE.name else choice
+        return replace(choice, partition=self._partition) if choice.reads("partition") else choice
 
-    def _found(self, everything: list[Choice], stopped: str | None) -> FoundPlan:
+    def _found(self, everything: list[Decision], stopped: str | None) -> FoundPlan:
         full = self._full
         self._progress(Progress(stage="bounds of what is left", done=0, total=1, best_s=full.best_s))
         best, *rest = (full.candidates[choice] for choice in full.ranked())
@@ -314,7 +314,7 @@ class _Search:
             ),
         )
 
-    def _fits(self, choice: Choice) -> bool:
+    def _fits(self, choice: Decision) -> bool:
         if self._memory is None:
             return True
         return estimate_memory(self._problem, choice).total_bytes <= self._memory.bytes
@@ -366,15 +366,14 @@ def _bounded(candidate: Candidate, bounds: QuickBounds) -> Candidate:
     return replace(candidate, quick_bound_s=bounds.seconds(candidate.choice))
 
 
-def _cut(candidate: Candidate) -> tuple[object, ...]:
-    choice = candidate.choice
-    return (
-        choice.schedule,
-        choice.microbatches,
-        choice.chunks,
-        choice.backward_chunks,
-        choice.dispatch,
-        choice.more,
+def _cut(candidate: Candidate) -> Decision:
+    """The decision but for sizes and orders."""
+    usual = Decision()
+    return replace(
+        candidate.choice,
+        all_reduce_chunk_bytes=usual.all_reduce_chunk_bytes,
+        priority=usual.priority,
+        partition=None,
     )
 
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.config import to_dict
+from penstock.decision import Field
+from penstock.decision.record import FIELDS
 from penstock.plan import Candidate, Explanation, FoundPlan, PlanFile, Subject
-from penstock.plan.words import change, cut_cells, gib, milliseconds
-from penstock.schedule import Penstock
+from penstock.words import change, gib, milliseconds
 
 LABEL_WIDTH = 9
-HEAD = ("", "schedule", "dispatch", "order", "R", "chunks", "all-reduce", "step", "", "bound", "memory")
-LEFT = 4
-"""Columns with words; the rest are numbers, aligned to the right."""
 
 LEGEND = "R: microbatches; chunks: forward/backward; bound: what no order of the same tasks beats"
-RULES = {"search": "searched", "critical_path": "longest path", "all_to_all_first": "all-to-all first"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,15 +91,8 @@ def heading(subject: Subject, width: int) -> str:
 
 
 def _plain(candidate: Candidate) -> dict[str, Any]:
-    choice = candidate.choice
     return {
-        "schedule": choice.schedule,
-        "microbatches": choice.microbatches,
-        "chunks": choice.chunks,
-        "backward_chunks": choice.backward_chunks,
-        "all_reduce_chunk_bytes": choice.all_reduce_chunk_bytes,
-        "dispatch": choice.dispatch,
-        "priority": choice.priority,
+        **to_dict(candidate.choice),
         "predicted_s": candidate.predicted_s,
         "lower_bound_s": candidate.bound_s,
         "memory_bytes": candidate.memory_bytes,
@@ -109,27 +100,28 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
 
 
 def _table(candidates: Sequence[Candidate], *, dispatches: bool) -> str:
-    """A row per plan, the best first."""
-    best_s = candidates[0].predicted_s
-    rows = [HEAD, *(_row(candidate, best_s) for candidate in candidates)]
-    shown = [column for column, name in enumerate(HEAD) if dispatches or name != "dispatch"]
-    widths = {column: max(len(row[column]) for row in rows) for column in shown}
-    return "\n".join([*("  ".join(_cells(row, widths)).rstrip() for row in rows), "   " + LEGEND])
+    """A row per plan, the best first: what was decided, words to the left and numbers to the right."""
+    fields = [each for each in FIELDS.values() if each.cell and (dispatches or each.name != "dispatch")]
+    fields.sort(key=lambda each: each.cuts)
+    words = 1 + sum(not each.cuts for each in fields)
+    head = ("", *(each.head for each in fields), "step", "", "bound", "memory")
+    rows = [head, *(_row(candidate, candidates[0].predicted_s, fields) for candidate in candidates)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            cell.ljust(width) if column < words else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+    return "\n".join([*lines, "   " + LEGEND])
 
 
-def _cells(row: Sequence[str], widths: dict[int, int]) -> Iterator[str]:
-    for column, width in widths.items():
-        yield row[column].ljust(width) if column < LEFT else row[column].rjust(width)
-
-
-def _row(candidate: Candidate, best_s: float) -> tuple[str, ...]:
+def _row(candidate: Candidate, best_s: float, fields: Sequence[Field]) -> tuple[str, ...]:
     choice, first = candidate.choice, candidate.predicted_s == best_s
     return (
         "→" if first else "",
-        choice.schedule,
-        choice.dispatch.replace("_", " "),
-        RULES[choice.priority] if choice.schedule == Penstock.name else "its own",
-        *cut_cells(choice),
+        *(each.cell(choice) if each.cell and choice.reads(each.name) else each.unread for each in fields),
         milliseconds(candidate.predicted_s),
         "" if first else change(candidate.predicted_s, best_s),
         milliseconds(candidate.bound_s),

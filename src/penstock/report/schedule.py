@@ -6,16 +6,17 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
 from typing import Any
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, check_name
 from penstock.cost import ClusterConfig, StepCost, Workload
+from penstock.decision import Decision, GradientBytes
 from penstock.report.timeline import duration_text, render_timeline
-from penstock.schedule import SCHEDULES, Pieces, StepPlan, System, plan_step
+from penstock.schedule import SCHEDULES, StepPlan, System, plan_step
 from penstock.simulate import LowerBound, lower_bound, overlap_efficiency, simulate
 from penstock.step import StepShape
 from penstock.trace import Occupation, TaskRecord, occupation
+from penstock.words import counted
 
 SLOW_LINK_BYTES_PER_S = 5e7
 """With it the representative step communicates for about half as long as it computes."""
@@ -111,7 +112,7 @@ class ScheduleDescription:
         work, shape = self.workload, self.shape
         yield (
             "model",
-            f"{_count(shape.num_layers, 'MoE layer')}, hidden {work.hidden_size}, "
+            f"{counted(shape.num_layers, 'MoE layer')}, hidden {work.hidden_size}, "
             f"{work.num_experts} GELU experts of {work.ffn_hidden_size}, top-{work.top_k}, dropless, "
             f"vocabulary {work.vocab_size}",
         )
@@ -163,7 +164,7 @@ def describe_schedule(
 
     chunks: None = the schedule's usual; backward_chunks: None = as many as forward.
     """
-    system = _system(name)
+    check_name("schedule", name, SCHEDULES)
     counts = {
         "layers": layers,
         "microbatches": microbatches,
@@ -175,18 +176,22 @@ def describe_schedule(
             raise ConfigError(key, value, "must be at least 1", "Use 1 or more.")
     cluster = cluster or ClusterConfig(link_bytes_per_s=SLOW_LINK_BYTES_PER_S)
     workload = _workload(layers, microbatches)
-    pieces = replace(
-        _pieces(workload, microbatches, chunks, all_reduce_chunks), backward_chunks=backward_chunks
+    asked = Decision(
+        schedule=name,
+        microbatches=microbatches,
+        chunks=chunks,
+        backward_chunks=backward_chunks,
+        all_reduce_chunk_bytes=-(-workload.all_reduce_bytes[0] // all_reduce_chunks),
     )
-    run = _run(system, workload, cluster, pieces)
-    baseline = _run(SCHEDULES[BASELINE], workload, cluster, pieces)
+    run = _run(asked, workload, cluster)
+    baseline = _run(replace(asked, schedule=BASELINE), workload, cluster)
     return ScheduleDescription(
         name=name,
-        about=_about(system),
+        about=_about(SCHEDULES[name]),
         shape=run.plan.shape,
         workload=workload,
         cluster=cluster,
-        notes=tuple(_notes(name, run.plan.shape, pieces, all_reduce_chunks)),
+        notes=tuple(_notes(asked, run.plan.shape, all_reduce_chunks)),
         grid=run.plan.schedule.grid(run.plan.graph, width=width),
         timeline=render_timeline(run.records, width=width),
         schedule_text=run.plan.schedule.text(),
@@ -197,14 +202,6 @@ def describe_schedule(
         exposed_communication_s=run.occupation.exposed_s,
         width=width,
     )
-
-
-def _system(name: str) -> System:
-    if name in SCHEDULES:
-        return SCHEDULES[name]
-    near = get_close_matches(name.lower().replace("-", "_"), SCHEDULES, n=1)
-    hint = f"Did you mean {near[0]}? " if near else ""
-    raise ConfigError("schedule", name, "no such schedule", f"{hint}There are {', '.join(SCHEDULES)}.")
 
 
 def _about(system: System) -> str:
@@ -242,16 +239,6 @@ def _workload(layers: int, microbatches: int) -> Workload:
     )
 
 
-def _pieces(workload: Workload, microbatches: int, chunks: int | None, all_reduce_chunks: int) -> Pieces:
-    return Pieces(
-        microbatches=microbatches,
-        chunks=chunks,
-        all_reduce_chunk_bytes=-(-workload.all_reduce_bytes[0] // all_reduce_chunks),
-        all_reduce_bytes=workload.all_reduce_bytes,
-        expert_all_reduce_bytes=workload.expert_all_reduce_bytes,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Run:
     """A planned and simulated step; records and occupation are those of rank 0, as all ranks are alike."""
@@ -262,12 +249,13 @@ class _Run:
     bound: LowerBound
 
 
-def _run(system: System, workload: Workload, cluster: ClusterConfig, pieces: Pieces) -> _Run:
+def _run(asked: Decision, workload: Workload, cluster: ClusterConfig) -> _Run:
     def cost_of(shape: StepShape) -> StepCost:
         return StepCost(shape, workload, cluster)
 
     shape = StepShape(moe_layers=(True,) * len(workload.all_reduce_bytes))
-    plan = plan_step(system, shape, pieces, cost_of)
+    gradients = GradientBytes(workload.all_reduce_bytes, workload.expert_all_reduce_bytes)
+    plan = plan_step(asked, shape, gradients, cost_of)
     cost, ranks = cost_of(plan.shape), workload.mesh
     timeline = simulate(plan.schedule, plan.graph, cost, ranks)
     records = [record for record in timeline.records() if record.rank == 0]
@@ -278,17 +266,17 @@ def _run(system: System, workload: Workload, cluster: ClusterConfig, pieces: Pie
 # ---- words -------------------------------------------------------------------------------------------------
 
 
-def _notes(name: str, shape: StepShape, pieces: Pieces, all_reduce_chunks: int) -> Iterator[str]:
+def _notes(asked: Decision, shape: StepShape, all_reduce_chunks: int) -> Iterator[str]:
     """What was asked for and has no effect, read off the shape that the system made."""
     used = {
-        "microbatches": (shape.microbatches, pieces.microbatches),
-        "chunks": (shape.chunks, pieces.chunks),
-        "backward_chunks": (shape.backward_chunks, pieces.backward_chunks),
+        "microbatches": (shape.microbatches, asked.microbatches),
+        "chunks": (shape.chunks, asked.chunks),
+        "backward_chunks": (shape.backward_chunks, asked.backward_chunks),
         "all_reduce_chunks": (max(shape.all_reduce_chunks), all_reduce_chunks),
     }
-    for key, (ran, asked) in used.items():
-        if asked not in (None, ran):
-            yield f"{name} ignores {key} = {asked} and runs with {ran}"
+    for key, (ran, wanted) in used.items():
+        if wanted not in (None, ran):
+            yield f"{asked.schedule} ignores {key} = {wanted} and runs with {ran}"
 
 
 def _cluster_text(cluster: ClusterConfig) -> str:
@@ -299,12 +287,8 @@ def _cluster_text(cluster: ClusterConfig) -> str:
 
 
 def _pieces_text(shape: StepShape) -> str:
-    microbatches = _count(shape.microbatches, "microbatch", "microbatches")
-    chunks, backward = _count(shape.chunks, "chunk"), shape.backward_chunks
+    microbatches = counted(shape.microbatches, "microbatch", "es")
+    chunks, backward = counted(shape.chunks, "chunk"), shape.backward_chunks
     apart = "" if backward == shape.chunks else f" forward and {backward} backward"
-    reduced = _count(max(shape.all_reduce_chunks), "all-reduce chunk")
+    reduced = counted(max(shape.all_reduce_chunks), "all-reduce chunk")
     return f"{microbatches}, {chunks}{apart} per MoE layer, {reduced} per layer"
-
-
-def _count(number: int, noun: str, plural: str = "") -> str:
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"

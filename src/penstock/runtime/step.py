@@ -40,7 +40,7 @@ class Step:
             autocast=machinery.autocast,
             wire_dtype=machinery.autocast_dtype,
             degrees=shape.degrees,
-            weights=partial(WeightGradients, at_once) if shape.split_experts else AutogradWeights,
+            weights=partial(WeightGradients, at_once) if stack.plan.weights_apart else AutogradWeights,
             transports=machinery.transports,
             buckets=self.buckets,
             codec=stack.codec,

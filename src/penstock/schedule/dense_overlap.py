@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from penstock.decision import TAIL, Decision, Slot
 from penstock.graph import Graph, Task
 from penstock.ops import Op
 from penstock.schedule.freeze import Cost
 from penstock.schedule.gaps import reduce_in_gaps
 from penstock.schedule.moe_pipeline import MoEPipeline
-from penstock.schedule.partition import TAIL, Slot
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.system import Pieces, is_all_reduce
-from penstock.step import StepShape
+from penstock.schedule.system import is_all_reduce
 
 
-class DenseOverlap:
+class DenseOverlap(MoEPipeline):
     """Chunks of tokens inside each MoE layer; a layer's all-reduce runs under attention of the one below.
 
     Never between the all-to-alls of an MoE layer, although experts leave the network idle there. Gradients of
@@ -33,11 +32,8 @@ class DenseOverlap:
 
     name = "dense_overlap"
 
-    def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
-        return MoEPipeline().shape(shape, pieces)
-
-    def order(self, graph: Graph, cost: Cost) -> Schedule:
-        del cost  # where a reduction runs does not depend on how long it takes
+    def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
+        del cost, choice  # where a reduction runs does not depend on how long it takes
         gaps: dict[Slot, list[Task]] = {}
         for task in graph.tasks:
             if is_all_reduce(task):

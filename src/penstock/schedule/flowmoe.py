@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
+from penstock.decision import Decision, GradientBytes
 from penstock.graph import Graph, Task
 from penstock.schedule.freeze import Cost, freeze
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.system import Pieces, is_all_reduce, pieces_of
+from penstock.schedule.system import System, is_all_reduce, pieces_of
 from penstock.step import StepShape
 
 
-class FlowMoE:
+class FlowMoE(System):
     """Attention, router, experts and all-to-all of R microbatches form one pipeline (Eq. 2-5).
 
     The gradients of a block are cut into chunks of S_p bytes that fill the holes between all-to-alls of
@@ -31,18 +33,20 @@ class FlowMoE:
     """
 
     name = "flowmoe"
+    reads: ClassVar[tuple[str, ...]] = ("microbatches", "all_reduce_chunk_bytes")
 
-    def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
-        size = pieces.all_reduce_chunk_bytes
+    def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
+        size = choice.all_reduce_chunk_bytes
         return replace(
             shape,
-            microbatches=pieces.microbatches,
+            microbatches=choice.microbatches,
             chunks=1,
-            all_reduce_chunks=pieces_of(pieces.all_reduce_bytes, size),
-            expert_all_reduce_chunks=pieces_of(pieces.expert_all_reduce_bytes, size),
+            all_reduce_chunks=pieces_of(gradients.replicated, size),
+            expert_all_reduce_chunks=pieces_of(gradients.experts, size),
         )
 
-    def order(self, graph: Graph, cost: Cost) -> Schedule:
+    def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
+        del choice
         return freeze(self.name, graph, cost, all_to_all_first)
 
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
+from penstock.decision import TAIL, Decision, GradientBytes, Partition, Portion, Slot
 from penstock.graph import Graph, Name, Phase, Task
 from penstock.ops import Op
 from penstock.schedule.freeze import Cost
 from penstock.schedule.gaps import reduce_in_gaps
-from penstock.schedule.partition import TAIL, Partition, Portion, Slot
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.system import Pieces, whole
+from penstock.schedule.system import System, whole
 from penstock.step import StepShape
 
 
-@dataclass(frozen=True)
-class FSMoE:
+class FSMoE(System):
     """Chunks inside the MoE layer, other numbers of them on the way back, and gradients in the gaps there.
 
     Gradients are reduced between the two groups of all-to-alls of a lower MoE layer, where experts leave the
-    network idle, and under attention (Section 4 of the paper). partition: which bytes go into which gap; by
-    default all of a layer's go into the first gap below it.
+    network idle, and under attention (Section 4 of the paper). `partition` decides which bytes go into
+    which gap; by default all of a layer's go into the first gap below it.
 
     fsmoe: one column = one slot, · = idle
     forward
@@ -34,23 +32,23 @@ class FSMoE:
     inter    ·   ·  C0 C0.1 C0.2 D0   D0.1 D0.2 ·   ·  C0 C0.1 C0.2 AR1.0 D0 D0.1 D0.2 ·   ·   AR0.0
     """
 
-    partition: Partition | None = None
-    name: ClassVar[str] = "fsmoe"
+    name = "fsmoe"
+    reads = ("chunks", "backward_chunks", "partition")
 
-    def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
-        partition = self.partition or next_gap(shape.moe_layers, pieces.all_reduce_bytes)
+    def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
+        partition = choice.partition or next_gap(shape.moe_layers, gradients.replicated)
         return replace(
             shape,
             microbatches=1,
-            chunks=pieces.chunks or 1,
-            degree_backward=pieces.backward_chunks or 0,
+            chunks=choice.chunks or self.usual_chunks,
+            degree_backward=choice.backward_chunks or 0,
             all_reduce_parts=partition.parts,
-            expert_all_reduce_chunks=whole(pieces.expert_all_reduce_bytes),
+            expert_all_reduce_chunks=whole(gradients.experts),
         )
 
-    def order(self, graph: Graph, cost: Cost) -> Schedule:
+    def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
         del cost  # costs have decided the partition; the order follows from it
-        return reduce_in_gaps(self.name, graph, _gaps(graph, self.partition or _as_cut(graph)))
+        return reduce_in_gaps(self.name, graph, _gaps(graph, choice.partition or _as_cut(graph)))
 
 
 def next_gap(moe_layers: tuple[bool, ...], all_reduce_bytes: tuple[int, ...]) -> Partition:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from penstock.decision import TAIL, Slot
 from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
 from penstock.ops import Op
-from penstock.schedule.partition import TAIL, Slot
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import is_all_reduce
 

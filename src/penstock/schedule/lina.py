@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from penstock.decision import Decision, GradientBytes
 from penstock.graph import Graph
 from penstock.schedule.flowmoe import all_to_all_first
 from penstock.schedule.freeze import Cost, freeze
 from penstock.schedule.moe_pipeline import MoEPipeline
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.system import Pieces, pieces_of
+from penstock.schedule.system import pieces_of
 from penstock.step import StepShape
 
 
-class Lina:
+class Lina(MoEPipeline):
     """Chunks of tokens inside each MoE layer; gradients in chunks of equal bytes where the network is free.
 
     An all-to-all that is ready goes before an all-reduce chunk, and waits for one at most. Lina decides that
@@ -31,14 +32,16 @@ class Lina:
     """
 
     name = "lina"
+    reads = (*MoEPipeline.reads, "all_reduce_chunk_bytes")
 
-    def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
-        size = pieces.all_reduce_chunk_bytes
+    def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
+        size = choice.all_reduce_chunk_bytes
         return replace(
-            MoEPipeline().shape(shape, pieces),
-            all_reduce_chunks=pieces_of(pieces.all_reduce_bytes, size),
-            expert_all_reduce_chunks=pieces_of(pieces.expert_all_reduce_bytes, size),
+            super().shape(shape, choice, gradients),
+            all_reduce_chunks=pieces_of(gradients.replicated, size),
+            expert_all_reduce_chunks=pieces_of(gradients.experts, size),
         )
 
-    def order(self, graph: Graph, cost: Cost) -> Schedule:
+    def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
+        del choice
         return freeze(self.name, graph, cost, all_to_all_first)

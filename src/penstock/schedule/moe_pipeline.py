@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
+from penstock.decision import Decision, GradientBytes
 from penstock.graph import Graph
 from penstock.schedule.freeze import Cost
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.system import Pieces, all_reduce_at_the_end, whole
+from penstock.schedule.system import System, all_reduce_at_the_end, whole
 from penstock.step import StepShape
 
-USUAL_CHUNKS = 2
 
-
-class MoEPipeline:
+class MoEPipeline(System):
     """The tokens of an MoE layer are cut into chunks; while one chunk is under way another is computed.
 
     Attention hides nothing and is hidden by nothing, and the all-reduces wait until the end.
@@ -30,17 +30,19 @@ class MoEPipeline:
     """
 
     name = "moe_pipeline"
+    reads: ClassVar[tuple[str, ...]] = ("chunks", "backward_chunks")
+    usual_chunks = 2
 
-    def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
+    def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
         return replace(
             shape,
             microbatches=1,
-            chunks=pieces.chunks or USUAL_CHUNKS,
-            degree_backward=pieces.backward_chunks or 0,
-            all_reduce_chunks=whole(pieces.all_reduce_bytes),
-            expert_all_reduce_chunks=whole(pieces.expert_all_reduce_bytes),
+            chunks=choice.chunks or self.usual_chunks,
+            degree_backward=choice.backward_chunks or 0,
+            all_reduce_chunks=whole(gradients.replicated),
+            expert_all_reduce_chunks=whole(gradients.experts),
         )
 
-    def order(self, graph: Graph, cost: Cost) -> Schedule:
-        del cost  # program order already runs a chunk's experts under the next chunk's dispatch
+    def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
+        del cost, choice  # program order already runs a chunk's experts under the next chunk's dispatch
         return all_reduce_at_the_end(self.name, graph)

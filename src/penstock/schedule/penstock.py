@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import replace
 
+from penstock.decision import Decision, GradientBytes
 from penstock.graph import Graph, Task
 from penstock.schedule.flowmoe import FlowMoE, all_to_all_first
 from penstock.schedule.freeze import Cost, freeze, slowest
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search import search
-from penstock.schedule.system import Pieces, is_all_reduce
+from penstock.schedule.system import is_all_reduce
 from penstock.step import StepShape
 
 LEAST_EVALUATIONS, MOST_EVALUATIONS, MOST_PLACEMENTS = 60, 3000, 600_000
 APART = (0, 1, 2, 4, 8)
 
-PriorityName = Literal["search", "critical_path", "all_to_all_first"]
 
-
-@dataclass(frozen=True)
-class Penstock:
+class Penstock(FlowMoE):
     """FlowMoE's pieces, and experts' weight gradients (W) as tasks that fill gaps of the compute lane.
 
-    priority: `search` begins with the other rules and improves on the best.
-
-    The search begins with the rule `the longest chain of work behind it goes first`. Nothing waits for a W,
-    so it runs where the compute lane would wait for the network, and the last ones run under the last
-    all-reduce, which no other schedule can hide.
+    `priority` says by which rule; `search` begins with the others and improves on the best. The first of them
+    is `the longest chain of work behind it goes first`. Nothing waits for a W, so it runs where the compute
+    lane would wait for the network, and the last ones run under the last all-reduce, which no other schedule
+    can hide.
 
     penstock: one column = one slot, · = idle
     forward
@@ -41,22 +37,22 @@ class Penstock:
     inter    ·   ·  C1  ·  D1 ·   ·  C0 C1 D0 D1  AR1.1 C0  AR1.0 ·  D0 ·   ·   AR0.0 AR0.1
     """
 
-    priority: PriorityName = "search"
-    name: ClassVar[str] = "penstock"
+    name = "penstock"
+    reads = (*FlowMoE.reads, "chunks", "backward_chunks", "priority")
 
-    def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
+    def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
         return replace(
-            FlowMoE().shape(shape, pieces),
-            chunks=pieces.chunks or 1,
-            degree_backward=pieces.backward_chunks or 0,
+            super().shape(shape, choice, gradients),
+            chunks=choice.chunks or self.usual_chunks,
+            degree_backward=choice.backward_chunks or 0,
             split_experts=True,
         )
 
-    def order(self, graph: Graph, cost: Cost) -> Schedule:
-        if self.priority == "critical_path":
+    def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
+        if choice.priority == "critical_path":
             remaining_s = remaining_path(graph, cost)
             return freeze(self.name, graph, cost, lambda task: (-remaining_s[task],))
-        if self.priority == "all_to_all_first":
+        if choice.priority == "all_to_all_first":
             return freeze(self.name, graph, cost, all_to_all_first)
         return search(self.name, graph, cost, _starts(graph, cost), evaluations(len(graph.tasks)))
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from penstock.decision import Decision, GradientBytes
 from penstock.graph import Graph
 from penstock.schedule.freeze import Cost
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.system import Pieces, all_reduce_at_the_end, whole
+from penstock.schedule.system import System, all_reduce_at_the_end, whole
 from penstock.step import StepShape
 
 
-class Sequential:
+class Sequential(System):
     """What DeepSpeed-MoE and Megatron-Core do without their overlap options (FlowMoE's "vanilla EP").
 
     sequential: one column = one slot, · = idle
@@ -27,15 +28,16 @@ class Sequential:
 
     name = "sequential"
 
-    def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
+    def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
+        del choice
         return replace(
             shape,
             microbatches=1,
             chunks=1,
-            all_reduce_chunks=whole(pieces.all_reduce_bytes),
-            expert_all_reduce_chunks=whole(pieces.expert_all_reduce_bytes),
+            all_reduce_chunks=whole(gradients.replicated),
+            expert_all_reduce_chunks=whole(gradients.experts),
         )
 
-    def order(self, graph: Graph, cost: Cost) -> Schedule:
-        del cost  # program order needs no durations
+    def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
+        del cost, choice  # program order needs no durations
         return all_reduce_at_the_end(self.name, graph)

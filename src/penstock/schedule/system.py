@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import ClassVar, cast
 
 from penstock.config import ConfigError
+from penstock.decision import Decision, GradientBytes
+from penstock.decision.record import READERS
 from penstock.graph import Graph, Lane, Task
 from penstock.ops import Op
 from penstock.ops.sums import REDUCTIONS
@@ -17,35 +19,33 @@ MOST_REDUCTIONS = 1 << 15
 """Pieces of all layers' gradients in a step. With a start-up of 0.1 ms they take 3.3 s by themselves."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pieces:
-    """How finely a user wants an iteration cut. Each system reads what it knows.
+class System(ABC):
+    """One file, one class: how it cuts the iteration and how it orders the pieces.
 
-    chunks: None leaves them to the system. backward_chunks: None = as many as forward.
-    all_reduce_bytes: for every layer, the bytes of its replicated gradients.
+    reads: the fields of a decision that change anything here; searches try values of them alone, and people
+    are told of no others. usual_chunks: pieces of an MoE layer's tokens where nobody says how many.
     """
 
-    microbatches: int
-    chunks: int | None
-    all_reduce_chunk_bytes: int
-    all_reduce_bytes: tuple[int, ...]
-    expert_all_reduce_bytes: tuple[int, ...]
-    backward_chunks: int | None = None
+    name: ClassVar[str]
+    reads: ClassVar[tuple[str, ...]] = ()
+    usual_chunks: ClassVar[int] = 1
 
-
-class System(Protocol):
-    """One file, one class: how it cuts the iteration and how it orders the pieces."""
-
-    @property
-    def name(self) -> str: ...
-
-    def shape(self, shape: StepShape, pieces: Pieces) -> StepShape:
+    @abstractmethod
+    def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
         """How the step is cut, and by which further passes (`more`) it is rewritten."""
-        ...
 
-    def order(self, graph: Graph, cost: Cost) -> Schedule:
+    @abstractmethod
+    def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
         """The order rule, frozen."""
-        ...
+
+
+SCHEDULES = cast("dict[str, System]", READERS)
+"""The schedules by name."""
+
+
+def register_schedule(system: System) -> None:
+    """Make a schedule known: to configurations, plans, searches and commands. The last of a name counts."""
+    SCHEDULES[system.name] = system
 
 
 def pieces_of(total_bytes: tuple[int, ...], chunk_bytes: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from penstock.cost import StepCost, Workload
+from penstock.decision import GradientBytes
 from penstock.dispatch import DISPATCHES
 from penstock.models import GPT, ModelConfig
 from penstock.models.gpt import MakeLayer
@@ -70,9 +71,9 @@ def first_plan(
     """The plan from section [cluster], before anything has been measured."""
     sizes = workload(config, layout, all_reduce_bytes, expert_all_reduce_bytes)
     return plan_step(
-        config.schedule.system,
+        config.schedule,
         shape,
-        config.schedule.pieces(all_reduce_bytes, expert_all_reduce_bytes),
+        GradientBytes(all_reduce_bytes, expert_all_reduce_bytes),
         lambda cut: StepCost(cut, sizes, config.cluster),
     )
 
@@ -118,9 +119,7 @@ def base_shape(config: RunConfig) -> StepShape:
     )
 
 
-def gradient_bytes(
-    model: ModelConfig, moe: MoEConfig, layout: Layout
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def gradient_bytes(model: ModelConfig, moe: MoEConfig, layout: Layout) -> GradientBytes:
     """Bytes of every layer's replicated gradients, and of its expert gradients if they have replicas.
 
     Read off the real model, built without memory for its weights.
@@ -129,7 +128,7 @@ def gradient_bytes(
         parts = GPT(model, moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
     assigned = assign(parts, parts)
     experts = assigned.experts if layout.edp_size > 1 else ((),) * model.num_layers
-    return _sizes_bytes(assigned.replicated), _sizes_bytes(experts)
+    return GradientBytes(_sizes_bytes(assigned.replicated), _sizes_bytes(experts))
 
 
 def _sizes_bytes(layers: Layers) -> tuple[int, ...]:

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from penstock.config import ConfigError, Within, check_bounds
 from penstock.config.bounds import MOST_STEPS, Seed, Steps
 from penstock.cost import ClusterConfig
+from penstock.decision import ScheduleConfig
 from penstock.models import PRESETS, ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import GIVEN, PlanConfig
-from penstock.schedule import ScheduleConfig
 from penstock.topology import ParallelConfig
 from penstock.train.corpus import VOCABULARY_SIZE, DataConfig
 from penstock.train.optimizer import OptimizerConfig
@@ -96,7 +96,7 @@ class RunConfig:
             raise ConfigError("model.preset", preset, "no such published model", hint)
         samples = self.data.batch_per_device
         given = self.plan.source == GIVEN  # else what section [schedule] says is not used
-        if given and self.schedule.cuts_batch and self.schedule.microbatches > samples:
+        if given and self.schedule.reads("microbatches") and self.schedule.microbatches > samples:
             why = f"data.batch_per_device = {samples} samples cannot be cut into more pieces than samples"
             key = "schedule.microbatches"
             raise ConfigError(key, self.schedule.microbatches, why, f"Nearest valid: {samples}.")

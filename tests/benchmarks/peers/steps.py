@@ -17,11 +17,11 @@ from torch import Tensor
 from benchmarks.peers import Batch, Peer, Work, build_peer
 from penstock.bench.config import BenchConfig, CompareConfig
 from penstock.bench.contender import TransportName
+from penstock.decision import ScheduleConfig
 from penstock.models import GPT, ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.runtime.transport.sockets import Sockets
-from penstock.schedule import ScheduleConfig
 from penstock.topology import Layout, ParallelConfig
 from tests.support.parity import Case, batch_of, check_close, stack_of
 

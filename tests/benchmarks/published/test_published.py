@@ -14,9 +14,10 @@ from benchmarks.published import PublishedResult, grids, joint_plan_s, render_pu
 from benchmarks.published.layers import fsmoe_problem, one_lane
 from benchmarks.published.study import FSMOE_BASELINE, Gain, Grid
 from penstock.cost.clusters import find_cluster
+from penstock.decision import Decision
 from penstock.graph import Phase
 from penstock.ops.transfers import FLAT
-from penstock.plan import Choice, Problem
+from penstock.plan import Problem
 from penstock.plan.published import PUBLISHED, Durations
 
 ROOT = Path(__file__).parents[3]
@@ -55,7 +56,7 @@ def test_one_lane_carries_what_two_did() -> None:
     asked = fsmoe_problem(grid.specs[100], grid.cluster)
     narrow = one_lane(asked)
     assert narrow.shape.dispatch == FLAT
-    plain = [p.simulate(Choice(), p.plan(Choice())).iteration_s for p in (asked, narrow)]
+    plain = [p.simulate(Decision(), p.plan(Decision())).iteration_s for p in (asked, narrow)]
     assert plain[0] == pytest.approx(plain[1])
 
 

@@ -28,9 +28,9 @@ from penstock.plan.published import (
     plan_degrees,
 )
 from penstock.plan.published.degree import case_slacks, closed_form_s, exact, fsmoe_cases, idle_s
-from penstock.schedule import FSMoE, Pieces, plan_step, unit_cost
 from penstock.step import StepShape
 from tests.plan.published.layers import parts, random_linear, random_part, random_reduce_s
+from tests.steps import planned
 
 CASES, SOLVED = 10_000, 60
 DEGREES = range(1, 9)
@@ -60,15 +60,10 @@ class CaseClock:
 
 def simulated_s(cases: list[tuple[MoEPart, float]], degree: int, phase: Phase) -> Seconds:
     """The MoE part of layer 0 in FSMoE's schedule, with the gradients of a dense block above in its gap."""
-    shape = StepShape(moe_layers=(True, False), exchange_counts=False, dispatch=LEGS)
-    pieces = Pieces(
-        microbatches=1,
-        chunks=degree,
-        all_reduce_chunk_bytes=1024,
-        all_reduce_bytes=(0, 4),
-        expert_all_reduce_bytes=(0, 0),
+    shape = StepShape(
+        moe_layers=(True, False), exchange_counts=False, dispatch=LEGS, all_reduce_chunks=(0, 4)
     )
-    plan = plan_step(FSMoE(), shape, pieces, lambda _: unit_cost)
+    plan = planned("fsmoe", shape, chunks=degree)
     chain = CHAIN if phase is F else tuple(reversed(CHAIN))
     chunks = [part.chunk(degree) for part, _ in cases]
     of_chain = [[chunk.a2a_s, chunk.ag_s, chunk.experts_s, chunk.rs_s, chunk.a2a_s] for chunk in chunks]

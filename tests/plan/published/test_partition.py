@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cost import AlphaBeta
+from penstock.decision import TAIL, Partition, Portion, Slot
 from penstock.graph import ScheduleError
 from penstock.plan.published import (
     PARTITION_PLANNERS,
@@ -21,7 +22,6 @@ from penstock.plan.published import (
 )
 from penstock.plan.published.partition import LINA_BYTES, fill_idle, reductions_s
 from penstock.plan.published.spread import Rest, evolved, greedy
-from penstock.schedule import TAIL, Partition, Portion, Slot
 from tests.plan.published.layers import backwards
 from tests.support.draws import draws
 

@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, Workload
+from penstock.decision import MOST_SLICES, Decision, ScheduleConfig
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Phase
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.ops.transfers import FLAT, Hop
-from penstock.plan import Choice, Problem
+from penstock.plan import Problem
 from penstock.plan.published import (
     DEGREE_PLANNERS,
     PARTITION_PLANNERS,
@@ -31,8 +32,6 @@ from penstock.plan.published import (
 )
 from penstock.plan.published.degree import DEGREES, total_s
 from penstock.plan.published.table import apart
-from penstock.schedule import ScheduleConfig
-from penstock.schedule.catalogue import MOST_SLICES
 from penstock.step import StepShape, build_graph
 from tests.plan.published.layers import random_part
 from tests.steps import task_at
@@ -77,7 +76,7 @@ def problem(
     return Problem(shape=shape, workload=workload, cluster=cluster)
 
 
-def iteration_s(asked: Problem, choice: Choice) -> float:
+def iteration_s(asked: Problem, choice: Decision) -> float:
     return asked.simulate(choice, asked.plan(choice)).iteration_s
 
 
@@ -105,7 +104,7 @@ def test_the_formula_is_what_a_problem_simulates(phase: Phase, degree: int) -> N
     """On three lanes, with chunks that are all equal."""
     legs = (*FLAT, Hop(Op.DISPATCH_SCATTER, Group.NODE))
     asked = problem((True,), dispatch=legs, shard_size=2)
-    choice = Choice(schedule="moe_pipeline", chunks=degree, backward_chunks=degree)
+    choice = Decision(schedule="moe_pipeline", chunks=degree, backward_chunks=degree)
     times = asked.simulate(choice, asked.plan(choice)).times
     chain = {Op.DISPATCH, Op.DISPATCH_SCATTER, Op.EXPERTS, Op.COMBINE_GATHER, Op.COMBINE}
     spans = [span for task, span in times.items() if task.op in chain and task.phase is phase]
@@ -131,7 +130,7 @@ def test_the_way_back_has_gaps_with_what_is_computed_in_them() -> None:
     assert [gap.layer for gap in backward.gaps] == [2, 0]
     assert [[made.layer for made in gap.made] for gap in backward.gaps] == [[2, 1], [0]]
     assert backward.above == ()
-    cost, graph = asked.cost(Choice(), asked.shape), build_graph(asked.shape)
+    cost, graph = asked.cost(Decision(), asked.shape), build_graph(asked.shape)
     attention_s = [cost(task_at(graph, f"L{layer}.AT.m0.B")) for layer in range(3)]
     unorder_s = cost(task_at(graph, "L0.U.m0.B"))
     assert backward.gaps[0].dense_s == pytest.approx(attention_s[2] + attention_s[1] + unorder_s)
@@ -149,7 +148,7 @@ def test_fsmoe_runs_by_any_of_its_planners(planner: str, partition: str) -> None
     choice = fsmoe_choice(asked, planner, partition)
     parts = asked.plan(choice).shape.all_reduce_parts
     assert [sum(sizes) for sizes in parts] == list(asked.workload.all_reduce_bytes)
-    assert lcm(choice.chunks, choice.backward_chunks) <= MOST_SLICES
+    assert lcm(*choice.degrees) <= MOST_SLICES
 
 
 def test_pipelining_beats_none_and_gaps_beat_the_tail() -> None:
@@ -203,7 +202,7 @@ def test_no_more_chunks_than_tokens() -> None:
     asked = problem(batch=1)
     short = replace(asked, workload=replace(asked.workload, seq_len=3))
     choice = fsmoe_choice(short)
-    assert max(choice.chunks, choice.backward_chunks) <= 3
+    assert max(choice.degrees) <= 3
 
 
 @pytest.mark.parametrize("dispatch", DISPATCHES)

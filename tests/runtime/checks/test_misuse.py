@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack, TaskError
-from penstock.schedule import SCHEDULES, ScheduleConfig
+from penstock.schedule import SCHEDULES
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools
 

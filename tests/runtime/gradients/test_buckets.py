@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime.gradients.buckets import FlatGradients, GradientBucket
-from penstock.schedule import ScheduleConfig
 from tests.support.parity import Case, batch_of, check_close, logical, stack_of
 from tests.support.ranks import Pools
 

@@ -11,8 +11,8 @@ from penstock.autopilot.profiling.machine import memory_bytes
 from penstock.autopilot.profiling.tasks import measure_tasks
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import LinkModel
+from penstock.decision import ScheduleConfig
 from penstock.runtime import Machinery
-from penstock.schedule import ScheduleConfig
 from penstock.topology import Layout
 from penstock.train.config import RunConfig
 

@@ -21,12 +21,13 @@ from penstock.autopilot.profiling.sample import PURPOSE, Budget
 from penstock.cost import ClusterConfig, ClusterFile, StepCost
 from penstock.cost.cluster_file import Fit, TaskModel
 from penstock.cost.fit import fit_line
+from penstock.decision import ScheduleConfig
 from penstock.graph import Lane, Phase, Task
 from penstock.moe import MoEConfig
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.transport.load import Load
 from penstock.runtime.transport.silent import silent
-from penstock.schedule import ScheduleConfig, StepPlan
+from penstock.schedule import StepPlan
 from penstock.topology import Control
 from penstock.train.assemble import build_stack, first_plan, workload
 from penstock.train.config import RunConfig

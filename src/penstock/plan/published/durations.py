@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from penstock.decision import Decision
 from penstock.graph import Graph, Lane, Name, Phase
 from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.plan.choice import Choice
 from penstock.plan.problem import Problem
 from penstock.plan.published.degree import DEGREES, Linear, MoEPart
 from penstock.plan.published.partition import Backward, GapLayer, Made
@@ -27,9 +27,9 @@ class Durations:
     problem: Problem
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> Decision:
         """Published planners choose no dispatch."""
-        return Choice(dispatch=self.problem.workload.dispatch)
+        return Decision(dispatch=self.problem.workload.dispatch)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

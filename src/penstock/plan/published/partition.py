@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.cost import AlphaBeta
+from penstock.decision import TAIL, Partition, Portion, Slot
+from penstock.decision.partition import Part
 from penstock.plan.published.degree import DEGREES, Degree, MoEPart, common_degree, exact, idle_s
 from penstock.plan.published.spread import Rest, evolved, greedy
-from penstock.schedule import TAIL, Partition, Portion, Slot
-from penstock.schedule.partition import Part
 
 ELEMENT_BYTES = 4
 """Gradients are cut between elements."""

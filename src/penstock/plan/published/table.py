@@ -7,13 +7,12 @@ from dataclasses import replace
 from itertools import product
 from math import lcm
 
+from penstock.decision import MOST_SLICES, Decision
 from penstock.graph import Phase
-from penstock.plan.choice import Choice
 from penstock.plan.problem import Problem
 from penstock.plan.published.degree import DEGREE_PLANNERS, ROUNDING, Loaded, common_degree, total_s
 from penstock.plan.published.durations import Durations
 from penstock.plan.published.partition import LINA_BYTES, loaded_parts, plan_partition
-from penstock.schedule.catalogue import MOST_SLICES
 from penstock.schedule.freeze import slowest
 from penstock.simulate import iteration_s
 
@@ -27,28 +26,28 @@ TUNED_LAYERS = 4
 """FlowMoE is tuned on so many of the lowest layers of a long model."""
 
 
-def sequential_choice(problem: Problem) -> Choice:
+def sequential_choice(problem: Problem) -> Decision:
     """Plain expert parallelism, as DeepSpeed-MoE runs it."""
-    return Choice(dispatch=problem.workload.dispatch)
+    return Decision(dispatch=problem.workload.dispatch)
 
 
-def pipemoe_choice(problem: Problem) -> Choice:
+def pipemoe_choice(problem: Problem) -> Decision:
     """MoE-only pipelining with the best degree that forward and backward share (PipeMoE)."""
     return _cut("moe_pipeline", problem)
 
 
-def lina_choice(problem: Problem) -> Choice:
+def lina_choice(problem: Problem) -> Decision:
     """The same with all-reduces in chunks of a fixed size, whenever no all-to-all is ready (Lina)."""
     size = max(LINA_BYTES, problem.least_chunk_bytes)  # larger only where a step has a terabyte of gradients
     return replace(_cut("lina", problem), all_reduce_chunk_bytes=size)
 
 
-def dense_overlap_choice(problem: Problem) -> Choice:
+def dense_overlap_choice(problem: Problem) -> Decision:
     """The same with all-reduces under attention and dense blocks (FSMoE calls it Tutel-Improved)."""
     return _cut("dense_overlap", problem)
 
 
-def fsmoe_choice(problem: Problem, planner: str = "exact", partition: str = "fsmoe") -> Choice:
+def fsmoe_choice(problem: Problem, planner: str = "exact", partition: str = "fsmoe") -> Decision:
     """Degrees for forward and backward apart, gradients partitioned into gaps.
 
     planner: of DEGREE_PLANNERS. partition: of PARTITION_PLANNERS. A step has one degree in each direction, so
@@ -62,7 +61,7 @@ def fsmoe_choice(problem: Problem, planner: str = "exact", partition: str = "fsm
     forward = [(durations.part(layer, Phase.FORWARD), 0.0) for layer in durations.moe_layers]
     loaded = loaded_parts(backward, planned.partition)
     chunks, backward_chunks = apart(forward, loaded, planner, durations.degrees)
-    return Choice(
+    return Decision(
         schedule="fsmoe",
         chunks=chunks,
         backward_chunks=backward_chunks,
@@ -71,7 +70,7 @@ def fsmoe_choice(problem: Problem, planner: str = "exact", partition: str = "fsm
     )
 
 
-def flowmoe_choice(problem: Problem, microbatches: int | None = None) -> Choice:
+def flowmoe_choice(problem: Problem, microbatches: int | None = None) -> Decision:
     """The best by simulation of a grid over S_p and, unless it is given, over R in {2, 4, ...}.
 
     R is a divisor of the batch; a batch of one sample is not cut at all. A model of many layers is tuned on
@@ -83,12 +82,12 @@ def flowmoe_choice(problem: Problem, microbatches: int | None = None) -> Choice:
     return min(choices, key=lambda choice: _slowest_s(short, choice))
 
 
-def flowmoe_published_choice(problem: Problem) -> Choice:
+def flowmoe_published_choice(problem: Problem) -> Decision:
     """R = 2 as in all published runs, and the best S_p."""
     return flowmoe_choice(problem, FLOWMOE_MICROBATCHES if problem.workload.batch % 2 == 0 else 1)
 
 
-def _flowmoe_grid(problem: Problem, microbatches: int | None) -> Iterator[Choice]:
+def _flowmoe_grid(problem: Problem, microbatches: int | None) -> Iterator[Decision]:
     batch = problem.workload.batch
     powers = [r for r in (2, 4, 8, 16) if batch % r == 0] or [1]
     largest = max(problem.workload.all_reduce_bytes) or 512
@@ -96,7 +95,7 @@ def _flowmoe_grid(problem: Problem, microbatches: int | None) -> Iterator[Choice
     sizes = dict.fromkeys(max(least, -(-largest // cut)) for cut in FLOWMOE_CUTS)
     for pieces in powers if microbatches is None else [microbatches]:
         for size in sizes:
-            yield Choice(
+            yield Decision(
                 schedule="flowmoe",
                 microbatches=pieces,
                 all_reduce_chunk_bytes=size,
@@ -104,7 +103,7 @@ def _flowmoe_grid(problem: Problem, microbatches: int | None) -> Iterator[Choice
             )
 
 
-def _cut(schedule: str, problem: Problem) -> Choice:
+def _cut(schedule: str, problem: Problem) -> Decision:
     """A schedule of chunks in MoE layers with one degree for both directions, by the exact formula."""
     durations = Durations(problem)
     parts = [
@@ -113,7 +112,7 @@ def _cut(schedule: str, problem: Problem) -> Choice:
         for phase in (Phase.FORWARD, Phase.BACKWARD)
     ]
     chunks = common_degree(parts, durations.degrees).chunks if parts else 1
-    return Choice(
+    return Decision(
         schedule=schedule, chunks=chunks, backward_chunks=chunks, dispatch=problem.workload.dispatch
     )
 
@@ -146,14 +145,14 @@ def _whole(pair: tuple[int, int]) -> bool:
     return lcm(*pair) <= max(MOST_SLICES, *pair)
 
 
-def _slowest_s(problem: Problem, choice: Choice) -> float:
+def _slowest_s(problem: Problem, choice: Decision) -> float:
     """Seconds of a step in which every rank is as slow as the slowest, which costs as little as one rank."""
     plan = problem.plan(choice)
     cost = problem.cost(choice, plan.shape)
     return iteration_s(plan.schedule, plan.graph, lambda task: slowest(cost(task)))
 
 
-Planner = Callable[[Problem], Choice]
+Planner = Callable[[Problem], Decision]
 
 PUBLISHED: dict[str, Planner] = {
     "sequential": sequential_choice,

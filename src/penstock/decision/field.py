@@ -1,0 +1,79 @@
+"""What is to be known of one decision: what a search tries, how it is told, what it changes in the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from penstock.step import StepShape
+from penstock.step.stages import Pass
+
+
+class GradientBytes(NamedTuple):
+    """For every layer the bytes of its replicated gradients, and of its expert gradients that are reduced."""
+
+    replicated: tuple[int, ...]
+    experts: tuple[int, ...]
+
+
+class Asked(Protocol):
+    """The step that is planned for, as far as values worth trying depend on it. `plan.Problem` is one.
+
+    batch: samples per rank. dispatches: those that the ranks can run. least_chunk_bytes: of an all-reduce,
+    since smaller ones would be too many tasks.
+    """
+
+    @property
+    def shape(self) -> StepShape: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def dispatches(self) -> tuple[str, ...]: ...
+
+    @property
+    def gradients(self) -> GradientBytes: ...
+
+    @property
+    def least_chunk_bytes(self) -> int: ...
+
+
+class Reader(Protocol):
+    """What a schedule declares: which fields of a decision it reads, and how many chunks it usually has."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+
+    @property
+    def usual_chunks(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One decision, declared once.
+
+    values: what a search tries, given the step and what the fields before this one have decided; at least one
+    value. words: the decision in a sentence; None = it is told with another. head, cell: its column in the
+    table of plans; unread: the cell where its schedule does not read it. cuts: how finely the step is cut.
+    always: every schedule reads it, not only those that declare it.
+
+    Of a decision that is registered, also: name; type, such as a Literal or a number Annotated with bounds;
+    default, the value that it need not be told of; passes: those that a value adds to the step.
+    """
+
+    values: Callable[[Asked, Any], Sequence[Any]]
+    words: Callable[[Any], str] | None = None
+    head: str = ""
+    cell: Callable[[Any], str] | None = None
+    unread: str = "-"
+    cuts: bool = False
+    always: bool = True
+    name: str = ""
+    type: Any = str
+    default: Any = None
+    passes: Callable[[Any], tuple[Pass, ...]] = lambda value: ()

@@ -1,0 +1,304 @@
+"""`Decision`: the record of everything that a plan decides. One line per field, and everything about it.
+
+The search takes its dimensions from here, section `[schedule]` its settings, a plan file its choice, and
+people are told of a plan by the words that stand here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from dataclasses import field as given
+from math import lcm
+from typing import Annotated, Any, Final, Literal, Self
+
+from penstock.config import ConfigError, Items, Table, Within, check_bounds, check_name, check_value
+from penstock.config.bounds import Steps, bounded_fields
+from penstock.decision.field import Asked, Field, Reader
+from penstock.decision.partition import Partition
+from penstock.dispatch import DISPATCHES
+from penstock.step.stages import Pass
+from penstock.words import counted, mib
+
+READERS: dict[str, Reader] = {}
+"""The schedules, as far as decisions go; `schedule.SCHEDULES` is the same table with what each does."""
+
+MOST_PIECES = 256
+MOST_SLICES = 64
+"""Chunks forward and backward may cut what they share into so many."""
+
+MOST_MICROBATCHES = 8
+CHUNKS = (1, 2, 3, 4, 6, 8)
+TRIED_SLICES = 24
+ALL_REDUCE_PIECES = (1, 2, 4, 8, 16, 32)
+LEAST_ALL_REDUCE_BYTES = 1 << 16
+"""What a search tries."""
+
+NOTHING = Table()
+RULES = ("critical_path", "all_to_all_first")
+"""Priority rules that are quick; `search` is tried on the best few plans only."""
+
+PieceCount = Annotated[int, Within(1, MOST_PIECES, "each piece costs a start-up")]
+ChunkBytes = Annotated[
+    int,
+    Within(
+        512,
+        1 << 40,
+        "every chunk costs a start-up, so chunks under 512 bytes never pay",
+        hint="Use 512 or more; 1048576 is a good start.",
+    ),
+]
+PriorityName = Literal["search", "critical_path", "all_to_all_first"]
+ORDERS = {
+    "search": ("order by local search", "searched"),
+    "critical_path": ("longest remaining path first", "longest path"),
+    "all_to_all_first": ("all-to-all before all-reduce", "all-to-all first"),
+}
+
+
+def _microbatches(asked: Asked, choice: Decision) -> Sequence[int]:
+    del choice
+    return [n for n in range(1, min(asked.batch, MOST_MICROBATCHES) + 1) if asked.batch % n == 0]
+
+
+def _chunks(asked: Asked, choice: Decision) -> Sequence[int]:
+    del choice
+    return CHUNKS if any(asked.shape.moe_layers) else (1,)
+
+
+def _backward_chunks(asked: Asked, choice: Decision) -> Sequence[int]:
+    forward = choice.chunks or 1
+    return [n for n in _chunks(asked, choice) if lcm(forward, n) <= TRIED_SLICES]
+
+
+def all_reduce_sizes(asked: Asked, choice: Decision | None = None) -> Sequence[int]:
+    """Bytes of the largest layer's gradients whole, in halves, quarters and so on."""
+    del choice
+    whole = max(*asked.gradients.replicated, *asked.gradients.experts, LEAST_ALL_REDUCE_BYTES)
+    least = max(LEAST_ALL_REDUCE_BYTES, asked.least_chunk_bytes)
+    return [size for n in ALL_REDUCE_PIECES if (size := -(-whole // n)) >= least or n == 1]
+
+
+def _chunk_words(choice: Decision) -> str:
+    forward, backward = choice.degrees
+    if forward == backward:
+        return "no chunks" if forward == 1 else f"{forward} chunks"
+    return f"{counted(forward, 'chunk')} forward and {backward} back"
+
+
+SCHEDULE = Field(values=lambda asked, choice: tuple(READERS), head="schedule", cell=lambda d: d.schedule)
+MICROBATCHES = Field(
+    values=_microbatches,
+    words=lambda d: counted(d.microbatches, "microbatch", "es"),
+    head="R",
+    cell=lambda d: str(d.microbatches),
+    cuts=True,
+    always=False,
+)
+CHUNK_NUMBERS = Field(
+    values=_chunks,
+    words=_chunk_words,
+    head="chunks",
+    cell=lambda d: "{}/{}".format(*d.degrees),
+    cuts=True,
+    always=False,
+)
+BACKWARD_CHUNKS = Field(values=_backward_chunks, always=False)
+ALL_REDUCE = Field(
+    values=all_reduce_sizes,
+    words=lambda d: f"all-reduce by {mib(d.all_reduce_chunk_bytes)}",
+    head="all-reduce",
+    cell=lambda d: mib(d.all_reduce_chunk_bytes),
+    cuts=True,
+    always=False,
+)
+DISPATCH = Field(
+    values=lambda asked, choice: asked.dispatches,
+    words=lambda d: f"{d.dispatch.replace('_', ' ')} dispatch",
+    head="dispatch",
+    cell=lambda d: d.dispatch.replace("_", " "),
+)
+PRIORITY = Field(
+    values=lambda asked, choice: RULES,
+    words=lambda d: ORDERS[d.priority][0],
+    head="order",
+    cell=lambda d: ORDERS[d.priority][1],
+    unread="its own",
+    always=False,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Everything that a plan decides. A schedule declares which fields it reads; the rest changes nothing.
+
+    schedule: one of SCHEDULES.
+    microbatches: pieces of the batch through whole blocks (flowmoe's R).
+    chunks: pieces of the tokens inside an MoE layer; none = as the schedule usually has it.
+    backward_chunks: the same on the way back; none = as many. What is saved between the two is cut into the
+        least common multiple of both, each of which experts compute for itself; MOST_SLICES at most.
+    all_reduce_chunk_bytes: FlowMoE's S_p.
+    dispatch: how rows travel.
+    priority: by which rule penstock orders; `search` starts from the others and is the best and the slowest.
+    partition: which gradients go into which gap, for fsmoe; none = all of a layer's into the next gap below.
+    more: decisions that others registered, by name, where they are not as by default.
+    """
+
+    schedule: Annotated[str, SCHEDULE] = "sequential"
+    microbatches: Annotated[PieceCount, MICROBATCHES] = 1
+    chunks: Annotated[PieceCount | None, CHUNK_NUMBERS] = 1
+    backward_chunks: Annotated[PieceCount | None, BACKWARD_CHUNKS] = 1
+    all_reduce_chunk_bytes: Annotated[ChunkBytes, ALL_REDUCE] = 1 << 20
+    dispatch: Annotated[str, DISPATCH] = "flat"
+    priority: Annotated[PriorityName, PRIORITY] = "search"
+    partition: Partition | None = None
+    more: Annotated[Table, Items(100, "one per registered decision")] = NOTHING
+
+    def reads(self, name: str) -> bool:
+        """Whether the field changes anything, with this schedule."""
+        field = FIELDS.get(name)
+        return (field is not None and field.always) or name in READERS[self.schedule].reads
+
+    def value(self, name: str) -> Any:
+        """What was decided: a field, or a registered decision."""
+        return getattr(self, name) if name in BUILT_IN else dict(self.more).get(name, FIELDS[name].default)
+
+    def deciding(self, name: str, value: Any) -> Self:
+        """The same with one thing decided otherwise."""
+        if name in BUILT_IN:
+            return replace(self, **{name: value})
+        more = {each: held for each, held in self.more if each != name}
+        if value != FIELDS[name].default:
+            more[name] = value
+        return replace(self, more=Table(more))
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """Chunks of an MoE layer forward and backward, as the schedule cuts."""
+        if not self.reads("chunks"):
+            return 1, 1
+        forward = self.chunks or READERS[self.schedule].usual_chunks
+        return forward, self.backward_chunks or forward
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """What registered decisions add to the step."""
+        own = [name for name in FIELDS if name not in BUILT_IN and self.reads(name)]
+        return tuple(each for name in own for each in FIELDS[name].passes(self.value(name)))
+
+    @property
+    def words(self) -> str:
+        """For people: everything that its schedule reads, and nothing else."""
+        read = [each for name, each in FIELDS.items() if self.reads(name)]
+        cut, rest = (
+            [each.words(self) for each in read if each.words and each.cuts is cuts] for cuts in (True, False)
+        )
+        return f"{self.schedule}: {', '.join((cut or ['uncut']) + rest)}"
+
+    def check(self) -> None:
+        """Raises ConfigError about the field that cannot be so."""
+        check_bounds(self)
+        check_name("schedule", self.schedule, READERS)
+        check_name("dispatch", self.dispatch, DISPATCHES)
+        self._check_slices()
+        for name, value in self.more:
+            if name not in FIELDS or name in BUILT_IN:
+                own = [each for each in FIELDS if each not in BUILT_IN]
+                hint = f"Registered: {', '.join(own)}." if own else "Register it first, or take it out."
+                hint = "Set it beside more." if name in BUILT_IN else hint
+                raise ConfigError(f"more.{name}", value, "no such decision is registered", hint)
+            check_value(FIELDS[name].type, value, f"more.{name}")
+
+    def _check_slices(self) -> None:
+        """Two numbers of chunks with few common factors cut what both share into crumbs."""
+        forward, backward = self.degrees
+        if not _crumbles(forward, backward):
+            return
+        fitting = [b for b in range(1, MOST_PIECES + 1) if not _crumbles(forward, b)]
+        why = (
+            f"with chunks = {forward} what is saved would be cut into {lcm(forward, backward)} slices (their "
+            f"least common multiple), and experts compute every slice for itself; at most {MOST_SLICES}"
+        )
+        nearest = min(fitting, key=lambda b: (abs(b - backward), b))
+        raise ConfigError(
+            "backward_chunks", backward, why, f"Nearest valid: {nearest}. {forward} times or part fits best."
+        )
+
+
+def _crumbles(forward: int, backward: int) -> bool:
+    """Whether two numbers of chunks need over MOST_SLICES slices, and more than either says itself."""
+    return lcm(forward, backward) > max(MOST_SLICES, forward, backward)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(Decision):
+    """Section `[schedule]`: a decision without what is said elsewhere (`moe.dispatch`) or not at all.
+
+    name: the schedule. refine_after: after this many steps the order is frozen again from measured
+    durations; 0 = never.
+    """
+
+    name: str = "flowmoe"
+    microbatches: PieceCount = 2
+    chunks: PieceCount | None = None
+    backward_chunks: PieceCount | None = None
+    refine_after: Steps = 4
+    schedule: str = given(init=False)
+    dispatch: str = given(default="flat", init=False)
+    partition: Partition | None = given(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name, READERS)
+        object.__setattr__(self, "schedule", self.name)
+        self.check()
+
+    def decision(self, dispatch: str) -> Decision:
+        """The same as a plan has it: every number is there."""
+        said = {name: getattr(self, name) for name in bounded_fields(Decision)}
+        chunks, backward_chunks = self.degrees
+        return Decision(
+            **{**said, "dispatch": dispatch, "chunks": chunks, "backward_chunks": backward_chunks}
+        )
+
+    def saying(self, choice: Decision) -> Self:
+        """The section that means `choice`."""
+        names = bounded_fields(Decision).keys() & bounded_fields(type(self)).keys()
+        return replace(self, name=choice.schedule, **{name: getattr(choice, name) for name in names})
+
+
+# ---- the register ------------------------------------------------------------------------------------------
+
+
+BUILT_IN: Final = frozenset(bounded_fields(Decision))
+FIELDS: dict[str, Field] = {
+    name: replace(mark, name=name, default=getattr(Decision, name))
+    for name, tp in bounded_fields(Decision).items()
+    for mark in getattr(tp, "__metadata__", ())
+    if isinstance(mark, Field)
+}
+"""Every decision by name, in the order in which a search makes them; those that were registered last."""
+
+
+def register(own: Field) -> None:
+    """Let every plan decide this, too, after what has been registered before it.
+
+    It is searched, set by `[schedule]` (`schedule.more.NAME=...`), saved in plan files, told and shown with a
+    plan, and its passes become part of the step. Raises ValueError for a name that is taken, or is none.
+    """
+    if own.name in FIELDS or own.name in BUILT_IN:
+        raise ValueError(f"a decision {own.name!r} is registered already; give yours another name")
+    if not own.name.isidentifier():
+        raise ValueError(f"{own.name!r} is no name for a decision; use letters, digits and underscores")
+    check_value(own.type, own.default, own.name)
+    FIELDS[own.name] = replace(
+        own,
+        words=own.words or (lambda d: f"{own.name} {d.value(own.name)}"),
+        head=own.head or own.name,
+        cell=own.cell or (lambda d: str(d.value(own.name))),
+    )
+
+
+def unregister(name: str) -> None:
+    """Take a registered decision out again."""
+    assert name not in BUILT_IN, f"{name} is a field of every decision"
+    del FIELDS[name]

@@ -1,0 +1,55 @@
+"""Where a search looks: decisions that differ from each other in what their schedules read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from penstock.decision import Decision, Field
+from penstock.decision.record import ALL_REDUCE_PIECES, FIELDS, all_reduce_sizes
+from penstock.plan.problem import Problem
+
+USUAL_PIECES = 4
+
+
+def usual_chunk_bytes(problem: Problem) -> int:
+    """The size that is good for most: USUAL_PIECES of the largest layer's gradients."""
+    sizes = all_reduce_sizes(problem)
+    return sizes[min(ALL_REDUCE_PIECES.index(USUAL_PIECES), len(sizes) - 1)]
+
+
+def values(problem: Problem, choice: Decision, field: Field) -> Sequence[Any]:
+    """What can be decided of one field, given the rest of `choice`: the default where nothing reads it."""
+    return field.values(problem, choice) if choice.reads(field.name) else (field.default,)
+
+
+def space(problem: Problem) -> Iterator[Decision]:
+    """Every combination of values, in a fixed order."""
+    choices = iter([Decision(dispatch=problem.dispatches[0])])
+    for field in FIELDS.values():
+        choices = _spread(choices, field, problem)
+    return choices
+
+
+def _spread(choices: Iterator[Decision], field: Field, problem: Problem) -> Iterator[Decision]:
+    for choice in choices:
+        for value in values(problem, choice, field):
+            yield choice.deciding(field.name, value)
+
+
+def neighbours(problem: Problem, choice: Decision) -> Iterator[Decision]:
+    """Decisions that differ in one field, and where that forces others, in the nearest valid way."""
+    for field in FIELDS.values():
+        for value in values(problem, choice, field):
+            other = valid(problem, choice.deciding(field.name, value))
+            if other != choice:
+                yield other
+
+
+def valid(problem: Problem, choice: Decision) -> Decision:
+    """`choice` with the first value of every field whose value the rest does not allow."""
+    for field in FIELDS.values():
+        allowed = values(problem, choice, field)
+        if choice.value(field.name) not in allowed:
+            choice = choice.deciding(field.name, allowed[0])
+    return choice
