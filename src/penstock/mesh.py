@@ -85,6 +85,36 @@ def _described() -> str:
     return "; ".join(f"{view}: {' x '.join(own)}" for view, own in VIEWS.items())
 
 
+def node_of(rank: int, node_size: int) -> int:
+    """The node of a rank: ranks of a node are consecutive."""
+    return rank // node_size
+
+
+def place_in_node(rank: int, node_size: int) -> int:
+    """The place of a rank among those of its node."""
+    return rank % node_size
+
+
+def num_nodes(ranks: int, node_size: int) -> int:
+    """Nodes that consecutive ranks fill; 1 where the size of a node is not known (0)."""
+    return ranks // node_size if node_size else 1
+
+
+def ranks_per_node(ranks: int, node_size: int) -> int:
+    """Ranks of a group of consecutive ones in one node: all of them unless it fills several whole nodes."""
+    return node_size if 0 < node_size < ranks and ranks % node_size == 0 else ranks
+
+
+def neighbour(rank: int, steps: int, ranks: int) -> int:
+    """The rank so many steps further on in a ring of all."""
+    return (rank + steps) % ranks
+
+
+def group_sizes(ranks: int) -> list[int]:
+    """The sizes of groups into which ranks can be divided, ascending."""
+    return [size for size in range(1, ranks + 1) if ranks % size == 0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
     """The sizes of all axes. `edp` and `dp` are what is left of the world.
@@ -174,7 +204,7 @@ class Mesh:
         """Nodes that a group along `axes` has ranks in; of the group that spans most."""
         if not self.node_size:
             return 1
-        return max(len({rank // self.node_size for rank in group}) for group in self.groups(axes))
+        return max(len({node_of(rank, self.node_size) for rank in group}) for group in self.groups(axes))
 
     def latest(self, times: Seconds, axes: Axes) -> Seconds:
         """For every rank the latest time within its group along `axes`. times: [ranks]."""

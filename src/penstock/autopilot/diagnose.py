@@ -93,7 +93,7 @@ def _shortest(records: Iterable[TaskRecord]) -> dict[Kind, float]:
 
 
 def _computed(records: Iterable[TaskRecord]) -> dict[Kind, float]:
-    return _medians((r.task, r.duration_s) for r in records if r.lane is Lane.COMPUTE)
+    return _medians((r.task, r.duration_s) for r in records if r.lane.computes)
 
 
 def _medians(durations: Iterable[tuple[Task, float]]) -> dict[Kind, float]:

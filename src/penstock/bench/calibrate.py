@@ -11,7 +11,7 @@ from penstock.bench.scheduled import Scheduled, Stacks
 from penstock.bench.tune import variants
 from penstock.cost import StepCost
 from penstock.decision import Decision, ScheduleConfig
-from penstock.graph import Lane, Task
+from penstock.graph import Task
 from penstock.runtime.links import fit_links
 from penstock.runtime.transport.load import Load
 from penstock.schedule import SCHEDULES, StepPlan
@@ -67,7 +67,7 @@ class Calibration:
 
         Measured once for all plans whose compute tasks are the same.
         """
-        tasks = tuple(task for task in plan.graph.tasks if task.lane is Lane.COMPUTE)
+        tasks = tuple(task for task in plan.graph.tasks if task.lane.computes)
         if tasks not in self._measured:
             stacks = self.stacks
             contender = Scheduled(stacks.silent, stacks.silent.adopt(plan), stacks.batch)

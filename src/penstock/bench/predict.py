@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.cost import StepCost
-from penstock.graph import Lane, Phase, Task
+from penstock.graph import Phase, Task
 from penstock.mesh import Mesh, Seconds
 from penstock.plan.predict import Shares, settle
 from penstock.schedule import StepPlan
@@ -35,7 +35,7 @@ class ComputeTimes:
         """Records of all ranks and rounds; every task must have run in each."""
         found: dict[Task, dict[tuple[int, int], float]] = defaultdict(dict)
         for record in records:
-            if record.lane is Lane.COMPUTE:
+            if record.lane.computes:
                 found[record.task][record.step, record.rank] = record.duration_s
         return ComputeTimes({task: _table(durations) for task, durations in found.items()})
 
@@ -69,7 +69,7 @@ class PredictedCost:
 
     def seconds(self, task: Task, share: float) -> float:
         """Seconds of a task that has company for `share` of its time."""
-        if task.lane is not Lane.COMPUTE:
+        if not task.lane.computes:
             return self.transfers(task) * (1 + share * (self.slowed - 1))
         kind = (task.layer, task.op, task.phase)
         alone_s, beside_s = self._typical_alone[kind], self._typical_beside[kind]
@@ -78,7 +78,7 @@ class PredictedCost:
     def drawn(self, task: Task, share: float, number: int) -> float | Seconds:
         """The same with the ups and downs that the ranks showed in measured round `number`, [ranks]."""
         seconds = self.seconds(task, share)
-        if task.lane is not Lane.COMPUTE:
+        if not task.lane.computes:
             return seconds
         typical_s = self._typical_beside[task.layer, task.op, task.phase]
         scattered: Seconds = seconds * (1 + share * (self._beside.seconds[task][number] / typical_s - 1))

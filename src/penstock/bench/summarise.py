@@ -8,6 +8,7 @@ from statistics import median
 from penstock.bench.compare import Measurements
 from penstock.bench.contender import Entry, Sample
 from penstock.bench.result import BenchResult, CaseResult, Spread
+from penstock.mesh import node_of
 
 
 def summarise(
@@ -38,9 +39,10 @@ def busiest_uplink_bytes(traffic: Sequence[Mapping[int, int]], nodes: int, devic
     sent, received = [0] * nodes, [0] * nodes
     for rank, peers in enumerate(traffic):
         for peer, size in peers.items():
-            if rank // devices != peer // devices:
-                sent[rank // devices] += size
-                received[peer // devices] += size
+            source, target = node_of(rank, devices), node_of(peer, devices)
+            if source != target:
+                sent[source] += size
+                received[target] += size
     return max(*sent, *received)
 
 

@@ -110,8 +110,10 @@ def _compare(
         field = VirtualField(config, layout) if wanted.virtual else RealField(config, layout)
     found = compare(field, config.compare)
     field.close()
-    nodes, rate = (1, None) if emulate is None else (emulate.nodes, emulate.inter_rate_bit_per_s)
-    return summarise(found, nodes=nodes, devices=layout.world_size // nodes, inter_rate_bit_per_s=rate)
+    if emulate is None:
+        return summarise(found, nodes=1, devices=layout.world_size, inter_rate_bit_per_s=None)
+    rate = emulate.inter_rate_bit_per_s
+    return summarise(found, nodes=emulate.nodes, devices=emulate.devices, inter_rate_bit_per_s=rate)
 
 
 def _finish(result: BenchResult, wanted: Wanted) -> int:

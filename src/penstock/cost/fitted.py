@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.span import Span
-from penstock.ops.transfers import AWAY
+from penstock.ops.transfers import outward
 
 LegModels = Mapping[tuple[str, str], AlphaBeta]
 """By dispatch and leg (forward, outward; combine takes the same legs home)."""
@@ -46,5 +46,5 @@ class FittedCluster(ClusterConfig):
     def leg(self, dispatch: str, op: str, span: Span) -> AlphaBeta:
         if dispatch == "flat":
             return self.dispatch
-        found = self.legs.get((dispatch, AWAY.get(op, op)))
+        found = self.legs.get((dispatch, outward(op)))
         return super().leg(dispatch, op, span) if found is None else found

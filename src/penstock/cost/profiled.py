@@ -11,7 +11,7 @@ from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.cluster_file import ClusterFile, LinkModel, TaskModel
 from penstock.cost.span import Span
 from penstock.graph import Phase
-from penstock.ops.transfers import AWAY
+from penstock.ops.transfers import outward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class ProfiledCluster(ClusterConfig):
         if dispatch == "flat":
             return self.all_to_all(span)
         for link in self.file.links:
-            if link.collective == dispatch and link.op == AWAY.get(op, op):
+            if link.collective == dispatch and link.op == outward(op):
                 return self._beside(link.model)
         return self._beside(super().leg(dispatch, op, span))
 

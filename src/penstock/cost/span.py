@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from penstock.mesh import Axes, Mesh
+from penstock.mesh import Axes, Mesh, node_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,4 +65,4 @@ def span_of(mesh: Mesh, axes: Axes, node_size: int, at_once: int) -> Span:
     nodes (the shards of a rank that stands for several).
     """
     size = node_size or 1
-    return Span.of([[rank // size for rank in ranks] for ranks in mesh.groups(axes)] * at_once)
+    return Span.of([[node_of(rank, size) for rank in ranks] for ranks in mesh.groups(axes)] * at_once)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from penstock.cost.cluster import ClusterConfig
 from penstock.cost.workload import Workload, part_sizes, split_sizes
-from penstock.graph import Lane, Task
+from penstock.graph import Task
 from penstock.mesh import Group
 from penstock.ops import Op, Work, spec_of
 from penstock.step import StepShape
@@ -45,7 +45,7 @@ class StepCost:
         alike = (self._kinds[layer], op, phase, samples, chunk, piece)
         known = self._alike.get(alike)
         if known is None:
-            computes = task.lane is Lane.COMPUTE
+            computes = task.lane.computes
             known = self._alike[alike] = self.compute_s(task) if computes else self.communication_s(task)
         return known
 
@@ -166,7 +166,7 @@ class UnevenRanks:
     load: tuple[float, ...] = ()
 
     def __call__(self, task: Task) -> float | npt.NDArray[np.float64]:
-        if task.lane is not Lane.COMPUTE:
+        if not task.lane.computes:
             busiest = max(1.0, *self.load) if self.load else 1.0
             return self.even(task) if busiest == 1.0 else self.even.communication_s(task, busiest)
         loaded = self.load and self.even.work(task).follows_rows

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from penstock.cost.span import Span, span_of
-from penstock.mesh import Axes, Mesh
+from penstock.mesh import Axes, Mesh, num_nodes
 from penstock.placement import ExpertPlacement
 
 
@@ -94,7 +94,7 @@ class Workload:
     @property
     def nodes(self) -> int:
         """Nodes that an expert group covers."""
-        return self.ep_size // self.ranks_per_node
+        return num_nodes(self.ep_size, self.ranks_per_node)
 
     def span(self, axes: Axes) -> Span:
         """Where the groups along `axes` are, and what they share."""

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.mesh import Axes, Group
+from penstock.mesh import Axes, Group, node_of, num_nodes, place_in_node
 from penstock.ops.transfers import Hop
 
 Table = npt.NDArray[np.int64]
@@ -32,16 +32,16 @@ class Place:
     @property
     def nodes(self) -> int:
         """Nodes that the expert group covers."""
-        return self.ep_size // self.node_size
+        return num_nodes(self.ep_size, self.node_size)
 
     @property
     def node(self) -> int:
-        return self.rank // self.node_size
+        return node_of(self.rank, self.node_size)
 
     @property
     def local(self) -> int:
         """Place inside the node."""
-        return self.rank % self.node_size
+        return place_in_node(self.rank, self.node_size)
 
 
 def place_in(axes: Axes, place: Place) -> int:

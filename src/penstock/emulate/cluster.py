@@ -16,6 +16,7 @@ from penstock.emulate.links import Uplink, UplinkBytes
 from penstock.emulate.state import ClusterState, Owner
 from penstock.emulate.system import check_available, command, run_inside, silence_ipv6
 from penstock.emulate.wiring import INTERFACE, Port, Wiring
+from penstock.mesh import place_in_node
 
 T = TypeVar("T")
 
@@ -114,7 +115,7 @@ class Cluster:
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.config.shape.ranks),
-            "LOCAL_RANK": str(rank % self.config.devices),
+            "LOCAL_RANK": str(place_in_node(rank, self.config.devices)),
             "LOCAL_WORLD_SIZE": str(self.config.devices),
             "MASTER_ADDR": self.address(0),
             "GLOO_SOCKET_IFNAME": INTERFACE,

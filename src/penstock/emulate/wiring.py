@@ -16,6 +16,7 @@ from ipaddress import IPv4Network
 from typing import Final
 
 from penstock.emulate.config import Shape
+from penstock.mesh import node_of, place_in_node
 
 NETWORK: Final = IPv4Network("198.18.0.0/15")
 """Set aside for benchmarks (RFC 2544), so no network that the machine is in uses it.
@@ -67,7 +68,7 @@ class Wiring:
         """Namespace of a device."""
         if not 0 <= rank < self.shape.ranks:
             raise ValueError(f"rank {rank}: {self.shape} has ranks 0 to {self.shape.ranks - 1}")
-        return f"{self.name}-n{rank // self.shape.devices}d{rank % self.shape.devices}"
+        return f"{self.name}-n{node_of(rank, self.shape.devices)}d{place_in_node(rank, self.shape.devices)}"
 
     def node(self, node: int) -> int:
         """`node` itself, if there is such a node."""
@@ -82,10 +83,10 @@ class Wiring:
 
     def device_link(self, rank: int) -> tuple[Port, Port]:
         """From a device to its node's bridge: the device's end, the bridge's end."""
-        switch = self.switches[rank // self.shape.devices]
+        switch = self.switches[node_of(rank, self.shape.devices)]
         return (
             Port(namespace=self.rank(rank), interface=INTERFACE),
-            Port(namespace=switch, interface=f"device{rank % self.shape.devices}"),
+            Port(namespace=switch, interface=f"device{place_in_node(rank, self.shape.devices)}"),
         )
 
     def uplink(self, node: int) -> tuple[Port, Port]:

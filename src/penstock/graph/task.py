@@ -31,6 +31,16 @@ class Lane(StrEnum):
 
     __hash__ = str.__hash__  # see Phase
 
+    @property
+    def computes(self) -> bool:
+        """Whether the model's own computation runs on it."""
+        return self is Lane.COMPUTE
+
+    @property
+    def is_network(self) -> bool:
+        """Whether it stands for links between ranks."""
+        return self in (Lane.INTRA, Lane.INTER)
+
 
 class Phase(StrEnum):
     """F forward, B backward; where a backward is split, I makes the input gradients, W the weights'."""

@@ -90,3 +90,8 @@ register(
         for op, title in _TITLES.items()
     ),
 )
+
+
+def outward(op: str) -> str:
+    """The op of dispatch that takes the same leg as `op`, towards the experts."""
+    return AWAY.get(op, op)

@@ -140,7 +140,7 @@ def _binds(best: Candidate, start_up_share: float) -> str:
     text = (
         f"the longest chain of dependencies binds, lane {lane} is busiest" if chain else f"lane {lane} binds"
     )
-    if start_up_share <= MOSTLY or lane is Lane.COMPUTE:
+    if start_up_share <= MOSTLY or lane.computes:
         return text
     return f"latency binds: {100 * start_up_share:.0f} % of communication is start-ups; {text}"
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.cost import ProfiledCluster
 from penstock.decision import Decision
-from penstock.graph import Lane, Task
+from penstock.graph import Task
 from penstock.mesh import Mesh, Seconds
 from penstock.plan.problem import Problem
 from penstock.schedule import StepPlan
@@ -106,7 +106,7 @@ def _of_each_pace(timeline: Timeline, paces: tuple[float, ...]) -> Shares:
 def company(timeline: Timeline, rank: int = 0) -> dict[Task, float]:
     """For every task the share of its time in which the other side was busy, on this rank."""
     spans = {task: (float(i.start[rank]), float(i.end[rank])) for task, i in timeline.times.items()}
-    computes = {task: task.lane is Lane.COMPUTE for task in spans}
+    computes = {task: task.lane.computes for task in spans}
     busy = {
         side: _union(span for task, span in spans.items() if computes[task] is side) for side in (True, False)
     }
@@ -160,7 +160,7 @@ def _drawn(cost: RankCost, jitter: float, ranks: int, seed: int) -> RankCost:
     rng = np.random.default_rng(seed)
 
     def drawn(task: Task) -> Any:
-        if task.lane is not Lane.COMPUTE:
+        if not task.lane.computes:
             return cost(task)
         return cost(task) * np.maximum(LEAST_FACTOR, rng.normal(1.0, jitter, ranks))
 

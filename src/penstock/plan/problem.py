@@ -9,7 +9,7 @@ from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, StepCost, UnevenRanks, Workload
 from penstock.decision import Decision, GradientBytes
 from penstock.dispatch import DISPATCHES
-from penstock.mesh import Mesh
+from penstock.mesh import Group, Mesh
 from penstock.schedule import Cost, StepPlan, cut, plan_step
 from penstock.schedule.system import least_chunk_bytes
 from penstock.simulate import LowerBound, Timeline, lower_bound, simulate
@@ -70,7 +70,7 @@ class Problem:
         if ratio == 1:
             return self
         group = (ratio, *((size - ratio) / (size - 1),) * (size - 1))
-        return replace(self, load=group * (self.workload.world_size // size))
+        return replace(self, load=group * self.mesh.size(Group.EXPERT_REPLICAS))
 
     def workload_of(self, choice: Decision) -> Workload:
         return replace(self.workload, dispatch=choice.dispatch)

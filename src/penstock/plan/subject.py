@@ -11,7 +11,7 @@ from penstock.config import ConfigError, Within, check_bounds
 from penstock.config.bounds import MOST_RANKS, Ranks
 from penstock.cost import ClusterFile, ProfiledCluster, Workload
 from penstock.dispatch import DISPATCHES
-from penstock.mesh import Group
+from penstock.mesh import Group, group_sizes, ranks_per_node
 from penstock.ops import Op
 from penstock.ops.transfers import FLAT as FLAT_HOPS
 from penstock.ops.transfers import Hop
@@ -198,7 +198,7 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
         element_bytes=ELEMENT_BYTES,
         all_reduce_bytes=(replicated,) * model.num_layers,
         expert_all_reduce_bytes=(replicas,) * model.num_layers,
-        node_size=per_node if shards == 1 and ep_size % per_node == 0 else 0,
+        node_size=ranks_per_node(ep_size, per_node) if shards == 1 else 0,
         devices_per_node=per_node,
         shard_size=shards,
     )
@@ -206,7 +206,7 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
 
 def _ep_size(wanted: int | None, groups: int, experts: int) -> int:
     """Ranks that share a layer's experts: all of them, unless somebody says otherwise."""
-    valid = [n for n in range(1, groups + 1) if groups % n == 0 and experts % n == 0]
+    valid = [size for size in group_sizes(groups) if experts % size == 0]
     ep_size = groups if wanted is None else wanted
     if ep_size in valid:
         return ep_size

@@ -216,7 +216,7 @@ def _legend(records: Sequence[TaskRecord], width: int) -> str:
         for op in on_lane:
             label = lane if op == on_lane[0] else ""
             lines.append(f"{label:<{LABEL_WIDTH}}{op:<3} {OPS[op].title}")
-        if lane is Lane.COMPUTE and any(record.task.phase is Phase.WEIGHT for record in records):
+        if lane.computes and any(record.task.phase is Phase.WEIGHT for record in records):
             lines.append(f"{'':<{LABEL_WIDTH}}W   weight gradients of experts, made apart")
     reading = (
         f"A name starts a task, {FILL} continues it, {IDLE} is idle. X0 and X0.1 are chunks 0 and 1 of "

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from penstock.config import ConfigError, Within, check_bounds
 from penstock.config.bounds import Ranks
-from penstock.mesh import Axes, Group, Mesh
+from penstock.mesh import Axes, Group, Mesh, group_sizes, num_nodes, ranks_per_node
 
 LONGEST_TIMEOUT_S = 1e6
 Processes = Annotated[int, Within(1, 4096, "they all run on this machine")]
@@ -59,7 +59,7 @@ class Layout:
     ) -> Layout:
         """Check that experts and ranks divide; name the nearest size that does. node_size: as found out."""
         ep_size = world_size if config.ep_size is None else config.ep_size
-        valid = [n for n in range(1, world_size + 1) if world_size % n == 0 and num_experts % n == 0]
+        valid = [size for size in group_sizes(world_size) if num_experts % size == 0]
         if ep_size not in valid:
             nearest = min(valid, key=lambda n: (abs(n - ep_size), n))
             if config.ep_size is None:
@@ -71,9 +71,8 @@ class Layout:
             raise ConfigError("parallel.ep_size", ep_size, why, f"Nearest valid: {nearest}.")
         if config.ranks_per_node is not None:
             node_size = config.ranks_per_node
-            if world_size % node_size:
-                near = [n for n in range(1, world_size + 1) if world_size % n == 0]
-                nearest = min(near, key=lambda n: (abs(n - node_size), n))
+            if node_size not in group_sizes(world_size):
+                nearest = min(group_sizes(world_size), key=lambda n: (abs(n - node_size), n))
                 why = f"must divide the number of ranks ({world_size})"
                 raise ConfigError("parallel.ranks_per_node", node_size, why, f"Nearest valid: {nearest}.")
         return Layout(world_size=world_size, ep_size=ep_size, rank=rank, node_size=node_size)
@@ -81,7 +80,7 @@ class Layout:
     @property
     def nodes(self) -> int:
         """Nodes of the cluster; 1 where it is not known."""
-        return self.world_size // self.node_size if self.node_size else 1
+        return num_nodes(self.world_size, self.node_size)
 
     @property
     def ep_rank(self) -> int:
@@ -91,13 +90,12 @@ class Layout:
     @property
     def ep_node_size(self) -> int:
         """Ranks of an expert group in one node: all of them where it does not span whole nodes."""
-        spans = 0 < self.node_size < self.ep_size and self.ep_size % self.node_size == 0
-        return self.node_size if spans else self.ep_size
+        return ranks_per_node(self.ep_size, self.node_size)
 
     @property
     def ep_nodes(self) -> int:
         """Nodes that an expert group spans."""
-        return self.ep_size // self.ep_node_size
+        return self.mesh.size(Group.RAIL)
 
     def require_nodes(self, key: str, dispatch: str) -> None:
         """Raise ConfigError unless an expert group spans several whole nodes."""
@@ -113,7 +111,7 @@ class Layout:
     @property
     def edp_size(self) -> int:
         """How many replicas every expert has."""
-        return self.world_size // self.ep_size
+        return self.mesh.size(Group.EXPERT_REPLICAS)
 
     @cached_property
     def mesh(self) -> Mesh:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from penstock.config import UNSET, ConfigError
+from penstock.mesh import neighbour
 from penstock.topology.blame import answer_calls
 from penstock.topology.control import CommunicationError, Control
 from penstock.topology.rollcall import RollCall, new_token, open_listener
@@ -198,7 +199,7 @@ def _roll_call(info: ProcessInfo, where: str) -> RollCall | None:
     if listener is None or len(addresses) < len(found):
         return None
     roll_call = RollCall(info.rank, listener, addresses, found[0][1])
-    reached = roll_call.reaches((info.rank + 1) % info.world_size)
+    reached = roll_call.reaches(neighbour(info.rank, 1, info.world_size))
     if not control.any(not reached, "trying to reach the neighbour"):
         return roll_call
     roll_call.close()

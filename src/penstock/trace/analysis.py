@@ -34,8 +34,8 @@ def occupation(records: Iterable[TaskRecord], silent: Collection[Axes] = ()) -> 
     silent: groups of one rank, in which nothing is sent; their tasks are no communication.
     """
     records = [record for record in records if record.task.axes not in silent]
-    compute = _union((r.start_s, r.end_s) for r in records if r.lane is Lane.COMPUTE)
-    network = _union((r.start_s, r.end_s) for r in records if r.lane in (Lane.INTRA, Lane.INTER))
+    compute = _union((r.start_s, r.end_s) for r in records if r.lane.computes)
+    network = _union((r.start_s, r.end_s) for r in records if r.lane.is_network)
     everything = _union([*compute, *network])
     start = min((r.start_s for r in records), default=0.0)
     end = max((r.end_s for r in records), default=0.0)

@@ -16,10 +16,10 @@ from penstock.cost import ClusterConfig, StepCost, Workload
 from penstock.cost.legs import busiest_share
 from penstock.dispatch import DISPATCHES, Leg, Place
 from penstock.dispatch.base import place_in
-from penstock.graph import Lane, Task
+from penstock.graph import Task
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
-from penstock.ops.transfers import AWAY, HOME, TRANSFERS
+from penstock.ops.transfers import HOME, TRANSFERS, outward
 from penstock.placement import ExpertPlacement
 from penstock.step import StepShape
 from penstock.virtual.apportion import Counts
@@ -53,7 +53,7 @@ class VirtualCost:
 
     def __call__(self, task: Task) -> Seconds:
         """Seconds on every rank, [P]; of a transfer without the time to wait for partners."""
-        return self.seconds(task) if task.lane is Lane.COMPUTE else self.transfer_s(task)
+        return self.seconds(task) if task.lane.computes else self.transfer_s(task)
 
     def seconds(self, task: Task) -> Seconds:
         """Seconds of a compute task on every rank, [P]."""
@@ -82,7 +82,7 @@ class VirtualCost:
 
     def alone_s(self, tasks: Iterable[Task]) -> Seconds:
         """What the computation of a step takes on every rank if nothing is ever waited for, [P]."""
-        compute = [self.seconds(task) for task in tasks if task.lane is Lane.COMPUTE]
+        compute = [self.seconds(task) for task in tasks if task.lane.computes]
         total: Seconds = np.stack(compute).sum(axis=0)
         return total
 
@@ -150,7 +150,7 @@ class VirtualCost:
 
     def _number(self, task: Task) -> int:
         """Which leg of the dispatch a task takes, one way or the other."""
-        return [hop.op for hop in self.shape.dispatch].index(AWAY.get(task.op, task.op))
+        return [hop.op for hop in self.shape.dispatch].index(outward(task.op))
 
     def _piece(self, task: Task) -> Counts:
         """Rows of the task's microbatch and chunk, [P, E]."""

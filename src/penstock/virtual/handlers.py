@@ -41,7 +41,7 @@ class RankStep:
         """Look everything up in the cost; takes milliseconds, which a step should not pay."""
         counts = {t: cost.exchanged_counts(t, rank) for t in graph.tasks if t.op == Op.COUNTS}
         return RankStep(
-            seconds={t: float(cost.seconds(t)[rank]) for t in graph.tasks if t.lane is Lane.COMPUTE},
+            seconds={t: float(cost.seconds(t)[rank]) for t in graph.tasks if t.lane.computes},
             moves={t: cost.move(t, rank) for t in graph.tasks if t.op in TRANSFERS},
             counts={t: (torch.tensor(sent), torch.tensor(got)) for t, (sent, got) in counts.items()},
             place=cost.workload.mesh.place(rank, Group.EXPERT),

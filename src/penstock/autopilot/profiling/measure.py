@@ -81,7 +81,7 @@ def _with_links(config: RunConfig, layout: Layout, links: tuple[LinkModel, ...])
     return ClusterFile(
         name="this cluster",
         nodes=layout.nodes,
-        ranks_per_node=layout.world_size // layout.nodes,
+        ranks_per_node=layout.node_size or layout.world_size,
         rates=rates_with_links(config.cluster, links),
         links=links,
     )

@@ -22,7 +22,7 @@ from penstock.cost import ClusterConfig, ClusterFile, StepCost
 from penstock.cost.cluster_file import Fit, TaskModel
 from penstock.cost.fit import fit_line
 from penstock.decision import ScheduleConfig
-from penstock.graph import Lane, Phase, Task
+from penstock.graph import Phase, Task
 from penstock.moe import MoEConfig
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.transport.load import Load
@@ -147,7 +147,7 @@ class _Runs:
         plans: dict[tuple[Task, ...], StepPlan] = {}  # those that compute alike are run once
         for cut in schedules:
             plan = first_plan(replace(config, schedule=cut), machinery.layout, stack.base_shape, *gradients)
-            plans.setdefault(tuple(t for t in plan.graph.tasks if t.lane is Lane.COMPUTE), plan)
+            plans.setdefault(tuple(t for t in plan.graph.tasks if t.lane.computes), plan)
         self.tasks, self.plans = list(plans), [stack.adopt(plan) for plan in plans.values()]
         shape = (config.data.batch_per_device, config.model.seq_len)
         generator = torch.Generator().manual_seed(machinery.layout.rank)
@@ -171,7 +171,7 @@ class _Runs:
             self.step(self.sequential, stack)
             records = stack.records()
             if number > 0:  # the first step allocates
-                found.append(sum(r.duration_s for r in records if r.lane is Lane.COMPUTE))
+                found.append(sum(r.duration_s for r in records if r.lane.computes))
         everyone = self.control.gather(found, "exchanging measured durations")
         return median(seconds for rank in everyone for seconds in rank)
 

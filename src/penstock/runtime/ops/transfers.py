@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.graph import Phase, Task
 from penstock.moe.routes import Routes
-from penstock.ops import Op
+from penstock.ops import Op, transfers
 from penstock.ops.transfers import AWAY, HOME
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.slices import to_ranks, to_slices
@@ -39,7 +39,7 @@ def _leg(context: StepContext, task: Task, inputs: Inputs, rows: Rows, *, outwar
     if not legs:  # every expert is on this rank
         return {"rows": rows}
     slices = routes.slices[cut.first : cut.stop]
-    number = context.legs(task.layer).index(task.op if task.op in HOME else AWAY[task.op])
+    number = context.legs(task.layer).index(transfers.outward(task.op))
     sent, received = [s.rows_sent for s in slices], [s.rows_received for s in slices]
     first, last = (0, len(legs) - 1) if outward else (len(legs) - 1, 0)
     if number == first:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.mesh import Axes, Group
+from penstock.mesh import Axes, Group, neighbour
 from penstock.runtime.transport.interface import LocalTransport, Transport, Transports
 from penstock.runtime.transport.sockets import Sockets
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
@@ -39,8 +39,8 @@ class GroupTransport(ABC):
         if size == 1 or not tensor.numel():  # a part too small for one element is empty on all ranks
             return
         members = self._members[group]
-        neighbour = members[(self._groups[group].rank() + 1) % size]
-        self.traffic[neighbour] += 2 * (size - 1) * tensor.nbytes // size  # what a ring sends
+        following = members[neighbour(self._groups[group].rank(), 1, size)]
+        self.traffic[following] += 2 * (size - 1) * tensor.nbytes // size  # what a ring sends
         dist.all_reduce(tensor, group=self._groups[group])
 
     def all_to_all(
@@ -115,7 +115,7 @@ def exchange(inbox: Sequence[Tensor], outbox: Sequence[Tensor], group: dist.Proc
     """Share t of `outbox` goes to rank t, share s of `inbox` comes from rank s. Empty ones do not travel."""
     rank, size = group.rank(), group.size()
     others = range(1, size)
-    sources, targets = [(rank - i) % size for i in others], [(rank + i) % size for i in others]
+    sources, targets = ([neighbour(rank, sign * i, size) for i in others] for sign in (-1, 1))
     receives = [dist.irecv(inbox[s], group=group, group_src=s) if inbox[s].numel() else None for s in sources]
     inbox[rank].copy_(outbox[rank])
     for target, receive in zip(targets, receives, strict=True):

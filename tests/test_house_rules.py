@@ -1,0 +1,146 @@
+"""Who computes with ranks, and who decides by the name of an op or a lane: found by the source's syntax."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+ROOT = Path(penstock.__file__).parent
+ARCHITECTURE = Path(__file__).parents[1] / "ARCHITECTURE.md"
+
+RANKS = {"rank", "ranks", "world_size", "node_size", "ep_size", "ep_rank"}
+COMPUTES_WITH_RANKS: Mapping[str, str] = {
+    "mesh.py": "is the place for it",
+    "placement.py": "how many experts or samples a rank has",
+    "autopilot/profiling/links.py": "an equal share of a buffer for every rank",
+    "runtime/links.py": "an equal share of a buffer for every rank",
+    "runtime/transport/load.py": "an equal share of a buffer for every rank",
+    "moe/orders/merged.py": "the column of a [tokens, ranks] table, on the device",
+    "plan/predict.py": "how many noisy steps are drawn",
+}
+
+DECIDES = ("ops/", "step/", "runtime/ops/", "schedule/")
+"""Rooms that may decide by names: what an op means, the passes, the handlers, the order rules."""
+NAMES = {"Op", "Lane"}
+LISTS = {"TRANSFERS", "HOME", "AWAY", "REDUCTIONS"}
+DECIDES_BY_NAME: Mapping[str, str] = {
+    "graph/task.py": "says what a lane is",
+    "runtime/lanes.py": "runs the lanes",
+    "runtime/program.py": "the forward half ends with the sums of the loss",
+    "runtime/transport/interface.py": "which transport a lane has",
+    "cost/cluster.py": "published formulas for the legs of hierarchical dispatches",
+    "cost/legs.py": "published formulas for the legs of hierarchical dispatches",
+    "cost/step.py": "which of a layer's two buffers a reduction has",
+    "plan/bound.py": "embedding and head stand outside of the bound's chain of layers",
+    "plan/explain.py": "what a faster link of one kind would bring",
+    "autopilot/profiling/links.py": "which transport measures a leg",
+    "autopilot/retune.py": "times of reductions depend on the pieces that are tried",
+    "virtual/cost.py": "virtual devices price what real ones do by routing",
+    "virtual/handlers.py": "virtual devices have handlers of their own",
+}
+
+
+def arithmetic(tree: ast.AST) -> Iterator[str]:
+    """Quotients and remainders in which something is called a rank, or a number of them."""
+    for node in ast.walk(tree):
+        division = isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Mod)
+        if isinstance(node, ast.BinOp) and isinstance(node.left, ast.Constant | ast.JoinedStr):
+            division = division and not isinstance(getattr(node.left, "value", ""), str)
+        both = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "divmod"
+        if (division or both) and RANKS & set(_words(node)):
+            yield f"line {node.lineno}: {ast.unparse(node)}"  # type: ignore[attr-defined]  # an expression
+
+
+def decisions(tree: ast.AST) -> Iterator[str]:
+    """Comparisons with an op or a lane, or with the name of one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and any(map(_is_name, [node.left, *node.comparators])):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+        if isinstance(node, ast.Compare) and _by_letters(node):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def _words(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+
+
+def _is_name(operand: ast.expr) -> bool:
+    """`Op.DISPATCH`, a tuple with it, or a list of such names."""
+    for node in ast.walk(operand):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in NAMES:
+            return True
+        if isinstance(node, ast.Name) and node.id in LISTS:
+            return True
+    return False
+
+
+def _by_letters(node: ast.Compare) -> bool:
+    """`task.op == "D"`, `lane in ("intra", "inter")`."""
+    operands = [node.left, *node.comparators]
+    asked = any(isinstance(each, ast.Attribute) and each.attr in ("op", "lane") for each in operands)
+    found = (word for each in operands for word in ast.walk(each) if isinstance(word, ast.Constant))
+    return asked and any(isinstance(word.value, str) for word in found)
+
+
+def _sources() -> Iterator[tuple[str, ast.AST]]:
+    for path in sorted(ROOT.rglob("*.py")):
+        yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+
+
+def test_only_the_mesh_computes_with_ranks() -> None:
+    found = {name: list(arithmetic(tree)) for name, tree in _sources()}
+    strangers = {name: lines for name, lines in found.items() if lines and name not in COMPUTES_WITH_RANKS}
+    assert strangers == {}, "ask the mesh (mesh.py), or give a reason in COMPUTES_WITH_RANKS"
+    assert [name for name in COMPUTES_WITH_RANKS if not found.get(name)] == [], "exceptions that none needs"
+
+
+def test_only_some_rooms_decide_by_the_name_of_an_op_or_a_lane() -> None:
+    found = {name: list(decisions(tree)) for name, tree in _sources() if not name.startswith(DECIDES)}
+    strangers = {name: lines for name, lines in found.items() if lines and name not in DECIDES_BY_NAME}
+    assert strangers == {}, "ask for the op's kind or the lane's property, or give a reason"
+    assert [name for name in DECIDES_BY_NAME if not found.get(name)] == [], "exceptions that none needs"
+
+
+@pytest.mark.parametrize("name", sorted(DECIDES_BY_NAME))
+def test_exceptions_stand_in_the_description_of_the_architecture(name: str) -> None:
+    assert f"`{name}`" in ARCHITECTURE.read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("node = rank // self.node_size", True),
+        ("a, b = divmod(layout.world_size, n)", True),
+        ("text = '%s' % rank", False),
+        ("x = rank + 1", False),
+        ("y = tokens // chunks", False),
+    ],
+)
+def test_what_counts_as_arithmetic(line: str, found: bool) -> None:
+    assert bool(list(arithmetic(ast.parse(line)))) is found
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("if task.op == Op.DISPATCH: pass", True),
+        ("x = [t for t in tasks if t.lane in (Lane.INTRA, Lane.INTER)]", True),
+        ("y = task.op in TRANSFERS", True),
+        ("z = task.op == 'D'", True),
+        ("w = link.lane in ('intra', 'inter')", True),
+        ("v = task.lane.computes", False),
+        ("u = first.lane is second.lane", False),
+        ("t = {Op.DISPATCH: 1}", False),
+    ],
+)
+def test_what_counts_as_a_decision(line: str, found: bool) -> None:
+    assert bool(list(decisions(ast.parse(line)))) is found
