@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.decision import Decision
 from penstock.plan.problem import Problem
-from penstock.plan.published import fsmoe_choice
+from penstock.plan.published import fsmoe_choice, idle_only
 from penstock.plan.space import usual_chunk_bytes, valid
 from penstock.schedule.flowmoe import FlowMoE
 from penstock.schedule.moe_pipeline import MoEPipeline
@@ -35,7 +35,5 @@ def first_choices(problem: Problem) -> list[Decision]:
             )
         )
     return list(
-        dict.fromkeys(
-            [*(valid(problem, choice) for choice in choices), fsmoe_choice(problem, partition="fsmoe_idle")]
-        )
+        dict.fromkeys([*(valid(problem, choice) for choice in choices), fsmoe_choice(problem, idle_only)])
     )

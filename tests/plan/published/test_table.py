@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.published.partitions import PARTITION_PLANNERS
 from penstock.cost import ClusterConfig, Workload
 from penstock.decision import MOST_SLICES, Decision, ScheduleConfig
 from penstock.dispatch import DISPATCHES
@@ -19,18 +20,18 @@ from penstock.ops import Op
 from penstock.ops.transfers import FLAT, Hop
 from penstock.plan import Problem
 from penstock.plan.published import (
-    DEGREE_PLANNERS,
-    PARTITION_PLANNERS,
     PUBLISHED,
     Durations,
     flowmoe_choice,
     flowmoe_published_choice,
     fsmoe_choice,
+    idle_only,
     makespan_s,
     pipemoe_choice,
     sequential_choice,
 )
 from penstock.plan.published.degree import DEGREES, total_s
+from penstock.plan.published.partition import PartitionPlanner
 from penstock.plan.published.table import apart
 from penstock.step import StepShape, build_graph
 from tests.plan.published.layers import random_part
@@ -141,11 +142,10 @@ def test_gradients_of_dense_blocks_on_top_are_there_from_the_start() -> None:
     assert [made.layer for made in backward.above] == [2, 1]
 
 
-@pytest.mark.parametrize("partition", PARTITION_PLANNERS)
-@pytest.mark.parametrize("planner", DEGREE_PLANNERS)
-def test_fsmoe_runs_by_any_of_its_planners(planner: str, partition: str) -> None:
+@pytest.mark.parametrize("partition", PARTITION_PLANNERS.values(), ids=PARTITION_PLANNERS)
+def test_fsmoe_runs_by_any_partition(partition: PartitionPlanner) -> None:
     asked = problem((True, True, True))
-    choice = fsmoe_choice(asked, planner, partition)
+    choice = fsmoe_choice(asked, partition)
     parts = asked.plan(choice).shape.all_reduce_parts
     assert [sum(sizes) for sizes in parts] == list(asked.workload.all_reduce_bytes)
     assert lcm(*choice.degrees) <= MOST_SLICES
@@ -155,7 +155,7 @@ def test_pipelining_beats_none_and_gaps_beat_the_tail() -> None:
     asked = problem((True,) * 4, all_reduce_bytes=64 << 20)
     plain_s = iteration_s(asked, sequential_choice(asked))
     piped_s = iteration_s(asked, pipemoe_choice(asked))
-    at_the_tail_s = iteration_s(asked, fsmoe_choice(asked, partition="tail"))
+    at_the_tail_s = iteration_s(asked, fsmoe_choice(asked, PARTITION_PLANNERS["tail"]))
     filled_s = iteration_s(asked, fsmoe_choice(asked))
     assert filled_s < at_the_tail_s <= piped_s < plain_s
 
@@ -166,8 +166,8 @@ def test_filling_idle_time_lengthens_no_simulated_step(megabytes: int, latency_u
     """Reductions that fit cost nothing: a step is no longer than with all of them at its end."""
     cluster = replace(SLOW_LINK, link_latency_s=latency_us * 1e-6)
     asked = problem((True,) * 3, cluster=cluster, all_reduce_bytes=megabytes << 20)
-    filled = fsmoe_choice(asked, partition="fsmoe_idle")
-    at_the_tail = replace(filled, partition=fsmoe_choice(asked, partition="tail").partition)
+    filled = fsmoe_choice(asked, idle_only)
+    at_the_tail = replace(filled, partition=fsmoe_choice(asked, PARTITION_PLANNERS["tail"]).partition)
     assert iteration_s(asked, filled) <= iteration_s(asked, at_the_tail) * (1 + 1e-9) + (
         3 * asked.cluster.all_reduce(4).alpha_s  # a layer in several portions starts up several times
     )
@@ -186,7 +186,7 @@ def test_flowmoe_cuts_a_batch_into_divisors_and_takes_the_best_by_simulation() -
 def test_degrees_apart_leave_no_crumbs_and_are_the_best_that_do_not(seed: int) -> None:
     rng = random.Random(seed)
     forward, back = ([(random_part(rng), 0.0) for _ in range(2)] for _ in range(2))
-    chunks, backward_chunks = apart(forward, back, "exact", DEGREES)
+    chunks, backward_chunks = apart(forward, back, DEGREES)
     pairs = [(f, b) for f in DEGREES for b in DEGREES if lcm(f, b) <= MOST_SLICES]
     assert (chunks, backward_chunks) in pairs
     best_s = min(total_s(forward, f) + total_s(back, b) for f, b in pairs)

@@ -1,28 +1,11 @@
 """The published planners by name: degrees, gradient partitions, and whole choices for a problem."""
 
-from penstock.plan.published.degree import (
-    DEGREE_PLANNERS,
-    Degree,
-    Degrees,
-    Linear,
-    MoEPart,
-    case_times,
-    common_degree,
-    makespan_s,
-    plan_degrees,
-)
+from penstock.plan.published.backward import Backward, GapLayer, Made
+from penstock.plan.published.degree import Linear, MoEPart, common_degree, makespan_s
 from penstock.plan.published.durations import Durations
-from penstock.plan.published.partition import (
-    PARTITION_PLANNERS,
-    Backward,
-    GapLayer,
-    Made,
-    PlannedPartition,
-    plan_partition,
-)
+from penstock.plan.published.partition import adaptive, idle_only
 from penstock.plan.published.table import (
     PUBLISHED,
-    Planner,
     dense_overlap_choice,
     flowmoe_choice,
     flowmoe_published_choice,
@@ -33,29 +16,22 @@ from penstock.plan.published.table import (
 )
 
 __all__ = [
-    "DEGREE_PLANNERS",
-    "PARTITION_PLANNERS",
     "PUBLISHED",
     "Backward",
-    "Degree",
-    "Degrees",
     "Durations",
     "GapLayer",
     "Linear",
     "Made",
     "MoEPart",
-    "PlannedPartition",
-    "Planner",
-    "case_times",
+    "adaptive",
     "common_degree",
     "dense_overlap_choice",
     "flowmoe_choice",
     "flowmoe_published_choice",
     "fsmoe_choice",
+    "idle_only",
     "lina_choice",
     "makespan_s",
     "pipemoe_choice",
-    "plan_degrees",
-    "plan_partition",
     "sequential_choice",
 ]

@@ -11,8 +11,8 @@ from penstock.graph import Graph, Lane, Name, Phase
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.plan.problem import Problem
+from penstock.plan.published.backward import Backward, GapLayer, Made
 from penstock.plan.published.degree import DEGREES, Linear, MoEPart
-from penstock.plan.published.partition import Backward, GapLayer, Made
 from penstock.schedule.freeze import Cost, slowest
 from penstock.step import StepShape, build_graph
 

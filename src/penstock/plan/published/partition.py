@@ -1,4 +1,4 @@
-"""Which gradients are reduced in which gap of the backward pass: FSMoE's adaptive partition, and others.
+"""Which gradients are reduced in which gap of the backward pass: FSMoE's adaptive partition.
 
 Everything here is in backward order: the highest layer comes first. A gap takes gradients of layers that come
 before its own. `T(R, G)` is `makespan_s`; Section 4 of FSMoE (ASPLOS 2025), recurrences as they must be.
@@ -10,75 +10,15 @@ reduces the buffer of one layer at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from penstock.cost import AlphaBeta
 from penstock.decision import TAIL, Partition, Portion, Slot
 from penstock.decision.partition import Part
-from penstock.plan.published.degree import DEGREES, Degree, MoEPart, common_degree, exact, idle_s
-from penstock.plan.published.spread import Rest, evolved, greedy
+from penstock.plan.published.backward import Backward, GapLayer, Made
+from penstock.plan.published.degree import MoEPart, idle_s
+from penstock.plan.published.spread import Rest, evolved
 
 ELEMENT_BYTES = 4
 """Gradients are cut between elements."""
-
-LINA_BYTES = 30 << 20
-"""A fixed chunk: so much at once, whatever the gaps are like."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Made:
-    """Gradients that a layer's backward pass leaves behind."""
-
-    layer: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class GapLayer:
-    """An MoE layer with all that follows it on the way back, up to the next one ("generalised layer").
-
-    layer: of its MoE part. part: backward. dense_s: computation behind the MoE part, during which the network
-    between nodes rests. made: gradients that are there when the next such layer begins.
-    """
-
-    layer: int
-    part: MoEPart
-    dense_s: float
-    made: tuple[Made, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Backward:
-    """The backward pass, as a partition sees it. above: gradients of blocks above the first MoE layer."""
-
-    num_layers: int
-    gaps: tuple[GapLayer, ...]
-    all_reduce: AlphaBeta
-    above: tuple[Made, ...] = ()
-    degrees: tuple[int, ...] = DEGREES
-
-    def degree(self, gap: GapLayer, reduce_s: float = 0.0) -> Degree:
-        return exact(gap.part, reduce_s, self.degrees)
-
-    def tail_s(self, left_bytes: float) -> float:
-        """What is left is exposed behind everything."""
-        return self.all_reduce.seconds(left_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedPartition:
-    """A partition and its degrees. apart: the best of each gap's layer, in backward order.
-
-    common: the best that all layers share, which is what a schedule runs; its seconds are those of all MoE
-    parts. apart_s: the same with degrees apart, so `common.seconds / apart_s` is what sharing costs.
-    tail_s: exposed behind everything.
-    """
-
-    partition: Partition
-    apart: tuple[int, ...]
-    apart_s: float
-    common: Degree
-    tail_s: float
 
 
 class Filling:
@@ -173,35 +113,12 @@ def idle_only(backward: Backward) -> Partition:
     return fill_idle(backward)[0].partition()
 
 
-def dense_only(backward: Backward) -> Partition:
-    """Reductions under attention and dense blocks alone, as much as fits ("all-reduce under dense parts")."""
-    return fill_idle(backward, parts=("dense",))[0].partition()
-
-
-def fixed_chunks(backward: Backward) -> Partition:
-    """Lina's cut: chunks of a fixed size, whole ones into gaps that hide them."""
-    return fill_idle(backward, unit_bytes=LINA_BYTES)[0].partition()
-
-
-def everything_at_the_tail(backward: Backward) -> Partition:
-    """Nothing is hidden."""
-    filling = Filling(backward)
-    for gap in backward.gaps:
-        filling.make(gap.made)
-    return filling.partition()
-
-
 def adaptive(backward: Backward) -> Partition:
     """FSMoE: step 1, then the rest spread over MoE parts by differential evolution (step 2)."""
-    return _spread(backward, evolved)
+    return spread_rest(backward, evolved)
 
 
-def adaptive_greedy(backward: Backward) -> Partition:
-    """The same with the rest put where the degree shrinks most cheaply, one layer after another."""
-    return _spread(backward, greedy)
-
-
-def _spread(backward: Backward, solve: Callable[[Rest], Sequence[float]]) -> Partition:
+def spread_rest(backward: Backward, solve: Callable[[Rest], Sequence[float]]) -> Partition:
     """Step 2. x_q more bytes in the MoE part of layer q, never more than are there and left by then."""
     _, reduce_s, left = fill_idle(backward)
     extra = [0.0] * len(left)
@@ -227,29 +144,6 @@ def _slot(gap: GapLayer, part: Part) -> Slot:
 
 PartitionPlanner = Callable[[Backward], Partition]
 
-PARTITION_PLANNERS: dict[str, PartitionPlanner] = {
-    "fsmoe": adaptive,
-    "fsmoe_greedy": adaptive_greedy,
-    "fsmoe_idle": idle_only,
-    "lina": fixed_chunks,
-    "dense": dense_only,
-    "tail": everything_at_the_tail,
-}
-
-
-def plan_partition(backward: Backward, planner: str = "fsmoe") -> PlannedPartition:
-    """The partition of one of PARTITION_PLANNERS, and the backward degrees that suit it best."""
-    partition = PARTITION_PLANNERS[planner](backward)
-    parts = loaded_parts(backward, partition)
-    apart = [exact(part, seconds, backward.degrees) for part, seconds in parts]
-    return PlannedPartition(
-        partition=partition,
-        apart=tuple(each.chunks for each in apart),
-        apart_s=sum(each.seconds for each in apart),
-        common=common_degree(parts, backward.degrees),
-        tail_s=reductions_s(backward, partition, TAIL),
-    )
-
 
 def loaded_parts(backward: Backward, partition: Partition) -> list[tuple[MoEPart, float]]:
     """Every MoE part with the seconds of reductions in it, in backward order."""
@@ -264,8 +158,3 @@ def seconds_by_slot(backward: Backward, partition: Partition) -> dict[Slot, floa
         added_s = backward.all_reduce.seconds(portion.size_bytes)
         seconds[portion.slot] = seconds.get(portion.slot, 0.0) + added_s
     return seconds
-
-
-def reductions_s(backward: Backward, partition: Partition, slot: Slot) -> float:
-    """Seconds of all reductions in one gap."""
-    return seconds_by_slot(backward, partition).get(slot, 0.0)

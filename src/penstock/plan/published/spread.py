@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.cost import AlphaBeta
+from penstock.plan.published.backward import Backward
 from penstock.plan.published.degree import idle_s, makespan_s
-
-if TYPE_CHECKING:
-    from penstock.plan.published.partition import Backward
 
 Array = npt.NDArray[np.float64]
 
@@ -105,34 +102,6 @@ def evolved(rest: Rest) -> list[float]:
         updating="deferred",
     )
     return _better(rest, rest.causal(result.x), np.zeros(gaps))
-
-
-def greedy(rest: Rest) -> list[float]:
-    """Again and again into the gap where most is gained, as much as its best smaller degree still hides."""
-    gaps = len(rest.left_bytes)
-    extra = np.zeros(gaps)
-    for _ in range(gaps):
-        options = [option for gap in range(gaps) if not extra[gap] for option in _options(rest, extra, gap)]
-        best = min(options, key=lambda option: float(rest.seconds(option)), default=extra)
-        if rest.seconds(best) >= rest.seconds(extra):
-            break
-        extra = best
-    return [float(size) for size in extra]
-
-
-def _options(rest: Rest, extra: Array, gap: int) -> list[Array]:
-    """What a gap could take in: all that is there, or as much as some degree hides."""
-    model = rest.all_reduce
-    free = (rest.left_bytes - np.cumsum(extra))[gap:].min()  # gaps behind must still find what they take
-    spare_s = rest.floor_s[gap] - rest.busy_s[gap] - rest.filled_s[gap]
-    hidden = (spare_s - model.alpha_s) / model.beta_s_per_byte
-    sizes = {float(size) for size in hidden if 0 < size < free} | ({float(free)} if free > 0 else set())
-    found = []
-    for size in sorted(sizes):
-        option = extra.copy()
-        option[gap] = size
-        found.append(option)
-    return found
 
 
 def _better(rest: Rest, first: Array, second: Array) -> list[float]:

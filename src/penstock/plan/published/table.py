@@ -10,11 +10,14 @@ from math import lcm
 from penstock.decision import MOST_SLICES, Decision
 from penstock.graph import Phase
 from penstock.plan.problem import Problem
-from penstock.plan.published.degree import DEGREE_PLANNERS, ROUNDING, Loaded, common_degree, total_s
+from penstock.plan.published.degree import ROUNDING, Loaded, common_degree, total_s
 from penstock.plan.published.durations import Durations
-from penstock.plan.published.partition import LINA_BYTES, loaded_parts, plan_partition
+from penstock.plan.published.partition import PartitionPlanner, adaptive, loaded_parts
 from penstock.schedule.freeze import slowest
 from penstock.simulate import iteration_s
+
+LINA_BYTES = 30 << 20
+"""A fixed chunk: so much at once, whatever the gaps are like."""
 
 FLOWMOE_MICROBATCHES = 2
 """In all of its published runs."""
@@ -47,26 +50,24 @@ def dense_overlap_choice(problem: Problem) -> Decision:
     return _cut("dense_overlap", problem)
 
 
-def fsmoe_choice(problem: Problem, planner: str = "exact", partition: str = "fsmoe") -> Decision:
+def fsmoe_choice(problem: Problem, partition: PartitionPlanner = adaptive) -> Decision:
     """Degrees for forward and backward apart, gradients partitioned into gaps.
 
-    planner: of DEGREE_PLANNERS. partition: of PARTITION_PLANNERS. A step has one degree in each direction, so
-    layers that would like others share the best (`plan_partition` says what that costs).
+    A step has one degree in each direction, so layers that would like others share the best.
     """
     durations = Durations(problem)
     if not durations.moe_layers:
         return sequential_choice(problem)
     backward = durations.backward()
-    planned = plan_partition(backward, partition)
+    planned = partition(backward)
     forward = [(durations.part(layer, Phase.FORWARD), 0.0) for layer in durations.moe_layers]
-    loaded = loaded_parts(backward, planned.partition)
-    chunks, backward_chunks = apart(forward, loaded, planner, durations.degrees)
+    chunks, backward_chunks = apart(forward, loaded_parts(backward, planned), durations.degrees)
     return Decision(
         schedule="fsmoe",
         chunks=chunks,
         backward_chunks=backward_chunks,
         dispatch=problem.workload.dispatch,
-        partition=planned.partition,
+        partition=planned,
     )
 
 
@@ -117,28 +118,17 @@ def _cut(schedule: str, problem: Problem) -> Decision:
     )
 
 
-def apart(forward: Loaded, backward: Loaded, planner: str, degrees: tuple[int, ...]) -> tuple[int, int]:
-    """A degree for each direction: the best pair of those that `planner` gives any layer.
+def apart(forward: Loaded, backward: Loaded, degrees: tuple[int, ...]) -> tuple[int, int]:
+    """A degree for each direction: the best pair.
 
-    Two degrees with few common factors cut what both share into crumbs, which ScheduleConfig refuses; where
-    the planner's own do, the best pair of all degrees that do not is taken.
+    Two degrees with few common factors cut what both share into crumbs, which ScheduleConfig refuses, so such
+    pairs do not count.
     """
-    ours = list(product(_wanted(forward, planner, degrees), _wanted(backward, planner, degrees)))
-    pairs = [pair for pair in ours if _whole(pair)] or [
-        pair for pair in product(degrees, degrees) if _whole(pair)
-    ]
+    pairs = [pair for pair in product(degrees, degrees) if _whole(pair)]
     forward_s = {degree: total_s(forward, degree) for degree in degrees}
     backward_s = {degree: total_s(backward, degree) for degree in degrees}
     at_most_s = min(forward_s[f] + backward_s[b] for f, b in pairs) * (1 + ROUNDING)
     return next((f, b) for f, b in pairs if forward_s[f] + backward_s[b] <= at_most_s)
-
-
-def _wanted(parts: Loaded, planner: str, degrees: tuple[int, ...]) -> tuple[int, ...]:
-    """What may be shared by all layers: by the exact formula all degrees, else those given to one of them."""
-    if planner == "exact":
-        return degrees
-    plan = DEGREE_PLANNERS[planner]
-    return tuple(sorted({plan(part, reduce_s, degrees).chunks for part, reduce_s in dict.fromkeys(parts)}))
 
 
 def _whole(pair: tuple[int, int]) -> bool:

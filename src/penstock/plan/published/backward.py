@@ -1,0 +1,48 @@
+"""The backward pass as a partition of gradients sees it: gaps in backward order, the highest layer first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.cost import AlphaBeta
+from penstock.plan.published.degree import DEGREES, Degree, MoEPart, exact
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """Gradients that a layer's backward pass leaves behind."""
+
+    layer: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GapLayer:
+    """An MoE layer with all that follows it on the way back, up to the next one ("generalised layer").
+
+    layer: of its MoE part. part: backward. dense_s: computation behind the MoE part, during which the network
+    between nodes rests. made: gradients that are there when the next such layer begins.
+    """
+
+    layer: int
+    part: MoEPart
+    dense_s: float
+    made: tuple[Made, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """The backward pass, as a partition sees it. above: gradients of blocks above the first MoE layer."""
+
+    num_layers: int
+    gaps: tuple[GapLayer, ...]
+    all_reduce: AlphaBeta
+    above: tuple[Made, ...] = ()
+    degrees: tuple[int, ...] = DEGREES
+
+    def degree(self, gap: GapLayer, reduce_s: float = 0.0) -> Degree:
+        return exact(gap.part, reduce_s, self.degrees)
+
+    def tail_s(self, left_bytes: float) -> float:
+        """What is left is exposed behind everything."""
+        return self.all_reduce.seconds(left_bytes)
