@@ -112,6 +112,17 @@ def _plan(rate: str, note: str) -> Run:
     return Run(name=f"plan-2x1-{rate}", title=title, arguments=arguments, note=note, seconds=170, drawn=False)
 
 
+def _interpreter(processes: int, note: str) -> Run:
+    return Run(
+        name=f"interpreter-{processes}",
+        title=f"What a task costs the host, {processes} process{'es' if processes > 1 else ''}",
+        benchmark="interpreter",
+        arguments=(f"parallel.processes={processes}",),
+        note=note,
+        seconds=25,
+    )
+
+
 def _title(shape: str, rate: str) -> str:
     nodes, devices = shape.split("x")
     plural = "s" if devices != "1" else ""
@@ -183,5 +194,11 @@ SUITE: Final = (
         "and a loop over experts; orders beside the machine's copy; compression of rows.",
         seconds=90,
     ),
+    _interpreter(
+        1,
+        "A step with next to nothing to compute, beside the same modules under plain autograd, cut into the "
+        "same microbatches.",
+    ),
+    _interpreter(2, "The same step on two processes, which exchange rows, counts, sums and gradients."),
 )
 """What `python -m benchmarks.suite` runs."""

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from benchmarks.collectives import CollectivesResult, render_collectives
 from benchmarks.dispatches import DispatchesResult, render_dispatches
 from benchmarks.drift import DriftsResult, render_drifts
+from benchmarks.interpreter import InterpreterResult, render_interpreter
 from benchmarks.layer import LayerBenchmark, render_layer
 from benchmarks.published import PublishedResult, render_published
 from benchmarks.restore import restore
 from penstock.bench.table import render
 
+RENDERERS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
+    "collectives": lambda plain: render_collectives(CollectivesResult.from_dict(plain)),
+    "dispatches": lambda plain: render_dispatches(DispatchesResult.from_dict(plain)),
+    "drifts": lambda plain: render_drifts(DriftsResult.from_dict(plain)),
+    "grids": lambda plain: render_published(PublishedResult.from_dict(plain)),
+    "interpreter": lambda plain: render_interpreter(InterpreterResult.from_dict(plain)),
+    "layers": lambda plain: render_layer(LayerBenchmark.from_dict(plain)),
+}
+"""By the key that only this benchmark's JSON object has."""
+
 
 def text_of(result: Mapping[str, Any]) -> str:
     """The tables that a benchmark prints beside this JSON object. Raises `KeyError` if keys are missing."""
-    if "collectives" in result:
-        return render_collectives(CollectivesResult.from_dict(result))
-    if "dispatches" in result:
-        return render_dispatches(DispatchesResult.from_dict(result))
-    if "drifts" in result:
-        return render_drifts(DriftsResult.from_dict(result))
-    if "grids" in result:
-        return render_published(PublishedResult.from_dict(result))
-    if "layers" in result:
-        return render_layer(LayerBenchmark.from_dict(result))
+    for key, text in RENDERERS.items():
+        if key in result:
+            return text(result)
     return render(restore(result))

@@ -68,7 +68,9 @@ def test_what_is_wrong_is_named_with_a_way_out(
     assert all(word in result.stderr for word in words), result.stderr
 
 
-@pytest.mark.parametrize("module", ["collectives", "dispatches", "layer", "drift", "published", "suite"])
+@pytest.mark.parametrize(
+    "module", ["collectives", "dispatches", "drift", "interpreter", "layer", "published", "suite"]
+)
 def test_help_says_what_to_type(module: str) -> None:
     result = run(module, "--help")
     assert result.returncode == 0, result.stderr
