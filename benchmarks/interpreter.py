@@ -19,11 +19,11 @@ from benchmarks.command import run_on_ranks
 from benchmarks.layer.measure import Band, in_turns, quiet_process, timed
 from penstock.bench import BenchConfig
 from penstock.bench.table import markdown_table
+from penstock.decision import ScheduleConfig
 from penstock.emulate import EmulateConfig
 from penstock.models import GPT, ModelConfig
 from penstock.moe import MoEConfig, SampleKeys
 from penstock.runtime import PipelinedStack
-from penstock.schedule import ScheduleConfig
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery, build_stack
 from penstock.train.config import RunConfig
