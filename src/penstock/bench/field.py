@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.bench import checkout
@@ -46,26 +47,16 @@ class Field(Protocol):
     def close(self) -> None: ...
 
 
-class RealField:
-    """Real computation: the schedules of one model, and other systems with the same weights.
+class ModelField:
+    """Real computation on the stacks of one model."""
 
-    Where peers take part, `sequential` runs on Gloo's own all-to-all, too: every rival in both columns.
-    """
+    label: str | None = None
 
-    def __init__(self, config: BenchConfig, layout: Layout) -> None:
-        self.label: str | None = None
-        self.notes: tuple[str, ...] = ()
-        self._stacks = Stacks(config, layout)
-        self.control = self._stacks.machinery.control
-        calibration = Calibration(self._stacks)
-        entries = [calibration.entry(name) for name in config.compare.schedules]
-        self._others: list[Entry] = []
-        if names := config.compare.peers:
-            self._others = checkout.peers(",".join(names)).peer_entries(self._stacks, entries)
-        self.entries = (*entries, *self._others)
+    def __init__(self, stacks: Stacks, entries: Sequence[Entry], notes: tuple[str, ...] = ()) -> None:
+        self.control, self.entries, self.notes = stacks.machinery.control, tuple(entries), notes
         plan = entries[0].plan
         assert plan is not None, "the first entry is a schedule"
-        self._alone = Scheduled(self._stacks.silent, plan, self._stacks.batch)
+        self._stacks, self._alone = stacks, Scheduled(stacks.silent, plan, stacks.batch)
 
     @property
     def traffic(self) -> Counter[int]:
@@ -76,6 +67,25 @@ class RealField:
         return timed(self._alone.step, number)
 
     def close(self) -> None:
+        self._stacks.close()
+
+
+class RealField(ModelField):
+    """The schedules of one model, and other systems with the same weights.
+
+    Where peers take part, `sequential` runs on Gloo's own all-to-all, too: every rival in both columns.
+    """
+
+    def __init__(self, config: BenchConfig, layout: Layout) -> None:
+        stacks = Stacks(config, layout)
+        calibration = Calibration(stacks)
+        entries = [calibration.entry(name) for name in config.compare.schedules]
+        self._others: list[Entry] = []
+        if names := config.compare.peers:
+            self._others = checkout.peers(",".join(names)).peer_entries(stacks, entries)
+        super().__init__(stacks, [*entries, *self._others])
+
+    def close(self) -> None:
         for entry in self._others:
             entry.contender.close()
-        self._stacks.close()
+        super().close()
