@@ -15,7 +15,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from penstock.dispatch import Place
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.balance import BALANCES
 from penstock.moe.config import MoEConfig
@@ -281,14 +280,9 @@ class PipelinedStack(nn.Module):
         return [
             None
             if part.moe is None
-            else RouteMaker(part.moe.dispatch, self._place, part.moe.order.row_counts)
+            else RouteMaker(part.moe.dispatch, self.machinery.layout.place, part.moe.order.row_counts)
             for part in self.parts.parts
         ]
-
-    @property
-    def _place(self) -> Place:
-        layout = self.machinery.layout
-        return Place(layout.ep_rank, layout.ep_size, layout.ep_node_size)
 
 
 class _StepFunction(torch.autograd.Function):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from penstock.config import ConfigError, Within, check_bounds
 from penstock.config.bounds import Ranks
+from penstock.dispatch import Place
 from penstock.mesh import Axes, Group, Mesh, group_sizes, num_nodes, ranks_per_node
 
 LONGEST_TIMEOUT_S = 1e6
@@ -86,6 +87,11 @@ class Layout:
     def ep_rank(self) -> int:
         """Place inside the expert group."""
         return self.mesh.place(self.rank, Group.EXPERT)
+
+    @property
+    def place(self) -> Place:
+        """The same for a dispatch."""
+        return Place(self.ep_rank, self.ep_size, self.ep_node_size)
 
     @property
     def ep_node_size(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.dispatch import Dispatch, Place
+from penstock.dispatch import Dispatch
 from penstock.mesh import Group
 from penstock.moe.layer import MoELayer
 from penstock.moe.orders.base import OrderPlan
@@ -60,7 +60,6 @@ class ExpertParallel:
             )
         parallel = ParallelConfig(ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
         self.layout = Layout.build(parallel, dist.get_world_size(), dist.get_rank(), num_experts)
-        self.place = Place(self.layout.ep_rank, self.layout.ep_size, self.layout.ep_node_size)
         self._device = torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
         inside = (Group.NODE, Group.RAIL) if self.layout.ep_nodes > 1 else ()
         self._transport: Transport = build_transport(
@@ -84,7 +83,7 @@ class ExpertParallel:
     def maker(self, dispatch: Dispatch, *, row_counts: bool) -> RouteMaker:
         if dispatch.needs_table:
             self.layout.require_nodes("dispatch", dispatch.name)
-        return RouteMaker(dispatch, self.place, row_counts)
+        return RouteMaker(dispatch, self.layout.place, row_counts)
 
     def routes(self, plan: OrderPlan, num_local_experts: int, maker: RouteMaker) -> Routes:
         if plan.slots is not None:

@@ -25,20 +25,12 @@ def statistics(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 
 @handles(Op.ALL_REDUCE, Phase.BACKWARD)
+@handles(Op.EXPERT_ALL_REDUCE, Phase.BACKWARD)
 def all_reduce(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Sum one piece of a layer's replicated gradients over all ranks, in place."""
+    """Sum one piece of a layer's replicated or expert gradients over the task's ranks, in place."""
     del inputs  # the gradients are in the bucket; the edges say that they are complete
     assert task.piece is not None, task
-    for piece in context.buckets.replicated[task.layer].chunk(task.piece, task.cut.parts):
-        context.transports.of(task.lane).all_reduce(piece, task.axes)
-    return NOTHING
-
-
-@handles(Op.EXPERT_ALL_REDUCE, Phase.BACKWARD)
-def expert_all_reduce(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Sum one piece of a layer's expert gradients over their replicas, in place."""
-    del inputs
-    assert task.piece is not None, task
-    for piece in context.buckets.experts[task.layer].chunk(task.piece, task.cut.parts):
+    buckets = context.buckets.replicated if task.op == Op.ALL_REDUCE else context.buckets.experts
+    for piece in buckets[task.layer].chunk(task.piece, task.cut.parts):
         context.transports.of(task.lane).all_reduce(piece, task.axes)
     return NOTHING
