@@ -124,7 +124,7 @@ def chain_ends(graph: Graph, seconds: Sequence[float]) -> list[float]:
     """When every task ends, by its position, if every lane could run everything at once."""
     ends: list[float] = []
     for needs, each in zip(graph.links, seconds, strict=True):
-        ends.append(max([ends[need] for need in needs], default=0.0) + each)
+        ends.append(max([0.0, *[ends[need] for need in needs]]) + each)
     return ends
 
 

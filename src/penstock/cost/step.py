@@ -55,6 +55,10 @@ class StepCost:
         return split_sizes(self.workload.batch, self.shape.microbatches)
 
     @cached_property
+    def _sizes(self) -> StepSizes:
+        return StepSizes(self)
+
+    @cached_property
     def _kinds(self) -> list[int]:
         """For every layer the first one that is like it."""
         shape, work = self.shape, self.workload
@@ -74,7 +78,7 @@ class StepCost:
         """What the task asks of a rank. Raises ScheduleError for an op that nobody registered."""
         spec = spec_of(task.op)
         assert spec.work is not None, "an op is registered with its work"
-        return spec.work(task, StepSizes(self))
+        return spec.work(task, self._sizes)
 
     def communication_s(self, task: Task, load: float = 1.0) -> float:
         """load: how many times as many rows as with even routing."""

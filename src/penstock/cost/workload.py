@@ -14,6 +14,7 @@ from penstock.mesh import Axes, Mesh, num_nodes
 from penstock.placement import ExpertPlacement
 
 
+@lru_cache(maxsize=4096)  # a search cuts the same few sizes by the hundred thousand
 def split_sizes(total: int, pieces: int) -> tuple[int, ...]:
     """Sizes of `pieces` nearly equal pieces, larger ones first (as `torch.tensor_split` cuts)."""
     small, rest = divmod(total, pieces)
@@ -29,7 +30,7 @@ def part_sizes(total: int, parts: Sequence[int]) -> tuple[int, ...]:
     return tuple(end - start for start, end in pairwise([0, *ends]))
 
 
-@lru_cache(maxsize=4096)  # a search asks for the same few microbatches by the hundred thousand
+@lru_cache(maxsize=4096)
 def capacity_slots(tokens: int, num_experts: int, top_k: int, capacity_factor: float, minimum: int) -> int:
     """Slots per expert for `tokens` tokens of one rank: ceil(f * k * tokens / E), at least `minimum`."""
     exact = Fraction(str(capacity_factor)) * top_k * tokens / num_experts  # 1.1 is 11/10, not its float

@@ -22,7 +22,7 @@ class Graph:
     def of(tasks: Iterable[Task]) -> Graph:
         """A graph of these tasks. Raises ScheduleError for two of one name."""
         graph = Graph(tuple(tasks))
-        if len(graph.by_name) != len(graph.tasks):
+        if len({task.name for task in graph.tasks}) != len(graph.tasks):
             ((twice, _),) = Counter(task.name for task in graph.tasks).most_common(1)
             raise ScheduleError(f"two tasks are called {twice}")
         return graph

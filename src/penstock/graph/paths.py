@@ -7,6 +7,7 @@ this with fitted seconds and one entry per rank; a schedule's picture applies it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from penstock.graph.errors import ScheduleError
@@ -77,21 +78,23 @@ def path_ends(
 ) -> list[float]:
     """When every task ends, by its position in a graph; the same rule as `longest_path` for plain numbers.
 
-    orders: for every lane the positions of its tasks. A task for which lanes wait in a circle ends at -1.
+    orders: for every lane the positions of its tasks. A task for which lanes wait in a circle never ends:
+    `inf`.
     """
-    ends, free_s, heads = [-1.0] * len(links), [0.0] * len(orders), [0] * len(orders)
+    ends, free_s, heads = [inf] * len(links), [0.0] * len(orders), [0] * len(orders)
     moved = True
     while moved:
         moved = False
         for lane, order in enumerate(orders):
-            while heads[lane] < len(order):
-                task = order[heads[lane]]
-                needed = [ends[need] for need in links[task]]
-                if needed and min(needed) < 0.0:
+            first, end_s = heads[lane], free_s[lane]
+            for task in order[first:]:
+                start_s = max([end_s, *[ends[need] for need in links[task]]])
+                if start_s == inf:
                     break
-                ends[task] = free_s[lane] = max([free_s[lane], *needed]) + seconds[task]
+                ends[task] = end_s = start_s + seconds[task]
                 heads[lane] += 1
-                moved = True
+            free_s[lane] = end_s
+            moved = moved or heads[lane] > first
     return ends
 
 

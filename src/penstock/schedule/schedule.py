@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from penstock.graph import Graph, Lane, Name, ScheduleError, Task
 from penstock.graph.paths import issue_order, path_ends
@@ -55,7 +56,7 @@ class Schedule:
                 seen[graph.position[task]] = True
         if missing := [str(task) for task, found in zip(graph.tasks, seen, strict=True) if not found]:
             raise ScheduleError(f"schedule {self.name}: {missing[0]} is missing ({len(missing)} in all)")
-        if min(path_ends(self.places(graph), graph.links, [1.0] * len(graph.tasks))) < 0:
+        if max(path_ends(self.places(graph), graph.links, [1.0] * len(graph.tasks))) == inf:
             for _ in issue_order(self.lanes, graph.needs.__getitem__):  # says who waits for whom
                 pass
 
