@@ -17,7 +17,7 @@ from penstock.train.assemble import build_machinery
 def measure(config: BenchConfig, layout: Layout, emulate: EmulateConfig | None) -> DispatchesResult:
     """As one of the ranks."""
     machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
-    found = measure_dispatches(machinery.transports, layout, machinery.control, rounds=config.compare.rounds)
+    found = measure_dispatches(machinery, rounds=config.compare.rounds)
     return summarise_dispatches(found, None if emulate is None else emulate.inter_rate_bit_per_s)
 
 

@@ -22,13 +22,14 @@ from torch import Tensor
 from benchmarks.collectives import FLOAT_BYTES
 from benchmarks.dispatches.result import DispatchesResult, LegModels, TripResult
 from benchmarks.uplinks import Uplinks
+from penstock.autopilot.profiling import measure_links
 from penstock.bench.result import Spread
 from penstock.bench.summarise import busiest_uplink_bytes
 from penstock.config import ConfigError
-from penstock.cost import AlphaBeta, ClusterConfig, Span
+from penstock.cost import AlphaBeta, ClusterConfig, ClusterFile, ProfiledCluster, Span
 from penstock.dispatch import DISPATCHES, Leg, Place
 from penstock.ops.transfers import HOME
-from penstock.runtime.links import fit_links
+from penstock.runtime import Machinery
 from penstock.runtime.transport import Transport, Transports
 from penstock.runtime.transport.legs import send_home, send_out
 from penstock.topology import Control, Layout
@@ -44,6 +45,7 @@ LEAST_BYTES: Final = 1 << 20
 MOST_REPEATS: Final = 16
 """One timing repeats a trip until this much of every rank's rows has travelled, or this many chunks."""
 
+LINKS_S: Final = 10.0
 ROUNDS: Final = 5
 WARMUP: Final = 1
 WHAT: Final = "measuring a dispatch"
@@ -79,24 +81,21 @@ class DispatchTimes:
 
 
 def measure_dispatches(
-    transports: Transports,
-    layout: Layout,
-    control: Control,
-    *,
-    sizes_bytes: Sequence[int] = SIZES_BYTES,
-    rounds: int = ROUNDS,
-    devices: ClusterConfig | None = None,
+    machinery: Machinery, *, sizes_bytes: Sequence[int] = SIZES_BYTES, rounds: int = ROUNDS
 ) -> DispatchTimes:
     """Fit the links, then time every dispatch that the layout can run. All ranks call it at the same point.
 
-    sizes_bytes: one or more, of the rows that each rank has; see `even_sizes`. devices: only computation, of
-    which there is none, depends on it. Raises `ConfigError`, on all ranks alike, if a rank is alone.
+    sizes_bytes: one or more, of the rows that each rank has; see `even_sizes`. Raises `ConfigError`, on all
+    ranks alike, if a rank is alone.
     """
+    transports, layout, control = machinery.transports, machinery.layout, machinery.control
     _check(layout, rounds)
     names = runnable(layout)
     hierarchical = [name for name in names if DISPATCHES[name].needs_table]
-    cluster = fit_links(transports, layout, control, devices or ClusterConfig(), hierarchical)
-    cluster = control.gather(cluster, "comparing measured links")[0]  # all ranks predict alike
+    links = measure_links(machinery, hierarchical, LINKS_S, used_only=True)
+    nodes = layout.nodes
+    file = ClusterFile(name="links", nodes=nodes, ranks_per_node=layout.world_size // nodes, links=links)
+    cluster = ProfiledCluster.build(file)
     bench = _Bench(names, transports, layout, control, rounds)
     sizes = even_sizes(sizes_bytes, layout.ep_size)
     return DispatchTimes(

@@ -164,7 +164,7 @@ def measured_again(rank: int) -> tuple[tuple[LinkModel, ...], bool, int]:
     machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
     file = ClusterFile(name="rates", nodes=1, ranks_per_node=2, rates=ClusterConfig(flops_per_s=1e12))
     tasks = measure_tasks(config, machinery, 0.1, file)
-    links = measure_links(config, machinery, 0.0)
+    links = measure_links(machinery, (), 0.0)
     machinery.lanes.close()
     return links, tasks.rates.flops_per_s == 1e12, len(tasks.kernels)
 

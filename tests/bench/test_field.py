@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from penstock.bench.calibrate import Calibration
 from penstock.bench.compare import Measurements, compare
 from penstock.bench.config import BenchConfig, CompareConfig
 from penstock.bench.contender import Entry, Sample
-from penstock.bench.field import Field, RealField
+from penstock.bench.field import Field, RealField, fastest, planned_field, predicted, schedules_field
 from penstock.bench.result import BenchResult
 from penstock.bench.scheduled import Stacks
 from penstock.bench.summarise import summarise
@@ -56,7 +55,7 @@ def layout_of(rank: int, config: BenchConfig) -> Layout:
 
 def field_of(rank: int, config: BenchConfig, virtual: bool) -> Field:
     layout = layout_of(rank, config)
-    return VirtualField(config, layout) if virtual else RealField(config, layout)
+    return VirtualField(config, layout) if virtual else schedules_field(config, layout)
 
 
 @dataclass(frozen=True)
@@ -165,6 +164,27 @@ def test_real_devices_are_not(real: list[Compared]) -> None:
     assert "virtual" not in render(result)
 
 
+# ---- the plan that is searched for -------------------------------------------------------------------------
+
+
+def run_planned(rank: int, config: BenchConfig) -> tuple[list[str], list[float | None], tuple[str, ...]]:
+    field = planned_field(config, layout_of(rank, config))
+    labels, simulated_s = [e.label for e in field.entries], [e.simulated_s for e in field.entries]
+    field.close()
+    return labels, simulated_s, field.notes
+
+
+def test_the_plan_stands_beside_published_ones_and_is_explained(ranks: Pools) -> None:
+    config = config_of()
+    config = replace(config, compare=replace(config.compare, profile_s=1.0))
+    first, second = ranks(2).run(run_planned, config)
+    assert first == second
+    labels, simulated_s, notes = first
+    assert labels == ["sequential", "pipemoe", "flowmoe", "fsmoe", "planned"] and len(notes) == 5
+    *published_s, planned_s = (seconds or 0.0 for seconds in simulated_s)
+    assert 0 < planned_s <= min(published_s)
+
+
 # ---- tuning ------------------------------------------------------------------------------------------------
 
 
@@ -182,23 +202,29 @@ def cut_of(entry: Entry) -> tuple[int, int]:
     return entry.plan.shape.microbatches, entry.plan.shape.chunks
 
 
-def tuned_by(maker: Calibration | VirtualField, chosen: Entry, config: BenchConfig) -> Tuned:
+def tuned_by(field: VirtualField, chosen: Entry, config: BenchConfig) -> Tuned:
     """Every variant predicted again, from the same measurements."""
-    plans = [maker._first_plan(variant) for variant in variants(config, chosen.name)]
-    tried = [maker._ordered(chosen.name, plan) for plan in plans]
+    plans = [field._first_plan(variant) for variant in variants(config, chosen.name)]
+    tried = [field._ordered(chosen.name, plan) for plan in plans]
     return Tuned(cut_of(chosen), chosen.simulated_s, {cut_of(e): e.simulated_s for e in tried})
 
 
 def run_tuned(rank: int, config: BenchConfig, virtual: bool) -> list[Tuned]:
     if virtual:
-        field = VirtualField(config, layout_of(rank, config))
-        found = [tuned_by(field, entry, config) for entry in field.entries]
-        field.close()
+        sleeping = VirtualField(config, layout_of(rank, config))
+        found = [tuned_by(sleeping, entry, config) for entry in sleeping.entries]
+        sleeping.close()
         return found
-    stacks = Stacks(config, layout_of(rank, config))
-    calibration = Calibration(stacks)
-    found = [tuned_by(calibration, calibration.entry(name), config) for name in config.compare.schedules]
-    stacks.close()
+    tried = predicted(stacks := Stacks(config, layout_of(rank, config)))
+    field = RealField(stacks, {name: fastest(several) for name, several in tried.items()})
+    found = []
+    for entry in field.entries:
+        promised: dict[tuple[int, int], float | None] = {}
+        for each in tried[entry.name]:  # of two sizes of chunks the better one counts
+            cut = each.plan.shape.microbatches, each.plan.shape.chunks
+            promised[cut] = min(promised.get(cut) or each.predicted_s, each.predicted_s)
+        found.append(Tuned(cut_of(entry), entry.simulated_s, promised))
+    field.close()
     return found
 
 

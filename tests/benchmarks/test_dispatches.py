@@ -29,14 +29,16 @@ from benchmarks.dispatches import (
 from penstock.config import ConfigError
 from penstock.cost import AlphaBeta, ClusterConfig
 from penstock.dispatch import DISPATCHES, Leg
-from penstock.runtime.transport import LocalTransport, Transports, build_transports
-from penstock.topology import Control, Layout, ParallelConfig
+from penstock.runtime.transport import Transports, build_transports
+from penstock.topology import Layout, ParallelConfig
+from penstock.train.assemble import build_machinery
 from tests.support.ranks import Pools
 
 KIB = 1024
 SIZES = (4 * KIB, 40 * KIB)
 ROUNDS = 2
 WORLD = 4
+CPU = torch.device("cpu")
 NODE = 2
 COLUMNS = 100
 
@@ -46,13 +48,14 @@ def layout_of(rank: int, node_size: int = NODE, ep_size: int = WORLD) -> Layout:
 
 
 def transports_of(layout: Layout) -> Transports:
-    return build_transports(layout, torch.device("cpu"), ParallelConfig())
+    return build_transports(layout, CPU, ParallelConfig())
 
 
 def measure(rank: int, node_size: int, ep_size: int) -> DispatchTimes:
-    layout = layout_of(rank, node_size, ep_size)
-    control = Control(rank, WORLD)
-    return measure_dispatches(transports_of(layout), layout, control, sizes_bytes=SIZES, rounds=ROUNDS)
+    machinery = build_machinery(layout_of(rank, node_size, ep_size), CPU, ParallelConfig(), "float32")
+    found = measure_dispatches(machinery, sizes_bytes=SIZES, rounds=ROUNDS)
+    machinery.lanes.close()
+    return found
 
 
 def found_by(ranks: Pools, node_size: int = NODE, ep_size: int = WORLD) -> DispatchTimes:
@@ -172,11 +175,13 @@ def test_a_prediction_is_the_sum_of_the_legs() -> None:
 
 
 def test_nothing_is_measured_where_a_rank_is_alone() -> None:
-    layout, transports = Layout(world_size=1, ep_size=1, rank=0), Transports(LocalTransport())
+    layout = Layout(world_size=1, ep_size=1, rank=0)
+    machinery = build_machinery(layout, CPU, ParallelConfig(), "float32")
     with pytest.raises(ConfigError, match="two ranks"):
-        measure_dispatches(transports, layout, Control(0, 1))
+        measure_dispatches(machinery)
+    two = replace(machinery, layout=Layout(world_size=2, ep_size=2, rank=0))
     with pytest.raises(ConfigError, match="rounds"):
-        measure_dispatches(transports, Layout(world_size=2, ep_size=2, rank=0), Control(0, 1), rounds=0)
+        measure_dispatches(two, rounds=0)
 
 
 # ---- made-up numbers ---------------------------------------------------------------------------------------

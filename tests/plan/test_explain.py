@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.cost import AlphaBeta, ClusterConfig, FittedCluster, ProfiledCluster
+from penstock.cost import ClusterConfig, ProfiledCluster, Span
+from penstock.cost.cluster_file import Collective, LinkModel
+from penstock.graph import Lane
 from penstock.ops import Op
 from penstock.plan import MemoryBudget, explain, find_plan
-from penstock.plan.explain import faster
 from penstock.words import change, gib, mib, milliseconds
 from tests.plan.problems import FILE, problem
 
@@ -48,25 +49,39 @@ def test_five_lines() -> None:
     assert data["lines"] == list(told.lines) and data["predicted_s"] == found.best.predicted_s
 
 
-def test_only_one_thing_is_faster() -> None:
-    fitted = FittedCluster.build(
-        SLOW_LINK,
-        dispatch=AlphaBeta(alpha_s=1e-4, beta_s_per_byte=1e-8),
-        reduce=AlphaBeta(alpha_s=1e-4, beta_s_per_byte=2e-8),
-        legs={
-            ("hierarchical_2d", Op.DISPATCH): AlphaBeta(alpha_s=0.0, beta_s_per_byte=1e-8),
-            ("hierarchical_2d", Op.DISPATCH_GATHER): AlphaBeta(alpha_s=0.0, beta_s_per_byte=1e-9),
-        },
+def link(collective: Collective, lane: Lane, beta: float, op: str = "") -> LinkModel:
+    group, ranks = ("node", 2) if lane is Lane.INTRA else ("ep", 4)
+    return LinkModel(
+        collective=collective,
+        group=group,
+        lane=str(lane),
+        ranks=ranks,
+        alpha_s=0.0,
+        beta_s_per_byte=beta,
+        op=op,
     )
-    between, inside = faster(fitted, inter=2), faster(fitted, intra=2)
-    assert isinstance(between, FittedCluster) and isinstance(inside, FittedCluster)
-    assert between.dispatch.beta_s_per_byte == 5e-9 and between.reduce.beta_s_per_byte == 1e-8
-    assert between.legs["hierarchical_2d", Op.DISPATCH].beta_s_per_byte == 5e-9
-    assert between.legs["hierarchical_2d", Op.DISPATCH_GATHER].beta_s_per_byte == 1e-9
-    assert inside.dispatch == fitted.dispatch
-    assert inside.legs["hierarchical_2d", Op.DISPATCH_GATHER].beta_s_per_byte == 5e-10
-    assert faster(fitted, compute=2).flops_per_s == 2e12
-    file = faster(ProfiledCluster.build(FILE), intra=2)
+
+
+def test_only_one_thing_is_faster() -> None:
+    links = (
+        link("all_to_all", Lane.INTER, 1e-8),
+        link("all_reduce", Lane.INTER, 2e-8),
+        link("hierarchical_2d", Lane.INTER, 1e-8, Op.DISPATCH),
+        link("hierarchical_2d", Lane.INTRA, 1e-9, Op.DISPATCH_GATHER),
+    )
+    measured = ProfiledCluster.build(replace(FILE, rates=SLOW_LINK, links=links, tasks=()))
+
+    def betas(cluster: ClusterConfig) -> tuple[float, ...]:
+        span = Span.regular(2, 2)
+        found = [cluster.all_to_all(span), cluster.all_reduce(span)]
+        found += [cluster.leg("hierarchical_2d", op, span) for op in (Op.DISPATCH, Op.DISPATCH_GATHER)]
+        return tuple(each.beta_s_per_byte for each in found)
+
+    assert betas(measured) == (1e-8, 2e-8, 1e-8, 1e-9)
+    assert betas(measured.faster(inter=2)) == (5e-9, 1e-8, 5e-9, 1e-9)
+    assert betas(measured.faster(intra=2)) == (1e-8, 2e-8, 1e-8, 5e-10)
+    assert measured.faster(compute=2).flops_per_s == 2 * measured.flops_per_s
+    file = ProfiledCluster.build(FILE).faster(intra=2)
     assert isinstance(file, ProfiledCluster)
     assert file.intra_bytes_per_s == 2 * FILE.rates.intra_bytes_per_s
     assert file.link_bytes_per_s == FILE.rates.link_bytes_per_s

@@ -8,7 +8,7 @@ from penstock.autopilot.deciding import Beat, decided_slowly
 from penstock.autopilot.diagnose import Diagnosis
 from penstock.autopilot.planned import Order, Planned
 from penstock.autopilot.profiling import measure_links, rates_with_links
-from penstock.autopilot.run_problem import run_problem
+from penstock.autopilot.run_problem import hierarchical_among, run_problem
 from penstock.autopilot.start import find
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import LinkModel
@@ -51,7 +51,8 @@ def replan(
     file = planned.file
     if diagnosis.links_changed and machinery.layout.world_size > 1:
         budget_s = LINKS_SHARE * config.plan.profile_s
-        file = remeasured(file, measure_links(config, machinery, budget_s))
+        legs_of = hierarchical_among(config.moe, machinery.layout)
+        file = remeasured(file, measure_links(machinery, legs_of, budget_s))
     file = replace(file, slowness=_slowness(planned, diagnosis))
     problem = run_problem(config, machinery.layout, file)
     now = replace(planned, problem=problem, file=file)

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
 
+from penstock.autopilot.profiling import profile_run, profile_schedules
+from penstock.autopilot.run_problem import run_problem
 from penstock.bench import checkout
-from penstock.bench.calibrate import Calibration
 from penstock.bench.config import BenchConfig
 from penstock.bench.contender import Entry
 from penstock.bench.scheduled import Scheduled, Stacks, timed
+from penstock.bench.tune import variants
+from penstock.plan import Candidate, evaluate, explain, find_plan
+from penstock.plan.published import PUBLISHED
 from penstock.topology import Control, Layout
+
+COMPUTE_S: Final = 20.0
+"""How long compute tasks are measured for before schedules are compared."""
+
+BESIDE: Final = ("sequential", "pipemoe", "flowmoe", "fsmoe")
+"""Published planners whose plans are measured, too; the first is the base of all ratios."""
+
+PLANNED: Final = "planned"
 
 
 class Field(Protocol):
@@ -47,16 +59,29 @@ class Field(Protocol):
     def close(self) -> None: ...
 
 
-class ModelField:
-    """Real computation on the stacks of one model."""
+class RealField:
+    """Real computation: plans of one model by their predictions, and other systems with the same weights."""
 
-    label: str | None = None
-
-    def __init__(self, stacks: Stacks, entries: Sequence[Entry], notes: tuple[str, ...] = ()) -> None:
-        self.control, self.entries, self.notes = stacks.machinery.control, tuple(entries), notes
+    def __init__(
+        self,
+        stacks: Stacks,
+        candidates: Mapping[str, Candidate],
+        *,
+        notes: tuple[str, ...] = (),
+        peers: Sequence[str] = (),
+    ) -> None:
+        """candidates: by the name of the entry. Where peers take part, `sequential` runs on Gloo's own
+        all-to-all, too: every rival in both columns."""
+        self.label: str | None = None
+        self.notes, self._stacks, self.control = notes, stacks, stacks.machinery.control
+        entries = [_entry(stacks, *item) for item in candidates.items()]
+        self._others: list[Entry] = []
+        if peers:
+            self._others = checkout.peers(",".join(peers)).peer_entries(stacks, entries)
+        self.entries = (*entries, *self._others)
         plan = entries[0].plan
         assert plan is not None, "the first entry is a schedule"
-        self._stacks, self._alone = stacks, Scheduled(stacks.silent, plan, stacks.batch)
+        self._alone = Scheduled(stacks.silent, plan, stacks.batch)
 
     @property
     def traffic(self) -> Counter[int]:
@@ -67,25 +92,57 @@ class ModelField:
         return timed(self._alone.step, number)
 
     def close(self) -> None:
+        for entry in self._others:
+            entry.contender.close()
         self._stacks.close()
 
 
-class RealField(ModelField):
-    """The schedules of one model, and other systems with the same weights.
+def _entry(stacks: Stacks, name: str, candidate: Candidate) -> Entry:
+    contender = Scheduled(stacks.real, stacks.real.adopt(candidate.plan), stacks.batch)
+    return Entry(
+        name=name,
+        transport="penstock",
+        contender=contender,
+        plan=candidate.plan,
+        simulated_s=candidate.predicted_s,
+    )
 
-    Where peers take part, `sequential` runs on Gloo's own all-to-all, too: every rival in both columns.
+
+def schedules_field(config: BenchConfig, layout: Layout) -> RealField:
+    """The schedules that are compared, each in the variant that promises most, and the peers."""
+    stacks = Stacks(config, layout)
+    best = {name: fastest(several) for name, several in predicted(stacks).items()}
+    return RealField(stacks, best, peers=config.compare.peers)
+
+
+def predicted(stacks: Stacks) -> dict[str, list[Candidate]]:
+    """Every variant of every schedule that is compared, all predicted from one profile of what they need."""
+    names = stacks.config.compare.schedules
+    tried = {name: variants(stacks.config, name) for name in names}
+    schedules = [variant for several in tried.values() for variant in several]
+    file = profile_schedules(stacks.run_config, stacks.machinery, schedules, COMPUTE_S)
+    problem = run_problem(stacks.run_config, stacks.layout, file)
+    return {
+        name: [evaluate(problem, variant.decision(problem.workload.dispatch)) for variant in several]
+        for name, several in tried.items()
+    }
+
+
+def fastest(candidates: Sequence[Candidate]) -> Candidate:
+    """The one with the least prediction."""
+    return min(candidates, key=lambda candidate: candidate.predicted_s)
+
+
+def planned_field(config: BenchConfig, layout: Layout) -> RealField:
+    """The plan that the joint search chooses, beside four published ones, all predicted from one profile.
+
+    Nothing is known of the runs that are predicted: the profile is measured before, task by task.
     """
-
-    def __init__(self, config: BenchConfig, layout: Layout) -> None:
-        stacks = Stacks(config, layout)
-        calibration = Calibration(stacks)
-        entries = [calibration.entry(name) for name in config.compare.schedules]
-        self._others: list[Entry] = []
-        if names := config.compare.peers:
-            self._others = checkout.peers(",".join(names)).peer_entries(stacks, entries)
-        super().__init__(stacks, [*entries, *self._others])
-
-    def close(self) -> None:
-        for entry in self._others:
-            entry.contender.close()
-        super().close()
+    stacks = Stacks(config, layout)
+    file = profile_run(stacks.run_config, stacks.machinery, budget_s=config.compare.profile_s)
+    problem = run_problem(stacks.run_config, layout, file)
+    mine = find_plan(problem) if layout.rank == 0 else None  # one core each: searching twice takes longer
+    found = stacks.machinery.control.gather(mine, "waiting for rank 0 to choose a plan")[0]
+    assert found is not None, "rank 0 has searched"
+    published = {name: evaluate(problem, PUBLISHED[name](problem)) for name in BESIDE}
+    return RealField(stacks, {**published, PLANNED: found.best}, notes=explain(problem, found).lines)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from penstock.autopilot.run_problem import hierarchical_among
+from penstock.autopilot.profiling import profile_links
 from penstock.bench.config import BenchConfig
 from penstock.bench.contender import Entry
 from penstock.bench.scheduled import run_config_of
 from penstock.bench.tune import variants
+from penstock.cost import ProfiledCluster
 from penstock.decision import Decision, ScheduleConfig
-from penstock.runtime.links import fit_links
 from penstock.schedule import SCHEDULES, StepPlan
 from penstock.simulate import simulate
 from penstock.topology import Layout
@@ -52,9 +52,8 @@ class VirtualField:
         self._bench, self._config, self._layout = config, run_config_of(config), layout
         machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
         self.control, self._transports = machinery.control, machinery.transports
-        names = hierarchical_among(self._config.moe, layout)
         self._stack = build_virtual(self._config, config.virtual, machinery)
-        self._cluster = fit_links(self._transports, layout, self.control, self._config.cluster, names)
+        self._cluster = ProfiledCluster.build(profile_links(self._config, machinery))
         self._first_measured = config.compare.warmup
         self.entries = tuple(self._entry(name) for name in config.compare.schedules)
 

@@ -14,8 +14,7 @@ import torch
 
 from penstock.bench import BenchConfig, BenchResult, checkout
 from penstock.bench.compare import compare
-from penstock.bench.field import Field, RealField
-from penstock.bench.plan_field import PlanField
+from penstock.bench.field import Field, planned_field, schedules_field
 from penstock.bench.summarise import summarise
 from penstock.bench.table import render
 from penstock.bench.virtual_field import VirtualField
@@ -105,9 +104,9 @@ def _compare(
     del device  # what is compared runs on the CPU
     field: Field
     if wanted.plan:
-        field = PlanField(config, layout)
+        field = planned_field(config, layout)
     else:
-        field = VirtualField(config, layout) if wanted.virtual else RealField(config, layout)
+        field = VirtualField(config, layout) if wanted.virtual else schedules_field(config, layout)
     found = compare(field, config.compare)
     field.close()
     if emulate is None:

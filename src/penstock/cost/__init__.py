@@ -2,7 +2,6 @@
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.cluster_file import ClusterFile
-from penstock.cost.fitted import FittedCluster
 from penstock.cost.measured import MeasuredCost
 from penstock.cost.profiled import ProfiledCluster
 from penstock.cost.span import Span
@@ -13,7 +12,6 @@ __all__ = [
     "AlphaBeta",
     "ClusterConfig",
     "ClusterFile",
-    "FittedCluster",
     "MeasuredCost",
     "ProfiledCluster",
     "Span",

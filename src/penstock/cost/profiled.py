@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.cluster_file import ClusterFile, LinkModel, TaskModel
@@ -32,6 +32,10 @@ class ProfiledCluster(ClusterConfig):
     def build(file: ClusterFile, company: float = 1.0) -> ProfiledCluster:
         rates = {each.name: getattr(file.rates, each.name) for each in fields(ClusterConfig)}
         return ProfiledCluster(**rates, file=file, company=company)
+
+    def faster(self, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0) -> Self:
+        rates = super().faster(inter=inter, intra=intra, compute=compute)
+        return replace(rates, file=self.file.faster(inter=inter, intra=intra, compute=compute))
 
     def all_to_all(self, group: Span | int) -> AlphaBeta:
         found = self.file.link("all_to_all", "ep")

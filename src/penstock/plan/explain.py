@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from penstock.cost import AlphaBeta, ClusterConfig, FittedCluster, ProfiledCluster
+from penstock.cost import ProfiledCluster
 from penstock.decision import Decision
 from penstock.graph import Lane
-from penstock.ops import Op
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
 from penstock.plan.predict import alone
 from penstock.plan.problem import Problem
@@ -128,7 +127,7 @@ def _start_up_share(apart: Problem, best: Candidate, work: Mapping[Lane, float])
     lanes = [lane for lane in (Lane.INTER, Lane.INTRA) if work.get(lane)]
     if not lanes:
         return 0.0
-    endless = replace(apart, cluster=faster(apart.cluster, inter=INFINITELY, intra=INFINITELY))
+    endless = replace(apart, cluster=apart.cluster.faster(inter=INFINITELY, intra=INFINITELY))
     cost = endless.cost(best.choice, best.plan.shape)
     start_ups = lane_work({task: cost(task) for task in best.plan.graph.tasks if task.lane in lanes})
     return sum(start_ups.values()) / sum(work[lane] for lane in lanes)
@@ -162,7 +161,7 @@ def _faster(problem: Problem, found: FoundPlan, *, intra: bool) -> dict[str, flo
     now_s = _best_s(problem, choices)
     # A rule may order worse where tasks are shorter; the order of now would still do, and take no longer.
     return {
-        what: min(1.0, _best_s(replace(problem, cluster=faster(problem.cluster, **how)), choices) / now_s)
+        what: min(1.0, _best_s(replace(problem, cluster=problem.cluster.faster(**how)), choices) / now_s)
         for what, how in parts.items()
     }
 
@@ -175,23 +174,3 @@ def _by_rule(choice: Decision) -> Decision:
 
 def _best_s(problem: Problem, choices: list[Decision]) -> float:
     return min(evaluate(problem, choice).predicted_s for choice in choices)
-
-
-def faster(
-    cluster: ClusterConfig, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0
-) -> ClusterConfig:
-    """The cluster with so many times the bandwidth between nodes, inside nodes, and speed of its devices."""
-    if isinstance(cluster, ProfiledCluster):
-        file = cluster.file.faster(inter=inter, intra=intra, compute=compute)
-        return ProfiledCluster.build(file, cluster.company)
-    quick = cluster.faster(inter=inter, intra=intra, compute=compute)
-    if not isinstance(quick, FittedCluster):
-        return quick
-    legs = {key: _quicker(leg, intra if key[1] != Op.DISPATCH else inter) for key, leg in quick.legs.items()}
-    return replace(
-        quick, dispatch=_quicker(quick.dispatch, inter), reduce=_quicker(quick.reduce, inter), legs=legs
-    )
-
-
-def _quicker(link: AlphaBeta, factor: float) -> AlphaBeta:
-    return replace(link, beta_s_per_byte=link.beta_s_per_byte / factor)

@@ -76,9 +76,7 @@ def alone(problem: Problem) -> Problem:
     return replace(problem, cluster=replace(problem.cluster, company=0.0))
 
 
-def settle(
-    plan: StepPlan, cost: CompanyCost, ranks: Mesh | None = None, paces: tuple[float, ...] = ()
-) -> Shares:
+def settle(plan: StepPlan, cost: CompanyCost, ranks: Mesh, paces: tuple[float, ...] = ()) -> Shares:
     """Every task's share of company in the timeline that its duration with that share leads to.
 
     paces: by rank, see Problem; only ranks of one pace have the same company.

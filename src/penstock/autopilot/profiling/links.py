@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from penstock.autopilot.profiling.sample import Action, Budget, measure_sizes
-from penstock.autopilot.run_problem import hierarchical_among
 from penstock.cost.cluster_file import Collective, Fit, LinkModel
 from penstock.cost.fit import fit_line
 from penstock.dispatch import DISPATCHES, Dispatch, Place
@@ -25,7 +24,6 @@ from penstock.runtime import Machinery
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.legs import send_out
 from penstock.topology import Layout
-from penstock.train.config import RunConfig
 
 SIZES_BYTES = tuple(1 << power for power in (18, 20, 14, 22, 16, 12, 24))
 """In the order of their worth: two give a line, those at the ends tell its start-up from its slope."""
@@ -63,18 +61,19 @@ class Probe:
 
 
 def measure_links(
-    config: RunConfig, machinery: Machinery, budget_s: float, *, used_only: bool = False
+    machinery: Machinery, dispatches: Iterable[str], budget_s: float, *, used_only: bool = False
 ) -> tuple[LinkModel, ...]:
     """Lines of all collectives; the same on all ranks, which must call this together. None for one rank.
 
-    used_only: leave out what no plan rests on.
+    dispatches: names of hierarchical ones whose legs are measured, too. used_only: leave out what no plan
+    rests on.
 
     The time goes to what plans rest on first; what is left over pays for two sizes of everything else at
     least. Groups with the same members are measured once.
     """
     if machinery.layout.world_size == 1:
         return ()
-    probes = sorted(_probes(config, machinery), key=lambda probe: not probe.used)
+    probes = sorted(_probes(machinery, dispatches), key=lambda probe: not probe.used)
     probes = [probe for probe in probes if probe.used or not used_only]
     budget = Budget(machinery.control, budget_s)
     waiting = {each.wire: USED_WEIGHT if each.used else WEIGHT for each in reversed(probes)}
@@ -115,7 +114,7 @@ def _measure(probe: Probe, budget: Budget, share_s: float, device: torch.device)
 # ---- what there is to measure ------------------------------------------------------------------------------
 
 
-def _probes(config: RunConfig, machinery: Machinery) -> Iterator[Probe]:
+def _probes(machinery: Machinery, dispatches: Iterable[str]) -> Iterator[Probe]:
     layout, transports = machinery.layout, machinery.transports
     for lane, group in _groups(layout):
         members = _members(layout, group)
@@ -130,7 +129,7 @@ def _probes(config: RunConfig, machinery: Machinery) -> Iterator[Probe]:
                 used=_is_used(collective, group),
             )
     if layout.ep_nodes > 1:
-        for name in hierarchical_among(config.moe, layout):
+        for name in dispatches:
             yield from _leg_probes(DISPATCHES[name], machinery)
 
 

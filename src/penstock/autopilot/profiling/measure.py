@@ -9,6 +9,7 @@ from penstock.autopilot.profiling.kernels import measure_kernels, rates_of
 from penstock.autopilot.profiling.links import measure_links
 from penstock.autopilot.profiling.machine import memory_bytes
 from penstock.autopilot.profiling.tasks import measure_tasks
+from penstock.autopilot.run_problem import hierarchical_among
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import LinkModel
 from penstock.decision import ScheduleConfig
@@ -44,7 +45,7 @@ def profile_run(
     links_s = LINKS_SHARE * budget_s if layout.world_size > 1 else 0.0
     if layout.world_size > 1:
         say(f"measuring links between {layout.world_size} ranks, about {links_s:.0f} s")
-    file = _with_links(config, layout, measure_links(config, machinery, links_s))
+    file = _with_links(config, machinery, links_s, used_only=False)
     say(f"measuring computation on all ranks at once, about {budget_s - links_s:.0f} s")
     kernels_s = KERNELS_SHARE * (budget_s - links_s)
     kernels = measure_kernels(config, machinery, kernels_s)
@@ -74,10 +75,13 @@ def profile_links(config: RunConfig, machinery: Machinery) -> ClusterFile:
 
     All ranks call it together and get the same.
     """
-    return _with_links(config, machinery.layout, measure_links(config, machinery, LINKS_S, used_only=True))
+    return _with_links(config, machinery, LINKS_S, used_only=True)
 
 
-def _with_links(config: RunConfig, layout: Layout, links: tuple[LinkModel, ...]) -> ClusterFile:
+def _with_links(config: RunConfig, machinery: Machinery, budget_s: float, *, used_only: bool) -> ClusterFile:
+    layout = machinery.layout
+    legs_of = hierarchical_among(config.moe, layout)
+    links = measure_links(machinery, legs_of, budget_s, used_only=used_only)
     return ClusterFile(
         name="this cluster",
         nodes=layout.nodes,
