@@ -173,7 +173,7 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
         ({"nodes": "two"}, "nodes"),
         ({"colour": 1}, "colour"),
         ({"rates": {"flops_per_s": 0}}, "rates.flops_per_s"),
-        ({"links": [{"collective": "all_to_many"}]}, "links[0].collective"),
+        ({"links": [{**LINK, "collective": "all_to_many"}]}, "links[0].collective"),
         ({"links": [LINK | {"beta_s_per_byte": 0.0}]}, "links[0].beta_s_per_byte"),
         ({"links": [LINK | {"alpha_s": -1e-6}]}, "links[0].alpha_s"),
         ({"tasks": [TASK | {"scale": -1.0}]}, "tasks[0].scale"),

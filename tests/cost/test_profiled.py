@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.cost import AlphaBeta, ProfiledCluster, Span, StepCost
-from penstock.cost.cluster_file import Collective, LinkModel, TaskModel
+from penstock.cost.cluster_file import LinkModel, TaskModel
 from penstock.cost.clusters import find_cluster
 from penstock.graph import Phase
 from penstock.ops import Op
@@ -16,7 +16,7 @@ from tests.cost.test_clusters import HERE
 from tests.cost.test_step import workload
 
 
-def measured(collective: Collective, group: str, lane: str, ranks: int, alpha_ms: float) -> LinkModel:
+def measured(collective: str, group: str, lane: str, ranks: int, alpha_ms: float) -> LinkModel:
     return LinkModel(
         collective=collective,
         group=group,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.cost import ClusterConfig, ProfiledCluster, Span
-from penstock.cost.cluster_file import Collective, LinkModel
+from penstock.cost.cluster_file import LinkModel
 from penstock.graph import Lane
 from penstock.ops import Op
 from penstock.plan import MemoryBudget, explain, find_plan
@@ -49,7 +49,7 @@ def test_five_lines() -> None:
     assert data["lines"] == list(told.lines) and data["predicted_s"] == found.best.predicted_s
 
 
-def link(collective: Collective, lane: Lane, beta: float, op: str = "") -> LinkModel:
+def link(collective: str, lane: Lane, beta: float, op: str = "") -> LinkModel:
     group, ranks = ("node", 2) if lane is Lane.INTRA else ("ep", 4)
     return LinkModel(
         collective=collective,

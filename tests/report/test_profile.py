@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cost.cluster_file import Collective, LinkModel
+from penstock.cost.cluster_file import LinkModel
 from penstock.cost.clusters import find_cluster
 from penstock.report.profile import link_bandwidth, profile_text
 from penstock.report.profile_figure import draw_profile
 from tests.cost.test_clusters import MEASURED
 
 
-def link(collective: Collective, ranks: int, op: str = "") -> LinkModel:
+def link(collective: str, ranks: int, op: str = "") -> LinkModel:
     return LinkModel(
         collective=collective, group="ep", lane="inter", ranks=ranks, alpha_s=0.0, beta_s_per_byte=1e-8, op=op
     )
@@ -35,7 +35,7 @@ def link(collective: Collective, ranks: int, op: str = "") -> LinkModel:
         ("hierarchical_2d", "D", 1 / 2),
     ],
 )
-def test_bandwidth_is_that_of_the_busiest_link(collective: Collective, op: str, share: float) -> None:
+def test_bandwidth_is_that_of_the_busiest_link(collective: str, op: str, share: float) -> None:
     """Of four ranks on two nodes: bytes over that link per byte of the model's argument."""
     file = replace(MEASURED, nodes=2, ranks_per_node=2, slowness=())
     assert link_bandwidth(file, link(collective, 4, op)) == pytest.approx(share * 1e8)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cost import StepCost, Workload, split_sizes
-from penstock.cost.legs import busiest_share
+from penstock.cost.legs import even_leg
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group
@@ -272,7 +272,7 @@ def test_with_a_capacity_the_busiest_rank_of_a_leg_costs_what_the_plan_assumes(
     cost, even = VirtualCost(shape, work, CLUSTER, routing.counts(0)), StepCost(shape, work, CLUSTER)
     for task in build_graph(shape).tasks:
         if task.op in TRANSFERS:
-            share = busiest_share(name, task.op, work.nodes, work.ranks_per_node)
+            share = even_leg(name, task.op, work.nodes, work.ranks_per_node).share
             expected = even(task) if share else 0.0
             assert cost(task).max() == pytest.approx(expected)
 

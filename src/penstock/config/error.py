@@ -39,12 +39,13 @@ class ConfigError(ValueError):
         return ConfigError(dotted(prefix, self.key), self.value, self.why, self.hint)
 
 
-def check_name(key: str, value: str, known: Iterable[str], what: str = "") -> None:
+def check_name(key: str, value: str, known: Iterable[object], what: str = "") -> None:
     """Raises ConfigError about `key` for a value not among `known`. what: what they are; "" = as the key."""
-    names = list(known)
+    names = list(map(str, known))
     if value not in names:
-        near = get_close_matches(shorten(value).lower(), names, n=1, cutoff=0.0)
-        hint = f"Nearest: {near[0]}. All: {', '.join(names)}." if near else "There are none."
+        any_case = {name.lower(): name for name in names}
+        near = get_close_matches(shorten(value).lower(), any_case, n=1, cutoff=0.0)
+        hint = f"Nearest: {any_case[near[0]]}. All: {', '.join(names)}." if near else "There are none."
         raise ConfigError(key, value, f"no such {what or key.rpartition('.')[2]}", hint)
 
 

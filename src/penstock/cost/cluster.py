@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Self
 
 from penstock.config import Within, check_bounds
-from penstock.cost.legs import busiest_share
+from penstock.cost.legs import even_leg
 from penstock.cost.span import Span
-from penstock.graph import Phase
-from penstock.ops import Op
+from penstock.dispatch import DISPATCHES
+from penstock.graph import Lane, Phase
+from penstock.ops.transfers import FLAT
 
 MOST_RATE = 1e30
 LEAST_START_UP_S = 5e-324
@@ -94,19 +95,15 @@ class ClusterConfig:
 
         span: of the expert group; for a hierarchical dispatch it covers whole nodes.
         """
-        if dispatch == "flat":
+        if DISPATCHES[dispatch].hops == FLAT:
             return self.all_to_all(span)
-        nodes, node_size = span.nodes, span.most
-        share = busiest_share(dispatch, op, nodes, node_size)
-        if op not in (Op.DISPATCH, Op.COMBINE):
-            return AlphaBeta(
-                alpha_s=(node_size - 1) * self.intra_latency_s, beta_s_per_byte=share / self.intra_bytes_per_s
-            )
-        # In 1D one rank sends alone, and has no more than its own card; in 2D all send at once.
-        sharing = 1 if self.link_rate_of == "device" or dispatch == "hierarchical_1d" else node_size
-        return AlphaBeta(
-            alpha_s=(nodes - 1) * self.link_latency_s, beta_s_per_byte=share * sharing / self.link_bytes_per_s
-        )
+        leg = even_leg(dispatch, op, span.nodes, span.most)
+        if leg.lane is Lane.INTRA:
+            start_s, rate, sharing = self.intra_latency_s, self.intra_bytes_per_s, 1.0
+        else:  # the devices of a node send at once, where it is the node's rate
+            start_s, rate = self.link_latency_s, self.link_bytes_per_s
+            sharing = leg.sharing if self.link_rate_of == "node" else 1.0
+        return AlphaBeta(alpha_s=leg.messages * start_s, beta_s_per_byte=leg.share * sharing / rate)
 
     def all_reduce(self, group: Span | int) -> AlphaBeta:
         """Argument: bytes of the tensor. int: ranks on nodes unknown.

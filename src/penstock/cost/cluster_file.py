@@ -5,16 +5,25 @@ JSON that people can read and write. `links` and `tasks` may be empty: the rates
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from penstock.config import UNSET, ConfigError, Items, Within, check_bounds, from_dict, read_json, to_dict
+from penstock.config import (
+    UNSET,
+    ConfigError,
+    Items,
+    Within,
+    check_bounds,
+    check_name,
+    from_dict,
+    read_json,
+    to_dict,
+)
 from penstock.config.bounds import MOST_RANKS, Ranks
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.json_file import write_json
+from penstock.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase
 from penstock.mesh import Group
 from penstock.ops import OPS
@@ -28,7 +37,7 @@ WHAT_TO_WRITE: Final = (
     "ranks_per_node."
 )
 
-Collective = Literal[
+COLLECTIVES = (
     "all_to_all",
     "uneven_all_to_all",
     "all_gather",
@@ -36,10 +45,8 @@ Collective = Literal[
     "all_reduce",
     "broadcast",
     "point_to_point",
-    "hierarchical_1d",
-    "hierarchical_2d",
-]
-"""A hierarchical dispatch is named by leg, too: its `op` says which."""
+)
+"""What is measured of links, beside the legs of dispatches, which go by the dispatch's name and their op."""
 
 
 AGAIN = "Measure it again, or correct the number."
@@ -56,14 +63,6 @@ Point = Annotated[tuple[Measured, ...], Items(8, "size, seconds")]
 Points = Annotated[tuple[Point, ...], Items(10_000, "a line needs few points")]
 MemoryBytes = Annotated[int, Within(1, 2**62, "no machine has more", hint="Leave it out if it is not known.")]
 MOST_MODELS = 4096
-
-
-def _check_name(key: str, value: str, names: Iterable[str], what: str) -> None:
-    """Raises ConfigError with the nearest name: a model with a wrong one would never be looked up."""
-    known = list(map(str, names))
-    if value not in known:
-        near = get_close_matches(value, known, n=1, cutoff=0.0)[0]
-        raise ConfigError(key, value, f"no such {what}", f"Nearest: {near}. All: {', '.join(known)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +89,7 @@ class LinkModel:
     group: ep, node, rail, edp or world, as Group names them. op: the leg of a hierarchical dispatch, else "".
     """
 
-    collective: Collective
+    collective: str
     group: str
     lane: str
     ranks: Ranks
@@ -101,9 +100,10 @@ class LinkModel:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        _check_name("lane", self.lane, Lane, "lane")
+        check_name("collective", self.collective, (*COLLECTIVES, *DISPATCHES))
+        check_name("lane", self.lane, Lane)
         if self.op:
-            _check_name("op", self.op, OPS, "op of a task")
+            check_name("op", self.op, OPS, "op of a task")
 
     @property
     def model(self) -> AlphaBeta:
@@ -126,8 +126,8 @@ class TaskModel:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        _check_name("op", self.op, OPS, "op of a task")
-        _check_name("phase", self.phase, Phase, "phase")
+        check_name("op", self.op, OPS, "op of a task")
+        check_name("phase", self.phase, Phase)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ class ClusterFile:
             why = f"makes {self.ranks} ranks on {self.nodes} nodes, and {MOST_RANKS} can be planned for"
             raise ConfigError("ranks_per_node", self.ranks_per_node, why, "Use fewer.")
         for number, link in enumerate(self.links):  # outside a file, "" stands for several groups at once
-            _check_name(f"links[{number}].group", link.group, Group.NAMES, "group of ranks")
+            check_name(f"links[{number}].group", link.group, Group.NAMES, "group of ranks")
         if self.slowness and len(self.slowness) != self.ranks:
             why = f"needs a number for each of the {self.ranks} ranks"
             raise ConfigError("slowness", list(self.slowness), why, "Use [] if all are alike.")

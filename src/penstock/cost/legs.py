@@ -1,20 +1,51 @@
-"""What the legs of a dispatch move, if routing is even."""
+"""What the legs of a dispatch move if routing is even, read off the legs themselves."""
 
 from __future__ import annotations
 
-from penstock.ops import Op
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from penstock.dispatch import DISPATCHES, Dispatch, Place
+from penstock.dispatch.base import place_in
+from penstock.graph import Lane
+from penstock.ops.transfers import outward
 
 
-def busiest_share(dispatch: str, op: str, nodes: int, node_size: int) -> float:
-    """Bytes over the link of the busiest rank in one leg, per byte of the rows that each rank has.
+@dataclass(frozen=True)
+class EvenLeg:
+    """One leg, per byte of the rows that each rank has.
 
-    flat: all but a rank's own share. hierarchical_2d: each rank exchanges with its node, then along its rail.
-    hierarchical_1d: the first rank of a node gathers, exchanges and scatters for all of them.
+    share: bytes over the link of the busiest rank. sharing: how many such ranks' worth a node sends at once.
+    messages: of that rank, to others.
     """
+
+    lane: Lane
+    share: float
+    sharing: float
+    messages: int
+
+
+def even_leg(dispatch: str, op: str, nodes: int, node_size: int) -> EvenLeg:
+    """The leg of a registered dispatch in an expert group that covers whole nodes; combine has the same."""
+    return _even_leg(DISPATCHES[dispatch], outward(op), nodes, node_size)
+
+
+@cache
+def _even_leg(dispatch: Dispatch, op: str, nodes: int, node_size: int) -> EvenLeg:
     ranks = nodes * node_size
-    inside = op not in (Op.DISPATCH, Op.COMBINE)
-    if dispatch == "flat":
-        return (ranks - 1) / ranks
-    if dispatch == "hierarchical_2d":
-        return (node_size - 1) / node_size if inside else (nodes - 1) / nodes
-    return node_size - 1.0 if inside else node_size * (nodes - 1) / nodes
+    number = [hop.op for hop in dispatch.hops].index(op)
+    table = np.broadcast_to(np.int64(1), (ranks, ranks))  # a row for everyone, in no memory
+    rows, messages = [], 0
+    for rank in range(node_size):  # nodes are alike
+        place = Place(rank, ranks, node_size)
+        leg = dispatch.legs(table, place)[number]
+        own = place_in(leg.axes, place)
+        for splits in (leg.input_splits, leg.output_splits):
+            others = [size for member, size in enumerate(splits) if size and member != own]
+            rows.append(sum(others))
+            messages = max(messages, len(others))
+    busiest = max(rows)
+    sharing = max(sum(rows[::2]), sum(rows[1::2])) / busiest if busiest else 0.0
+    return EvenLeg(dispatch.hops[number].lane, busiest / ranks, sharing, messages)

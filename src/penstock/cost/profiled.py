@@ -10,8 +10,9 @@ from typing import Any, Self
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.cluster_file import ClusterFile, LinkModel, TaskModel
 from penstock.cost.span import Span
+from penstock.dispatch import DISPATCHES
 from penstock.graph import Phase
-from penstock.ops.transfers import outward
+from penstock.ops.transfers import FLAT, outward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class ProfiledCluster(ClusterConfig):
         return self._of_size(super().all_reduce, group, found)
 
     def leg(self, dispatch: str, op: str, span: Span) -> AlphaBeta:
-        if dispatch == "flat":
+        if DISPATCHES[dispatch].hops == FLAT:
             return self.all_to_all(span)
         for link in self.file.links:
             if link.collective == dispatch and link.op == outward(op):

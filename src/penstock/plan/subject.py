@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Annotated
 
-from penstock.config import ConfigError, Within, check_bounds
+from penstock.config import ConfigError, Within, check_bounds, check_name
 from penstock.config.bounds import MOST_RANKS, Ranks
 from penstock.cost import ClusterFile, ProfiledCluster, Workload
 from penstock.dispatch import DISPATCHES
@@ -130,10 +129,7 @@ def published_problem(name: str, file: ClusterFile, overrides: Overrides | None 
 
 def _published(name: str, cluster: str) -> tuple[PublishedModel, list[str]]:
     """The model as the study has it on this cluster, and what is to be known about it."""
-    if name not in MODELS:
-        near = get_close_matches(name, MODELS, n=1, cutoff=0.0)[0]
-        hint = f"Nearest: {near}. All: {', '.join(MODELS)}."
-        raise ConfigError("--model", name, "no such published model", hint)
+    check_name("--model", name, MODELS, "published model")
     model = MODELS[name]
     notes = [model.note] if model.note else []
     there = model.on.get(cluster, {})

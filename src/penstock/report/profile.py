@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import Fit, KernelModel, LinkModel, TaskModel
-from penstock.cost.legs import busiest_share
+from penstock.cost.legs import even_leg
 from penstock.mesh import num_nodes
 
 MEGA, GIGA, MICRO = 1e6, 1e9, 1e-6
@@ -60,7 +60,7 @@ def _share(file: ClusterFile, link: LinkModel) -> float:
     if link.op:
         # A leg's group is an expert group, which covers whole nodes.
         size = min(file.ranks_per_node, ranks)
-        return busiest_share(link.collective, link.op, num_nodes(ranks, size), size)
+        return even_leg(link.collective, link.op, num_nodes(ranks, size), size).share
     if link.collective == "uneven_all_to_all":
         return 2 * others / (ranks + 1)  # what the popular rank gets
     if link.collective == "broadcast":

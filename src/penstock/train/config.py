@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from penstock.config import ConfigError, Within, check_bounds
+from penstock.config import ConfigError, Within, check_bounds, check_name
 from penstock.config.bounds import MOST_STEPS, Seed, Steps
 from penstock.cost import ClusterConfig
 from penstock.decision import ScheduleConfig
@@ -90,10 +89,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         preset = self.model.preset
-        if preset is not None and preset not in PRESETS:
-            near = get_close_matches(preset, PRESETS, n=1, cutoff=0.0)
-            hint = f"Nearest: {near[0]}. All: {', '.join(PRESETS)}."
-            raise ConfigError("model.preset", preset, "no such published model", hint)
+        if preset is not None:
+            check_name("model.preset", preset, PRESETS, "published model")
         samples = self.data.batch_per_device
         given = self.plan.source == GIVEN  # else what section [schedule] says is not used
         if given and self.schedule.reads("microbatches") and self.schedule.microbatches > samples:

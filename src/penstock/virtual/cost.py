@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.cost import ClusterConfig, StepCost, Workload
-from penstock.cost.legs import busiest_share
+from penstock.cost.legs import even_leg
 from penstock.dispatch import DISPATCHES, Leg, Place
 from penstock.dispatch.base import place_in
 from penstock.graph import Task
@@ -72,7 +72,7 @@ class VirtualCost:
         work = self.workload
         link = self.cluster.leg(work.dispatch, task.op, work.span(Group.EXPERT))
         # The model's argument is what a rank has for all experts if routing is even.
-        share = busiest_share(work.dispatch, task.op, work.nodes, work.ranks_per_node)
+        share = even_leg(work.dispatch, task.op, work.nodes, work.ranks_per_node).share
         rows = self._remote(task) / share if share else self._remote(task) * 0.0
         return np.array([link.seconds(work.wire_bytes(row)) for row in rows.tolist()])
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.autopilot.profiling.sample import Action, Budget, measure_sizes
-from penstock.cost.cluster_file import Collective, Fit, LinkModel
+from penstock.cost.cluster_file import Fit, LinkModel
 from penstock.cost.fit import fit_line
 from penstock.dispatch import DISPATCHES, Dispatch, Place
 from penstock.graph import Lane
@@ -46,7 +46,7 @@ class Probe:
     used: whether plans rest on it.
     """
 
-    collective: Collective
+    collective: str
     group: Axes
     lane: Lane
     members: tuple[int, ...]
@@ -145,7 +145,7 @@ def _groups(layout: Layout) -> Iterator[tuple[Lane, Axes]]:
             yield lane, group
 
 
-def _is_used(collective: Collective, group: Axes) -> bool:
+def _is_used(collective: str, group: Axes) -> bool:
     reduced = (Group.WORLD, Group.EXPERT_REPLICAS)
     exchanged = collective == "all_to_all" and group == Group.EXPERT
     return exchanged or (collective == "all_reduce" and group in reduced)
@@ -170,7 +170,7 @@ def _leg_probes(dispatch: Dispatch, machinery: Machinery) -> Iterator[Probe]:
             return lambda: _ignore(send_out(rows, leg, transport))
 
         yield Probe(
-            collective=_named(dispatch),
+            collective=dispatch.name,
             group=Group.EXPERT,
             lane=hop.lane,
             members=_members(layout, Group.EXPERT),
@@ -178,10 +178,6 @@ def _leg_probes(dispatch: Dispatch, machinery: Machinery) -> Iterator[Probe]:
             op=hop.op,
             used=True,
         )
-
-
-def _named(dispatch: Dispatch) -> Collective:
-    return "hierarchical_1d" if dispatch.name == "hierarchical_1d" else "hierarchical_2d"
 
 
 def _ignore(result: object) -> None:
@@ -197,7 +193,7 @@ class _Exchanges:
     rank: int
     device: torch.device
 
-    def table(self) -> dict[Collective, Make]:
+    def table(self) -> dict[str, Make]:
         return {
             "all_to_all": self.all_to_all,
             "uneven_all_to_all": self.uneven_all_to_all,
