@@ -32,7 +32,7 @@ POLL_S: Final = 0.05
 STOPPED_S, RUNNING_S = 0.004, 0.006
 """A rank that is held for 4 ms and runs for 6 ms, again and again, is about 1.7 times as slow."""
 
-TOLD: Final = ("Plan  ", "no longer", "plan changes", "plan stays", "by themselves have changed")
+TOLD: Final = ("Plan ", "step time has changed", "changing to plan", "keeping plan", "show no change")
 """What lines about plans and changes have in common."""
 
 SLOW_RANK: Final = 1
@@ -177,7 +177,8 @@ def _train(case: DriftCase, folder: Path, *, from_start: bool) -> _Training:
     if outcome:
         raise RuntimeError(f"training ended with exit code {outcome}:\n{text[-2000:]}")
     lines = (output / "metrics.jsonl").read_text().splitlines()
-    about = tuple(line.strip() for line in text.splitlines() if any(word in line for word in TOLD))
+    whole = text.replace("\n    ", " ").splitlines()  # a wrapped line is one line again
+    about = tuple(line.strip() for line in whole if any(word in line for word in TOLD))
     return _Training(steps=[json.loads(line) for line in lines], said=about)
 
 

@@ -78,7 +78,7 @@ def test_it_is_told_and_shown() -> None:
     shown = " ".join(report.to_text(200).split())
     assert f"late_weights {found.best.choice.value('late_weights')}" in shown
     assert "schedule order late_weights R" in shown
-    assert Decision(more=LATE).words == "sequential: uncut, flat dispatch, late_weights True"
+    assert Decision(more=LATE).words == "sequential: whole batch, flat dispatch, late_weights True"
 
 
 @pytest.mark.usefixtures("page")

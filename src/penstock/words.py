@@ -1,6 +1,17 @@
-"""Numbers and sizes for people."""
+"""Numbers and sizes for people, and lines that fit a terminal."""
 
 from __future__ import annotations
+
+import os
+import re
+import shutil
+import textwrap
+from typing import TextIO
+
+NARROWEST, UNKNOWN, WIDEST = 60, 100, 130
+"""Columns: lines are never wrapped to fewer, nor made longer; without a terminal they have UNKNOWN."""
+
+LAST_COLUMN = re.compile(r"(?:.*\S)? {2,}(?=\S)")
 
 
 def counted(number: int, word: str, plural: str = "s") -> str:
@@ -9,12 +20,12 @@ def counted(number: int, word: str, plural: str = "s") -> str:
 
 
 def mib(size_bytes: float) -> str:
-    """For people."""
+    """Bytes in MiB, or in KiB where there is less than one MiB."""
     return f"{size_bytes / 2**20:.1f} MiB" if size_bytes >= 2**20 else f"{size_bytes / 2**10:.0f} KiB"
 
 
 def gib(size_bytes: float) -> str:
-    """For people."""
+    """Bytes in GiB, or in MiB where there is less than one GiB."""
     size = size_bytes / 2**30
     if size < 1:
         return f"{1024 * size:.0f} MiB"
@@ -22,13 +33,41 @@ def gib(size_bytes: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """For people: four digits or more."""
+    """Seconds as milliseconds, with at least four digits."""
     value = 1000 * seconds
     places = 0 if value >= 1000 else 1 if value >= 100 else 2 if value >= 10 else 3
     return f"{value:.{places}f} ms"
 
 
 def change(seconds: float, base_s: float) -> str:
-    """`+3 %`, `-31 %`; one digit behind the point where it is small."""
+    """The change from `base_s` to `seconds`: `+3.2 %`, `-31 %`."""
     percent = 100 * (seconds / base_s - 1)
     return f"{percent:+.0f} %" if abs(percent) >= 10 else f"{percent:+.1f} %"
+
+
+def terminal_width(stream: TextIO | None = None) -> int:
+    """Columns of the terminal behind `stream` (standard output), within NARROWEST and WIDEST.
+
+    The variable COLUMNS overrides it.
+    """
+    columns = shutil.get_terminal_size((UNKNOWN, 24)).columns
+    if stream is not None and "COLUMNS" not in os.environ:
+        columns = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+    return min(max(columns or UNKNOWN, NARROWEST), WIDEST)
+
+
+def folded(text: str, width: int) -> str:
+    """`text` with each line that is longer than `width` wrapped, and continued under its last column.
+
+    Columns are separated by two spaces or more. A word, such as a path, is never broken.
+    """
+    return "\n".join(_folded_line(line, width) for line in text.split("\n"))
+
+
+def _folded_line(line: str, width: int) -> str:
+    columns = LAST_COLUMN.match(line)
+    indent = columns.end() if columns is not None and columns.end() <= width // 2 else 4
+    filled = textwrap.fill(
+        line, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
+    )
+    return filled if len(line) > width else line

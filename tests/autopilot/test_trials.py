@@ -1,4 +1,4 @@
-"""Trials of plans: turns of equal length, the fastest is kept, and what was promised is remembered."""
+"""Trials of plans: turns of equal length, the fastest is kept, and predictions are remembered."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def planned() -> Planned:
     return Planned(problem=EACH, choice=first.choice, plan=first.plan, rivals=tuple(rivals))
 
 
-def promised_s() -> float:
-    """What the plan in use promises."""
+def predicted_s() -> float:
+    """The prediction for the plan in use."""
     return planned().predicted_s
 
 
@@ -52,17 +52,21 @@ def test_turns_of_equal_length_and_the_fastest_is_kept() -> None:
     kept = trials.turn
     assert (kept.choice, kept.plan.schedule.name, kept.rivals) == (CHOICES[1], "flowmoe", ())
     assert kept.misses == pytest.approx(
-        {"penstock": 0.5 / promised_s(), "flowmoe": 1.5, "sequential": 0.4 / 0.3}
+        {"penstock": 0.5 / predicted_s(), "flowmoe": 1.5, "sequential": 0.4 / 0.3}
     )
-    assert trials.line.endswith("flowmoe is kept")
-    assert trials.line.count("promised") == 3
+    assert (kept.number, kept.plans) == (2, 3)
+    head, columns, *rows, last = trials.lines
+    assert head == f"trials of {TRIAL_STEPS} steps each, time per step:" and last == "keeping plan 2"
+    assert columns.split() == ["plan", "predicted", "measured"]
+    assert rows[1] == f"     2   200.0 ms   300.0 ms  {CHOICES[1].words}"
+    assert [row.split()[0] for row in rows] == ["1", "2", "3"]
 
 
-def test_later_promises_are_taken_as_the_first_were() -> None:
+def test_later_predictions_are_corrected_like_the_first() -> None:
     kept = run({"penstock": 0.5, "flowmoe": 0.3, "sequential": 0.4})[0].turn
     penstock, lina = (evaluate(EACH, Decision(schedule=name)) for name in ("penstock", "lina"))
-    assert kept.expected_s(penstock) == pytest.approx(0.5 / promised_s() * penstock.predicted_s)
-    usual = (0.5 / promised_s() + 1.5 + 0.4 / 0.3) / 3
+    assert kept.expected_s(penstock) == pytest.approx(0.5 / predicted_s() * penstock.predicted_s)
+    usual = (0.5 / predicted_s() + 1.5 + 0.4 / 0.3) / 3
     assert kept.expected_s(lina) == pytest.approx(usual * lina.predicted_s)
     assert planned().expected_s(lina) == lina.predicted_s
 

@@ -87,5 +87,5 @@ def test_a_budget_ends(capsys: pytest.CaptureFixture[str], seconds: str) -> None
 
 @pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 0.0])
 def test_a_run_measures_for_some_time(seconds: float) -> None:
-    with pytest.raises(ConfigError, match=r"profile_s = .*has to end"):
+    with pytest.raises(ConfigError, match=r"profile_s = .*must end"):
         PlanConfig(profile_s=seconds)

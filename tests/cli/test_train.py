@@ -253,7 +253,7 @@ def test_an_earlier_run_is_kept(tmp_path: Path) -> None:
     for _ in range(2):
         result = run("train", config, "parallel.processes=1", "train.steps=3")
         assert result.returncode == 0, result.stderr
-    assert "it is kept as" in result.stderr
+    assert "which was moved to" in result.stderr
     assert losses(tmp_path / "run") == losses(tmp_path / "run.1")
     assert (tmp_path / "run.1" / "checkpoints" / "step-00000003").is_dir()
 

@@ -77,8 +77,8 @@ def test_what_was_left_out_is_said() -> None:
     assert not searched.complete and searched.left_out > 100
     assert searched.stopped == "better cuts" and searched.skipped == tuple(PUBLISHED)
     for words in (
-        "budget 0.0001 (80 placed tasks) was used up",
-        "fsmoe, flowmoe not looked at",
+        "the budget of 0.0001 (80 simulated tasks) was used up",
+        "fsmoe, flowmoe not examined",
         "better cuts",
     ):
         assert words in searched.words
@@ -88,7 +88,7 @@ def test_what_was_left_out_is_said() -> None:
 def test_what_is_complete_claims_nothing_more() -> None:
     searched = find_plan(problem((True,)), budget=100).searched
     assert searched.complete and searched.stopped is None and searched.lines == ()
-    assert searched.left_out == 0 and "not looked at" not in searched.words and "enough" not in searched.words
+    assert searched.left_out == 0 and "not examined" not in searched.words and "enough" not in searched.words
 
 
 def looked(found: FoundPlan) -> Searched:
@@ -115,5 +115,5 @@ def test_work_is_counted_by_tasks_and_timelines() -> None:
 
 @pytest.mark.parametrize("budget", [0.0, -1.0, float("nan"), float("inf"), 1e6])
 def test_no_budget_at_all_is_refused(budget: float) -> None:
-    with pytest.raises(ConfigError, match="how many times as much as usual"):
+    with pytest.raises(ConfigError, match="it multiplies the usual search effort"):
         find_plan(problem(), budget=budget)

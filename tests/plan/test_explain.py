@@ -23,7 +23,7 @@ SLOW_DEVICE = ClusterConfig(flops_per_s=1e8, link_bytes_per_s=1e10, link_latency
     ("cluster", "lane", "what"),
     [(SLOW_LINK, "inter", "inter-node bandwidth"), (SLOW_DEVICE, "compute", "faster devices")],
 )
-def test_what_binds_is_what_helps_when_it_is_faster(cluster: ClusterConfig, lane: str, what: str) -> None:
+def test_what_limits_is_what_helps_when_it_is_faster(cluster: ClusterConfig, lane: str, what: str) -> None:
     each = problem(cluster=cluster)
     found = find_plan(each)
     told = explain(each, found, MemoryBudget(bytes=8 << 30))
@@ -38,12 +38,12 @@ def test_five_lines() -> None:
     each = problem()
     found = find_plan(each)
     told = explain(each, found, MemoryBudget(bytes=8 << 30))
-    plan, time, binding, following, last = told.lines
+    plan, time, limit, following, last = told.lines
     assert found.best.choice.schedule in plan
-    assert milliseconds(found.best.predicted_s) in time and "no order of these tasks" in time
-    assert "binds" in binding and "; busy: compute" in binding
+    assert milliseconds(found.best.predicted_s) in time and "for any order of these tasks" in time
+    assert "limits the step" in limit and "; lanes are busy for: compute" in limit
     assert found.others[0].choice.schedule in following and "+" in following
-    assert "with 2x inter-node bandwidth: -" in last and "of 8.00 GiB per rank" in last
+    assert "2x inter-node bandwidth -" in last and "of 8.00 GiB per rank" in limit
     assert all("\n" not in line for line in told.lines)
     data = json.loads(json.dumps(told.to_dict()))
     assert data["lines"] == list(told.lines) and data["predicted_s"] == found.best.predicted_s
@@ -125,5 +125,5 @@ def test_latency_is_named_where_start_ups_take_most_of_the_communication(
 ) -> None:
     each = problem(cluster=cluster)
     told = explain(each, find_plan(each, effort="low"))
-    assert told.binds.startswith("latency binds: ") is late
+    assert told.binds.startswith("latency limits the step: ") is late
     assert (told.faster["inter-node bandwidth"] > 0.97) is (late or cluster is SLOW_DEVICE)

@@ -65,7 +65,7 @@ def test_overrides_win() -> None:
     assert (work.world_size, work.ep_size, work.ranks_per_node, work.num_experts) == (8, 4, 2, 8)
     expert = 2 * 256 * 512 * 4
     assert work.expert_all_reduce_bytes == (2 * expert,) * 3, "two experts per rank have replicas"
-    assert any("links worked out from those of the 2 x 8 devices" in note for note in subject.notes)
+    assert any("link times are extrapolated from the 2 x 8 devices" in note for note in subject.notes)
 
 
 def test_one_table_for_planner_and_trainer() -> None:

@@ -69,14 +69,14 @@ def test_settings_that_are_refused(setting: dict[str, Any], message: str) -> Non
 def test_a_schedule_is_told_of_by_what_it_reads() -> None:
     told = {name: replace(Decision(), schedule=name).words for name in SCHEDULES}
     assert told == {
-        "sequential": "sequential: uncut, flat dispatch",
+        "sequential": "sequential: whole batch, flat dispatch",
         "moe_pipeline": "moe_pipeline: no chunks, flat dispatch",
         "dense_overlap": "dense_overlap: no chunks, flat dispatch",
-        "lina": "lina: no chunks, all-reduce by 1.0 MiB, flat dispatch",
-        "flowmoe": "flowmoe: 1 microbatch, all-reduce by 1.0 MiB, flat dispatch",
+        "lina": "lina: no chunks, all-reduce in pieces of 1.0 MiB, flat dispatch",
+        "flowmoe": "flowmoe: 1 microbatch, all-reduce in pieces of 1.0 MiB, flat dispatch",
         "fsmoe": "fsmoe: no chunks, flat dispatch",
-        "penstock": "penstock: 1 microbatch, no chunks, all-reduce by 1.0 MiB, flat dispatch, "
-        "order by local search",
+        "penstock": "penstock: 1 microbatch, no chunks, all-reduce in pieces of 1.0 MiB, flat dispatch, "
+        "order: local search",
     }
 
 

@@ -66,7 +66,7 @@ def test_a_stopped_and_a_dead_rank_are_silent(three: Ranks) -> None:
     three.listeners[2].close()
     found = three.start(0).give_up()
     assert found.silent == found.culprits == (1, 2)
-    assert found.verdict() == "ranks 1 and 2 do not answer, they are stopped, cut off or dead"
+    assert found.verdict() == "ranks 1 and 2 do not answer: they are stopped, disconnected or dead"
 
 
 def test_who_has_given_up_before_is_not_taken_for_the_culprit(three: Ranks) -> None:
@@ -139,7 +139,8 @@ def test_a_broken_exchange_is_explained_by_who_is_missing(three: Ranks) -> None:
     answer_calls(RollCall(0, three.listeners[0], three.addresses, three.token))
     assert explain(OSError("No space left on device")) == "No space left on device"  # nobody is asked
     assert explain(RuntimeError(GLOO)) == (
-        "rank 1 does not answer, it is stopped, cut off or dead (Connection closed by peer [127.0.0.1]:1.)"
+        "rank 1 does not answer: it is stopped, disconnected or dead "
+        "(Connection closed by peer [127.0.0.1]:1.)"
     )
     give_up("said already")
     assert ACTIVITY.failure is None

@@ -175,8 +175,25 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
 
 
 def test_a_step_in_words() -> None:
-    words = describe(step(3, eval_loss=2.75), eta_s=72.4)
+    words = describe(step(3, eval_loss=2.75), 72.4, 100)
     assert words == "loss 2.500  held-out loss 2.750  12,346 tokens/s  network hidden 93%  eta 0:01:12"
+
+
+def test_a_step_in_words_stays_within_its_width() -> None:
+    words = describe(step(3, eval_loss=2.75), 72.4, 60)
+    assert words == "loss 2.500  held-out loss 2.750  12,346 tokens/s  eta 0:01:12"
+
+
+def test_one_process_has_no_network() -> None:
+    words = describe(replace(step(3), communication_s=0.0, exposed_communication_s=0.0), 72.4, 100)
+    assert words == "loss 2.500  12,346 tokens/s  eta 0:01:12"
+
+
+def test_without_a_number_of_steps_only_the_last_one_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(total_steps=11, every=0) as progress:
+        for number in range(1, 12):
+            progress.update(step(number))
+    assert [line.split("  ")[0] for line in capsys.readouterr().err.splitlines()] == ["step 11/11"]
 
 
 def test_outside_a_terminal_every_few_steps_are_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ def test_a_run_that_had_only_begun_is_moved_too(tmp_path: Path) -> None:
 
 def test_the_folder_of_a_project_is_refused(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text("[project]")
-    with pytest.raises(ConfigError, match="that no run wrote"), OutputFolder(tmp_path, keep=False):
+    with pytest.raises(ConfigError, match="was not written by a run"), OutputFolder(tmp_path, keep=False):
         pass
     assert [path.name for path in tmp_path.iterdir()] == [CONFIG]
 
@@ -138,7 +138,7 @@ def test_the_folder_you_are_in_is_not_moved_away(
     folder = tmp_path / "run"
     leave_run(folder)
     monkeypatch.chdir(folder / below)
-    with pytest.raises(ConfigError, match=r"output\.dir.*the folder you are in"):
+    with pytest.raises(ConfigError, match=r"output\.dir.*your current working directory"):
         OutputFolder(folder, keep=False).__enter__()
     assert (folder / "metrics.jsonl").read_text() == "earlier"
     with OutputFolder(folder, keep=True):  # the lock is free, too

@@ -75,7 +75,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(copied: Path, p
     damage(copied, 6, pattern)
     said, _ = said_by(copied, "train.steps=7")
     text = "\n".join(said)
-    assert f"reading {checkpoint(copied, 6)} failed" in text and "trying the one before" in text
+    assert f"reading {checkpoint(copied, 6)} failed" in text and "trying the previous checkpoint" in text
     assert f"continuing from {checkpoint(copied, 4)}" in text
     assert [(m.step, m.loss) for m in metrics(copied)][:4] == expected[:4]
     assert saved_steps(copied) == [4, 7]
@@ -98,7 +98,7 @@ def test_numbers_that_are_not_finite_count_as_damage(copied: Path) -> None:
     shutil.rmtree(checkpoint(copied, 6))
     as_before(trainer(copied), copied, 6, poison=True)
     said, _ = said_by(copied, "train.steps=7")
-    assert any("is not finite: trying the one before" in line for line in said), said
+    assert any("is not finite: trying the previous checkpoint" in line for line in said), said
     assert f"continuing from {checkpoint(copied, 4)}" in said
 
 
@@ -202,7 +202,9 @@ def test_nothing_to_resume_is_refused_before_any_rank_is_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = refused(capsys, "train", write_config(tmp_path), "train.resume=true")
-    assert "train.resume = true" in error and "holds no checkpoint" in error and "train.resume=auto" in error
+    assert (
+        "train.resume = true" in error and "contains no checkpoint" in error and "train.resume=auto" in error
+    )
     assert not (tmp_path / "run").exists()
 
 

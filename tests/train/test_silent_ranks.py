@@ -56,9 +56,9 @@ def test_a_stopped_rank_is_named(
     found = [line for line in capfd.readouterr().err.splitlines() if " failed" in line]
     assert len(found) == processes - 1
     for line in found:
-        assert f"rank {rank} does not answer, it is stopped, cut off or dead" in line, line
+        assert f"rank {rank} does not answer: it is stopped, disconnected or dead" in line, line
         assert waited_for in line, line
-    assert outcome.describe() == f"rank {rank} did not answer: a signal had stopped it"
+    assert outcome.describe() == f"rank {rank} did not answer: it was stopped by a signal"
     assert (outcome.exit_code, outcome.exit_codes[rank]) == (1, -signal.SIGKILL)
 
 
@@ -105,5 +105,5 @@ def test_the_rank_that_holds_the_store_may_stop(tmp_path: Path) -> None:
             process.wait()
     assert [process.returncode for process in ranks[1:]] == [1]
     for text in said:
-        assert "rank 0 does not answer, it is stopped, cut off or dead" in text, text
+        assert "rank 0 does not answer: it is stopped, disconnected or dead" in text, text
         assert "Traceback" not in text and "[W" not in text, text

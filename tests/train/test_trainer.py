@@ -177,7 +177,7 @@ def test_a_continued_run_has_the_same_bits(tmp_path: Path, schedule: str) -> Non
 def test_resume_without_a_checkpoint_starts_anew_only_when_asked_to(tmp_path: Path) -> None:
     run(tmp_path)
     remove_checkpoint(tmp_path, 6)
-    with pytest.raises(ConfigError, match=r"holds no checkpoint to continue from\..*train\.resume=auto"):
+    with pytest.raises(ConfigError, match=r"contains no checkpoint to continue from\..*train\.resume=auto"):
         run(tmp_path, "train.resume=true")
     assert not (tmp_path / "run.1").exists()
     run(tmp_path, "train.resume=auto")
@@ -189,7 +189,7 @@ def test_resume_without_a_checkpoint_starts_anew_only_when_asked_to(tmp_path: Pa
 def test_a_finished_run_needs_more_steps(tmp_path: Path, steps: int) -> None:
     run(tmp_path)
     config = (tmp_path / "run" / "config.toml").read_bytes()
-    with pytest.raises(ConfigError, match=r"finished 6 steps already.*more than 6") as caught:
+    with pytest.raises(ConfigError, match=r"has already done 6 steps.*more than 6") as caught:
         run(tmp_path, "train.resume=true", f"train.steps={steps}")
     assert caught.value.key == "train.steps"
     assert (tmp_path / "run" / "config.toml").read_bytes() == config

@@ -2,12 +2,12 @@
 
     first plan ─► try others ─┐
                               ▼
-    plan adopted ─► settle: freeze the order from measured durations ─► tune ─► watch ─► plan again ─┐
+    plan adopted ─► settle: re-order by measured durations ─► tune ─► watch ─► plan again ─┐
                       ▲                                                                              │
                       └──────────────────────────────────────────────────────────────────────────────┘
 
-All ranks call `after_step` behind every step with the same time, so all come to the same turns behind the
-same steps; what is to be decided there, rank 0 decides.
+All ranks call `after_step` after every step with the same time, so all take the same turns after the same
+steps; rank 0 makes the decisions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Records = Sequence[TaskRecord]
 class Autopilot:
     """Makes the first plan of a resolved configuration, and keeps it right; a `penstock.train.pilot.Pilot`.
 
-    resumption: a checkpoint whose plan is continued if that fits. say: told what goes on and what was chosen.
+    resumption: a checkpoint whose plan is continued if that fits. say: prints progress and decisions.
     All ranks make theirs together, which may measure the cluster. planned: the plan in use.
     """
 
@@ -100,7 +100,7 @@ class Autopilot:
     def after_step(self, slowest_s: float, records: Records) -> bool:
         """Whether the next step runs by another plan. slowest_s: on the slowest rank; records: of this one.
 
-        Not to be called behind the last step: nothing would run by what it decides.
+        Not to be called after the last step: nothing would run by its decision.
         """
         self._steps += 1
         if self._trials is not None:
@@ -121,8 +121,8 @@ class Autopilot:
         planned = trials.turn
         if trials.done:
             self._trials = None
-            planned = planned.noting(trials.line)
-            self._say(trials.line)
+            planned = planned.noting(*trials.lines)
+            self._say("\n".join(trials.lines))
         self._adopt(planned, settle=trials.done and self._refines)
         return True
 
@@ -130,7 +130,7 @@ class Autopilot:
 
     @property
     def _refines(self) -> bool:
-        """Whether orders are made of measured durations: not those of a plan file, which is run as it is."""
+        """Whether schedules are re-ordered by measured durations; a plan file is run as it is."""
         return self._asked.schedule.refine_after > 0 and self._asked.plan.file is None
 
     def _begin(self, *, settle: bool) -> None:
@@ -146,7 +146,7 @@ class Autopilot:
         self._begin(settle=settle)
 
     def _settle(self, records: Records) -> bool:
-        """Keep the first steps' durations, and freeze the order again from them when it is time."""
+        """Collect the durations of the first steps, and re-order the schedule by them after enough."""
         if len(self._kept) < DROPPED_STEPS + CALIBRATION_STEPS:
             self._kept.append(records)
         if self._steps < self._asked.schedule.refine_after:
@@ -155,9 +155,9 @@ class Autopilot:
         choice = self.planned.choice
         fallback = self.planned.problem.cost(choice, self.planned.plan.shape)
         cost = refine(self._stack, choice, [r for step in steady for r in step], fallback)
-        frozen = f"order of {choice.schedule} frozen again from measured durations"
-        self.planned = replace(self.planned, plan=self._stack.plan).noting(frozen)
-        self._say(frozen)
+        line = f"{self.planned.name} re-ordered using measured task durations"
+        self.planned = replace(self.planned, plan=self._stack.plan).noting(line)
+        self._say(line)
         self._kinds: dict[Kind, float] = cost.seconds
         self._begin(settle=False)
         return True
@@ -167,7 +167,8 @@ class Autopilot:
     def _begin_tuning(self) -> bool:
         self._tuned = True
         if not self.planned.choice.reads("all_reduce_chunk_bytes"):
-            self._say(f"plan.tuner: {self.planned.choice.schedule} has no all-reduce chunks to tune")
+            schedule = self.planned.choice.schedule
+            self._say(f"plan.tuner has no effect: schedule {schedule} does not split its all-reduces")
             return False
         control, train = self._stack.machinery.control, self._asked.train
         kinds = self._kinds if self._refines else {}
@@ -200,8 +201,9 @@ class Autopilot:
         return drift is not None and self._answer(drift)
 
     def _answer(self, drift: Drift) -> bool:
-        """Find out what has changed, and do what section [plan] allows about it."""
-        self._say(f"a step takes {milliseconds(drift.now_s)}, no longer {milliseconds(drift.before_s)}")
+        """Find out what has changed, and react as section [plan] allows."""
+        before, now = milliseconds(drift.before_s), milliseconds(drift.now_s)
+        self._say(f"the step time has changed from {before} to {now}")
         if self._asked.plan.source == AUTO:
             return self._plan_again()
         self._tuned = False  # the next step begins the search for a size
@@ -210,7 +212,7 @@ class Autopilot:
     def _plan_again(self) -> bool:
         diagnosis = self._diagnose()
         if not diagnosis.text:
-            self._say("neither transfers nor computation by themselves have changed: the plan stays")
+            self._say(f"measured task durations show no change: keeping {self.planned.name}")
             self._tuned = self._asked.plan.tuner is None
             self._calm_down()
             self._begin(settle=False)

@@ -1,4 +1,4 @@
-"""The plan of a run that goes on: the one it had, so that its sums are taken in the very same order."""
+"""The plan of a resumed run: the one it had, so that its sums are taken in exactly the same order."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from penstock.train.config import RunConfig
 from penstock.train.pilot import CLUSTER_FILE, PLAN_FILE
 from penstock.train.resume import Resumption, Say
 
-ANEW = "the plan of {path} is not continued ({why}): losses will be as without the break up to rounding"
+ANEW = (
+    "planning again instead of continuing the plan of {path} ({why}): "
+    "losses agree with an uninterrupted run up to rounding"
+)
 
 
 def continued_plan(config: RunConfig, machinery: Machinery, from_: Resumption, say: Say) -> Planned | None:
-    """The plan under which a checkpoint was made; None, with the reason said, where it must be made anew.
+    """The plan under which a checkpoint was made; None, with the reason printed, if it cannot be continued.
 
-    It is continued where nobody asks for another, on as many ranks and the same machines, once it had been
-    tried and ordered to the end. All ranks call this together.
+    It is continued with unchanged settings, as many ranks and the same machines, if its trials and its
+    ordering were finished. All ranks call this together.
     """
     try:
         planned = _read(config, machinery, from_)
     except ConfigError as error:
         say(ANEW.format(path=from_.path, why=error))
         return None
-    say(f"plan of {from_.path.name} continued: {planned.choice.words}")
+    say(f"{planned.name}, continued from {from_.path.name}: {planned.choice.words}")
     return planned
 
 
@@ -39,7 +42,7 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
         raise ConfigError("plan", UNSET, "it was not final yet")
     for section in ("plan", "schedule"):
         if settings.get(section) != to_dict(getattr(config, section)):
-            raise ConfigError(section, UNSET, "other settings are asked for")
+            raise ConfigError(section, UNSET, "the settings have changed")
     paper, file = decided(machinery.control, lambda: _files(from_), f"reading the plan of {path.name}")
     if file is None:
         problem = assumed_problem(config, layout)

@@ -1,4 +1,4 @@
-"""What rank 0 decides for all ranks: two that decide for themselves and differently would deadlock."""
+"""Decisions of rank 0 for all ranks: two ranks that decided differently would deadlock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.topology import Control
 T = TypeVar("T")
 
 BEATS = 4
-"""So often within the timeout rank 0 tells the others that it is still at work."""
+"""How often within the timeout rank 0 signals the others that it is still working."""
 
 LONGEST_BEAT_S = 5.0
 
@@ -26,7 +26,7 @@ class _Answer(Generic[T]):
 
 
 Beat = Callable[[], None]
-"""To be called every now and then by a decision that takes its time."""
+"""A slow decision calls this regularly, so that the other ranks keep waiting."""
 
 
 def decided(control: Control, decide: Callable[[], T], purpose: str) -> T:
@@ -35,10 +35,10 @@ def decided(control: Control, decide: Callable[[], T], purpose: str) -> T:
 
 
 def decided_slowly(control: Control, decide: Callable[[Beat], T], purpose: str, timeout_s: float) -> T:
-    """The same where deciding may take longer than ranks wait for each other, which is `timeout_s`.
+    """Like `decided`, for decisions that may take longer than `timeout_s`, which is how long ranks wait.
 
-    decide: given a function to call more often than every `timeout_s`. It lets the other ranks wait on; what
-    is decided does not depend on it. Without it they would take rank 0 for dead.
+    decide: gets a function to call more often than every `timeout_s`, which keeps the other ranks waiting;
+    without it they would consider rank 0 dead.
     """
     if control.rank > 0:
         while (heard := control.gather(None, purpose)[0]) is None:

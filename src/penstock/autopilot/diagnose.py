@@ -1,4 +1,4 @@
-"""What has changed, read off the durations of tasks before and now. Pure: no torch, no exchange."""
+"""Which durations have changed, from task records before and now. Pure: no torch, no communication."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from penstock.graph import Lane, Task
 from penstock.mesh import Axes
 from penstock.trace import TaskRecord
 
+MOST_NAMED = 8
+"""More ranks than this are counted in messages, with only the first ones named."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """How many times longer tasks take than before.
+    """Task durations now over durations before.
 
-    transfers: by lane, of the lanes on which anything is sent; of a collective the shortest duration over
-    ranks, since the rest is waiting for each other. compute: by rank.
-    threshold: what differs by less is noise.
+    transfers: by lane, for lanes on which anything is sent; a collective counts with its shortest duration
+    over ranks, since the rest is waiting. compute: by rank. threshold: smaller differences are noise.
     """
 
     transfers: Mapping[Lane, float]
@@ -36,16 +38,16 @@ class Diagnosis:
 
     @property
     def text(self) -> str:
-        """What has changed, in words; empty if nothing has."""
+        """The changes in words; empty if there are none."""
         parts = [
-            f"transfers on lane {lane} take {ratio:.2f} x as long"
+            f"transfers on lane {lane} take {ratio:.2f}x as long as before"
             for lane, ratio in self.transfers.items()
             if self.differs(ratio)
         ]
         slower = {rank: ratio for rank, ratio in enumerate(self.compute) if self.differs(ratio)}
         if slower:
             who = "all ranks" if len(slower) == len(self.compute) else _ranks(slower)
-            parts.append(f"computation of {who} takes {median(slower.values()):.2f} x as long")
+            parts.append(f"computation on {who} takes {median(slower.values()):.2f}x as long as before")
         return ", ".join(parts)
 
     def differs(self, ratio: float) -> bool:
@@ -116,4 +118,6 @@ def _flat(ranks: Sequence[Iterable[TaskRecord]]) -> list[TaskRecord]:
 
 def _ranks(numbers: Iterable[int]) -> str:
     names = list(map(str, numbers))
+    if len(names) > MOST_NAMED:
+        return f"{len(names)} ranks ({', '.join(names[:MOST_NAMED])}, ...)"
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"

@@ -19,7 +19,7 @@ from penstock.train.pilot import CLUSTER_FILE, PLAN_FILE
 
 @dataclass(frozen=True, kw_only=True)
 class Rival:
-    """A plan that was not chosen."""
+    """A plan that may be tried, and the seconds per step that were predicted for it."""
 
     choice: Decision
     plan: StepPlan
@@ -28,11 +28,11 @@ class Rival:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A plan in use, and what it is the answer to. The same on all ranks.
+    """A plan in use and the problem that it solves; the same on all ranks.
 
-    file: of the cluster, if a file describes it. lines: what people are told of the choice. rivals: others
-    that may turn out to be faster, the most promising first. misses: by schedule that has been tried, how
-    many times as long a step has taken as it promised to.
+    file: the cluster's, if a file describes it. lines: the explanation of the choice. rivals: other plans
+    that may turn out to be faster, the most promising first. misses: measured over predicted seconds per
+    step, by schedule that was tried. number: by which messages refer to the plan; plans: numbers given.
     """
 
     problem: Problem
@@ -43,9 +43,16 @@ class Planned:
     rivals: tuple[Rival, ...] = ()
     misses: Mapping[str, float] = field(default_factory=dict)
     searched: Searched | None = None
+    number: int = 1
+    plans: int = 1
+
+    @property
+    def name(self) -> str:
+        """`plan 2`: how messages refer to it once it has been described."""
+        return f"plan {self.number}"
 
     def expected_s(self, candidate: Candidate) -> float:
-        """What is predicted, as far off as with its schedule before; as with all on average if it is new."""
+        """The predicted seconds times the miss of its schedule, or the mean miss for one never tried."""
         misses = self.misses.values()
         usual = sum(misses) / len(misses) if misses else 1.0
         return candidate.predicted_s * self.misses.get(candidate.choice.schedule, usual)
@@ -54,9 +61,9 @@ class Planned:
     def predicted_s(self) -> float:
         return predict_s(self.problem, self.choice, self.plan)
 
-    def noting(self, line: str) -> Planned:
-        """The same with one more line on how it came about."""
-        return replace(self, lines=tuple(dict.fromkeys((*self.lines, line))))
+    def noting(self, *lines: str) -> Planned:
+        """The same plan with more lines of explanation; lines that it has already are not repeated."""
+        return replace(self, lines=tuple(dict.fromkeys((*self.lines, *lines))))
 
     def save(self, folder: Path, model: str) -> None:
         """Leave the cluster and the plan in the run's folder; for one rank."""

@@ -1,4 +1,4 @@
-"""The order of a schedule, frozen again from measured durations once there are some."""
+"""Re-ordering a schedule by measured task durations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def refine(
 ) -> MeasuredCost:
     """Order the same graph by the same rule with better costs. Results do not change, only waiting.
 
-    records: of this rank; all ranks exchange theirs, so that all freeze the same order. Returns those costs.
+    records: of this rank; all ranks exchange theirs, so that all use the same order. Returns those costs.
     """
     everyone = stack.machinery.control.gather(list(records), "exchanging measured durations")
     cost = MeasuredCost.from_records([r for records in everyone for r in records], fallback)

@@ -1,4 +1,4 @@
-"""Planning again in mid-training, once steps take another time than they did."""
+"""Planning again during training, after the step time has changed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from penstock.train.resume import Say
 from penstock.words import milliseconds
 
 LINKS_SHARE = 0.5
-"""Of the time that measuring everything takes at the start."""
+"""Fraction of the profiling time at the start that measuring the links again may take."""
 WORTH = 0.99
-"""Another plan is adopted if it promises less than this part of the present one's time."""
+"""Another plan is adopted if its predicted time is below this fraction of the present plan's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What rank 0 decides. why: the explanation of the plan; line: the change in words; searched: how much
-    was looked at."""
+    """The decision of rank 0. why: the explanation of the plan; line: the change in words; searched: how much
+    of the search was done."""
 
     choice: Decision
     order: Order
@@ -41,13 +41,13 @@ class Verdict:
 def replan(
     config: RunConfig, machinery: Machinery, planned: Planned, diagnosis: Diagnosis, say: Say
 ) -> Planned:
-    """Measure what has changed, and take the best plan for it; all ranks call this together.
+    """Measure again what has changed, and take the best plan for it; all ranks call this together.
 
     config: with the dispatch in use, which stays, since the model was built for it. Links are measured again
-    where transfers take another time; a rank's computation is taken to be so many times slower as its tasks
-    are.
+    if the durations of transfers have changed; a rank's computation is scaled by the ratio of its task
+    durations.
     """
-    assert planned.file is not None, "only what was measured can be measured again"
+    assert planned.file is not None, "a cluster that was measured before"
     file = planned.file
     if diagnosis.links_changed and machinery.layout.world_size > 1:
         budget_s = LINKS_SHARE * config.plan.profile_s
@@ -64,11 +64,13 @@ def replan(
     )
     say(verdict.line)
     plan, searched = verdict.order.plan, verdict.searched
+    if verdict.choice != now.choice:
+        now = replace(now, number=now.plans + 1, plans=now.plans + 1)
     return replace(now, choice=verdict.choice, plan=plan, lines=verdict.why, searched=searched)
 
 
 def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
-    """The file with these links in the place of its own; where there is no new one, the old one stays."""
+    """The file with its links replaced by these; a link that was not measured again stays."""
     again = {(link.collective, link.group, link.op) for link in links}
     kept = tuple(link for link in file.links if (link.collective, link.group, link.op) not in again)
     links = (*links, *kept)
@@ -78,23 +80,18 @@ def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
 def _decide(
     config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagnosis, say: Say, beat: Beat
 ) -> Verdict:
-    """On rank 0 only: the best plan found, or the present choice ordered anew if that is as good."""
+    """On rank 0 only: the best plan found, or the present choice in a new order if that is as good."""
     old = evaluate(now.problem, now.choice)
     found, lines = find(now.problem, file, config.plan.budget, say, beat)
     new = min((found.best, *found.others), key=now.expected_s)
     changes = now.expected_s(new) < WORTH * now.expected_s(old)
     best = new if changes else old
-    line = f"{diagnosis.text}: "
-    if changes:
-        line += (
-            f"plan changes from {now.choice.words} ({milliseconds(now.expected_s(old))} per step "
-            f"expected) to {best.choice.words} ({milliseconds(now.expected_s(best))})"
-        )
+    predicted = f"predicted {milliseconds(now.expected_s(best))} per step"
+    if best.choice != now.choice:
+        predicted += f", {milliseconds(now.expected_s(old))} with {now.name}"
+        line = f"{diagnosis.text}: changing to plan {now.plans + 1}: {best.choice.words} ({predicted})"
     else:
-        line += (
-            f"the plan stays {best.choice.words}, ordered anew "
-            f"({milliseconds(now.expected_s(best))} per step expected)"
-        )
+        line = f"{diagnosis.text}: keeping {now.name} in a new order ({predicted})"
     why = lines if best is found.best else now.lines if best is old else (line,)
     order = Order.of(best.plan)
     return Verdict(choice=best.choice, order=order, why=why, line=line, searched=found.searched)

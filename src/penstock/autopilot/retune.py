@@ -1,7 +1,7 @@
 """FlowMoE's tuner while training: every sample is some steps with one size of all-reduce chunks.
 
-Rank 0 asks the tuner and makes the plan, all ranks switch behind the same step. The time of a step is that of
-the slowest rank, which every rank hears anyway; so ranks exchange something only where a sample ends.
+Rank 0 asks the tuner and makes the plan; all ranks switch after the same step. The time of a step is that of
+the slowest rank, which every rank receives anyway, so ranks communicate only at the end of a sample.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Tuning:
     def __init__(
         self, config: PlanConfig, planned: Planned, kinds: dict[Kind, float], control: Control, seed: int
     ) -> None:
-        assert config.tuner is not None, "somebody wants to tune"
+        assert config.tuner is not None, "plan.tuner is set"
         self._config, self._planned, self._kinds, self._control = config, planned, kinds, control
         self._times: list[float] = []
         self._tuner: Tuner | None = None
@@ -91,12 +91,12 @@ class Tuning:
                 samples=config.samples,
                 seed=seed,
             )
-        self._told: list[Sample] = []
+        self._samples: list[Sample] = []
         self._size_bytes = 0
         self.best: Sample | None = None
 
     def note(self, slowest_s: float) -> bool:
-        """One more step has taken so long on the slowest rank. Whether its sample is complete."""
+        """Record the seconds of a step on the slowest rank; returns whether its sample is complete."""
         self._times.append(slowest_s)
         return len(self._times) == self._config.sample_steps
 
@@ -104,7 +104,7 @@ class Tuning:
         """The plan to run from the next step on; after the last sample that of the best size."""
         if self._times:
             seconds = median(self._times[DROPPED_STEPS:])
-            self._told.append(Sample(size_bytes=self._size_bytes, seconds=seconds))
+            self._samples.append(Sample(size_bytes=self._size_bytes, seconds=seconds))
             self._times.clear()
         turn = decided(self._control, self._decide, PURPOSE)
         self._size_bytes, self.best = turn.size_bytes, turn.best
@@ -113,21 +113,21 @@ class Tuning:
 
     @property
     def line(self) -> str:
-        """What came of it, for people."""
+        """The result in words."""
         assert self.best is not None, "all samples are there"
-        first = self._told[0]
+        first = self._samples[0]
         return (
-            f"all-reduce by {mib(self.best.size_bytes)}: the best of {len(self._told)} sizes tried "
-            f"({self._config.tuner}), {milliseconds(self.best.seconds)} per step; "
-            f"with {mib(first.size_bytes)}, where it began, {milliseconds(first.seconds)}"
+            f"all-reduce pieces of {mib(self.best.size_bytes)}: the fastest of {len(self._samples)} sizes "
+            f"tried ({self._config.tuner}), {milliseconds(self.best.seconds)} per step; "
+            f"the first size, {mib(first.size_bytes)}, took {milliseconds(first.seconds)}"
         )
 
     def _decide(self) -> Turn:
         """On rank 0 only."""
         assert self._tuner is not None, "rank 0 has the tuner"
-        if self._told:
-            self._tuner.tell(self._told[-1].size_bytes, self._told[-1].seconds)
-        best = self._tuner.best if len(self._told) == self._config.samples else None
+        if self._samples:
+            self._tuner.tell(self._samples[-1].size_bytes, self._samples[-1].seconds)
+        best = self._tuner.best if len(self._samples) == self._config.samples else None
         size_bytes = self._tuner.ask() if best is None else best.size_bytes
         plan = sized(self._planned.problem, self._planned.choice, size_bytes, self._kinds)
         return Turn(size_bytes=size_bytes, order=Order.of(plan), best=best)

@@ -1,11 +1,12 @@
-"""Which plan a run starts with: section [schedule]'s, one that is measured and searched for, or a file's.
+"""The plan with which a run starts: from section [schedule], from measuring and searching, or from a file.
 
-Rank 0 searches, and the others hear of it: measured costs differ from rank to rank, and one search takes less
-of a machine than one on every core.
+Rank 0 searches and sends its plan to the others: measured costs differ from rank to rank, and one search
+loads a machine less than one on every core.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,18 +37,18 @@ from penstock.train.config import RunConfig
 from penstock.train.resume import Say
 
 WORTH_TRYING = 1.3
-"""A plan that is predicted to take longer than so many times the best is not tried."""
+"""Plans whose predicted time is more than WORTH_TRYING times the best are not tried."""
 
 UNUSED = (
-    "warning: section [schedule] (name {name}) is not used, since plan.source = {source} decides; "
-    "plan.source=given uses it"
+    "warning: section [schedule] (name {name}) is ignored because plan.source = {source}. "
+    "Set plan.source=given to use it"
 )
 
 
 def start(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
     """The first plan of a resolved configuration. All ranks call it; it may measure the cluster.
 
-    say: told what goes on and what was chosen.
+    say: prints progress and decisions.
     """
     if config.plan.source != GIVEN and config.schedule != unused(config.schedule):
         say(UNUSED.format(source=config.plan.source, name=config.schedule.name))
@@ -59,7 +60,7 @@ def start(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
 
 
 def as_given(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
-    """What section [schedule] says, ordered by the costs of section [cluster].
+    """The plan that section [schedule] describes, ordered by the costs of section [cluster].
 
     Where the dispatch is open and ranks have a choice, links are measured for some seconds, and the dispatch
     with the shortest predicted step is taken.
@@ -72,8 +73,10 @@ def as_given(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
         times_s = {name: evaluate(measured, replace(choice, dispatch=name)).predicted_s for name in names}
         choice = replace(choice, dispatch=min(times_s, key=times_s.__getitem__))
         times = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in times_s.items())
-        say(f"dispatch {choice.dispatch}: by the measured links a step takes {times}")
-    return Planned(problem=problem, choice=choice, plan=problem.plan(choice))
+        say(f"dispatch {choice.dispatch} chosen: predicted step times with the measured links: {times}")
+    planned = Planned(problem=problem, choice=choice, plan=problem.plan(choice))
+    say(f"{planned.name}: {choice.words}")
+    return planned
 
 
 def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
@@ -89,8 +92,7 @@ def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
 
     timeout_s = config.parallel.timeout_s
     promising, lines, searched = decided_slowly(machinery.control, decide, "choosing a plan", timeout_s)
-    for line in lines:
-        say(line)
+    say("\n".join(numbered(lines, 1)))
     best, *rivals = [
         Rival(choice=choice, plan=order.plan, predicted_s=seconds) for choice, order, seconds in promising
     ]
@@ -122,7 +124,7 @@ def _rivals(found: FoundPlan, most: int) -> list[Candidate]:
 
 
 def replay(config: RunConfig, machinery: Machinery, path: Path, say: Say) -> Planned:
-    """The plan in a file, as it is."""
+    """The plan in a file, unchanged."""
     paper = decided(machinery.control, lambda: PlanFile.read(path), f"reading {path}")
     layout, file = machinery.layout, None
     problem = assumed_problem(config, layout)
@@ -130,15 +132,17 @@ def replay(config: RunConfig, machinery: Machinery, path: Path, say: Say) -> Pla
         file = cluster_of(config, machinery, say)
         problem = run_problem(config, layout, file)
     plan = paper.step_plan(problem, str(path))
-    say(f"plan {path}: made for {paper.cluster}, {1000 * paper.predicted_s:.0f} ms per step predicted there")
+    predicted = f"{1000 * paper.predicted_s:.0f} ms per step were predicted"
+    say(f"plan 1, from {path}: {paper.choice.words}; made for cluster {paper.cluster}, where {predicted}")
     return Planned(problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why)
 
 
 def cluster_of(config: RunConfig, machinery: Machinery, say: Say) -> ClusterFile:
-    """The cluster file that section [plan] names, with a warning if it is not of here; else measured now."""
+    """The cluster file that section [plan] names, with a warning if it describes other machines; else a new
+    measurement."""
     plan, layout = config.plan, machinery.layout
     if plan.cluster is None:
-        say(f"measuring the cluster for about {plan.profile_s:.0f} s (plan.cluster=FILE skips that)")
+        say(f"measuring the cluster for about {plan.profile_s:.0f} s (plan.cluster=FILE skips this)")
         return profile_run(config, machinery, budget_s=plan.profile_s)
     name = plan.cluster
     file = decided(machinery.control, lambda: find_cluster(name), "reading the cluster file")
@@ -151,10 +155,10 @@ def cluster_of(config: RunConfig, machinery: Machinery, say: Say) -> ClusterFile
 def find(
     problem: Problem, file: ClusterFile, budget: float, say: Say, beat: Beat
 ) -> tuple[FoundPlan, tuple[str, ...]]:
-    """The best plan and the five lines that explain it, and one more where the budget cut the search short.
+    """The best plan and the five lines that explain it, and one more if the budget ended the search early.
 
-    Memory is an estimate: where nothing fits by it, a warning is said and the best plan is taken all the
-    same, since the run itself will find out. beat: called after every simulation.
+    Memory is an estimate: if no plan fits by it, a warning is printed and the best plan is still taken,
+    since the run will show whether it fits. beat: called after every simulation.
     """
     memory = None if file.memory_bytes is None else MemoryBudget(bytes=file.memory_bytes)
 
@@ -173,6 +177,14 @@ def find(
     return found, (*explain(problem, found, memory).lines, *found.searched.lines)
 
 
+def numbered(lines: Sequence[str], number: int) -> list[str]:
+    """The lines that explain a plan, with its number in the line that describes it."""
+    return [
+        f"Plan {number}   {line.removeprefix('Plan').strip()}" if line.startswith("Plan ") else line
+        for line in lines
+    ]
+
+
 def unused(schedule: ScheduleConfig) -> ScheduleConfig:
-    """The section with nothing in it but what counts whoever decides."""
+    """The section with nothing but the settings that count with every plan.source."""
     return ScheduleConfig(refine_after=schedule.refine_after)

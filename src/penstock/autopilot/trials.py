@@ -1,8 +1,8 @@
 """The most promising plans, each run for some steps: the best prediction is still a prediction.
 
-Where ranks share cores, say, or tasks scatter a lot, a plan of fewer pieces may be faster than it promised.
-These steps train like any others. Every rank hears the same times, so all come to the same plan behind the
-same step without asking.
+Where ranks share cores, for example, or task durations vary a lot, a plan of fewer pieces may be faster than
+predicted. These steps train like any others. Every rank receives the same times, so all ranks choose the same
+plan after the same step without communicating.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from penstock.words import milliseconds
 
 TRIAL_STEPS = DROPPED_STEPS + 4
 MOST_SHARE = 0.1
-"""Of the steps of a run that may go into trials."""
+"""The largest share of a run's steps that trials may take."""
 
 
 def worth_while(planned: Planned, steps: int) -> bool:
-    """Whether there is something to compare, and a run long enough to gain by it."""
+    """Whether there are plans to compare, in a run that is long enough to gain from the fastest."""
     tried = 1 + len(planned.rivals)
     return tried > 1 and tried * TRIAL_STEPS <= MOST_SHARE * steps
 
@@ -42,7 +42,7 @@ class Trials:
         return len(self._medians) == len(self._entries)
 
     def note(self, slowest_s: float) -> bool:
-        """One more step has taken so long on the slowest rank. Whether another plan's turn has come."""
+        """Record the seconds of a step on the slowest rank; returns whether the next plan's turn has come."""
         self._times.append(slowest_s)
         if len(self._times) < TRIAL_STEPS:
             return False
@@ -52,28 +52,35 @@ class Trials:
 
     @property
     def turn(self) -> Planned:
-        """What to run from the next step on; in the end the fastest, and what was learned of all."""
-        entry = self._entries[self._best if self.done else len(self._medians)]
+        """The plan to run from the next step on; after all trials the fastest, with the misses of all."""
+        place = self._best if self.done else len(self._medians)
+        entry, number = self._entries[place], self._planned.number + place
         turn = replace(self._planned, choice=entry.choice, plan=entry.plan, rivals=())
+        turn = replace(turn, number=number, plans=self._planned.plans + len(self._entries) - 1)
         return replace(turn, misses=self._misses()) if self.done else turn
 
     def _misses(self) -> dict[str, float]:
-        """By schedule, how many times as long a step has taken as it promised to."""
+        """Measured over predicted seconds per step, by schedule."""
         return {
             entry.choice.schedule: seconds / entry.predicted_s
             for entry, seconds in zip(self._entries, self._medians, strict=True)
         }
 
     @property
-    def line(self) -> str:
-        """What came of it, for people."""
-        tried = (
-            f"{entry.choice.words}: {milliseconds(seconds)} per step "
-            f"({milliseconds(entry.predicted_s)} promised)"
-            for entry, seconds in zip(self._entries, self._medians, strict=True)
+    def lines(self) -> tuple[str, ...]:
+        """A table of the plans with predicted and measured times, and which plan is kept."""
+        first = self._planned.number
+        rows = (
+            f"  {number:>4}  {milliseconds(entry.predicted_s):>9}  {milliseconds(seconds):>9}  "
+            f"{entry.choice.words}"
+            for number, (entry, seconds) in enumerate(zip(self._entries, self._medians, strict=True), first)
         )
-        kept = self._entries[self._best].choice.schedule
-        return f"tried for {TRIAL_STEPS} steps each: {'; '.join(tried)}. {kept} is kept"
+        return (
+            f"trials of {TRIAL_STEPS} steps each, time per step:",
+            f"  plan  {'predicted':>9}  {'measured':>9}",
+            *rows,
+            f"keeping plan {first + self._best}",
+        )
 
     @property
     def _best(self) -> int:

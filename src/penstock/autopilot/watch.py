@@ -1,4 +1,4 @@
-"""Noticing that steps take another time than they did. Pure logic: times go in, an alarm comes out."""
+"""Detecting that the step time has changed. Pure logic: times go in, an alarm comes out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median, median_high, median_low
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """Steps take another time than when the plan was adopted. Medians, seconds."""
+    """The step time has changed since the plan was adopted. Medians, in seconds."""
 
     before_s: float
     now_s: float
@@ -22,12 +22,12 @@ class Drift:
 class Watch:
     """Compares the last steps with the first ones under the same plan.
 
-    The first `settling` steps count for nothing; the median of the `lasting_steps` behind them is the
-    reference. It raises the alarm when the median of the last `lasting_steps` is off by more than
-    `threshold` (1.15 times or 1/1.15 at 0.15), in either direction, and both halves of them agree: a hiccup
-    of half as many steps is none. Behind an alarm it learns anew, so one change is one alarm.
+    The first `settling` steps are ignored; the median of the following `lasting_steps` steps is the baseline.
+    It raises the alarm when the median of the last `lasting_steps` differs by more than `threshold` (1.15
+    times or 1/1.15 at 0.15), in either direction, and both halves of them agree: a shorter disturbance does
+    not count. After an alarm the baseline restarts, so one change is one alarm.
 
-    All ranks give it the same times, so all hear the same alarm behind the same step.
+    All ranks pass the same times, so all see the same alarm after the same step.
     """
 
     def __init__(self, threshold: float, lasting_steps: int, settling: int) -> None:
@@ -35,7 +35,7 @@ class Watch:
         self.reset()
 
     def reset(self) -> None:
-        """Another plan is in use: what was learned is void."""
+        """Restart the baseline: another plan is in use."""
         self._seen = 0
         self._reference: list[float] = []
         self._recent: deque[float] = deque(maxlen=self.lasting_steps)
@@ -46,7 +46,7 @@ class Watch:
         return self.settling <= self._seen < self.settling + self.lasting_steps
 
     def note(self, seconds: float) -> Drift | None:
-        """One more step has taken so long, on the slowest rank."""
+        """Record the seconds of a step on the slowest rank; returns the change if there is one."""
         if self.learning:
             self._reference.append(seconds)
         elif len(self._reference) == self.lasting_steps:

@@ -36,6 +36,7 @@ from penstock.train.resume import require_checkpoint
 from penstock.train.text import TextError
 from penstock.train.trainer import OnStep, Trainer
 from penstock.virtual import RecordedModel, RoutingRecorder
+from penstock.words import terminal_width
 
 EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointError, DivergedError, TextError)
 
@@ -163,11 +164,13 @@ def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:
 
 
 def _print_summary(summary: RunSummary, json_wanted: bool) -> None:
-    print(json.dumps(summary.to_dict()) if json_wanted else "\n" + summary.to_text(), flush=True)
+    print(
+        json.dumps(summary.to_dict()) if json_wanted else "\n" + summary.to_text(terminal_width()), flush=True
+    )
 
 
 def _way_out(config: RunConfig) -> str:
     saved = complete_checkpoints(config.output.dir / "checkpoints")
     if not saved:
-        return "no checkpoint had been written yet"
+        return "no checkpoint has been written yet"
     return f"continue from {saved[-1].name} with train.resume=true"

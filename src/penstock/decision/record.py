@@ -25,14 +25,14 @@ READERS: dict[str, Reader] = {}
 
 MOST_PIECES = 256
 MOST_SLICES = 64
-"""Chunks forward and backward may cut what they share into so many."""
+"""The most slices into which forward and backward chunks may cut the tensors that they share."""
 
 MOST_MICROBATCHES = 8
 CHUNKS = (1, 2, 3, 4, 6, 8)
 TRIED_SLICES = 24
 ALL_REDUCE_PIECES = (1, 2, 4, 8, 16, 32)
 LEAST_ALL_REDUCE_BYTES = 1 << 16
-"""What a search tries."""
+"""The values that a search tries."""
 
 NOTHING = Table()
 RULES = ("critical_path", "all_to_all_first")
@@ -45,14 +45,14 @@ ChunkBytes = Annotated[
         512,
         1 << 40,
         "every chunk costs a start-up, so chunks under 512 bytes never pay",
-        hint="Use 512 or more; 1048576 is a good start.",
+        hint="Use 512 or more; 1048576 is a good default.",
     ),
 ]
 PriorityName = Literal["search", "critical_path", "all_to_all_first"]
 ORDERS = {
-    "search": ("order by local search", "searched"),
-    "critical_path": ("longest remaining path first", "longest path"),
-    "all_to_all_first": ("all-to-all before all-reduce", "all-to-all first"),
+    "search": ("order: local search", "local search"),
+    "critical_path": ("order: longest remaining path first", "longest path"),
+    "all_to_all_first": ("order: all-to-all before all-reduce", "all-to-all first"),
 }
 
 
@@ -83,7 +83,7 @@ def _chunk_words(choice: Decision) -> str:
     forward, backward = choice.degrees
     if forward == backward:
         return "no chunks" if forward == 1 else f"{forward} chunks"
-    return f"{counted(forward, 'chunk')} forward and {backward} back"
+    return f"{counted(forward, 'forward chunk')} and {counted(backward, 'backward chunk')}"
 
 
 SCHEDULE = Field(values=lambda asked, choice: tuple(READERS), head="schedule", cell=lambda d: d.schedule)
@@ -106,7 +106,7 @@ CHUNK_NUMBERS = Field(
 BACKWARD_CHUNKS = Field(values=_backward_chunks, always=False)
 ALL_REDUCE = Field(
     values=all_reduce_sizes,
-    words=lambda d: f"all-reduce by {mib(d.all_reduce_chunk_bytes)}",
+    words=lambda d: f"all-reduce in pieces of {mib(d.all_reduce_chunk_bytes)}",
     head="all-reduce",
     cell=lambda d: mib(d.all_reduce_chunk_bytes),
     cuts=True,
@@ -123,7 +123,7 @@ PRIORITY = Field(
     words=lambda d: ORDERS[d.priority][0],
     head="order",
     cell=lambda d: ORDERS[d.priority][1],
-    unread="its own",
+    unread="fixed",
     always=False,
 )
 
@@ -164,7 +164,7 @@ class Decision:
         return getattr(self, name) if name in BUILT_IN else dict(self.more).get(name, FIELDS[name].default)
 
     def deciding(self, name: str, value: Any) -> Self:
-        """The same with one thing decided otherwise."""
+        """The same decision with another value for field `name`."""
         if name in BUILT_IN:
             return replace(self, **{name: value})
         more = {each: held for each, held in self.more if each != name}
@@ -188,15 +188,15 @@ class Decision:
 
     @property
     def words(self) -> str:
-        """For people: everything that its schedule reads, and nothing else."""
+        """The plan in words: everything that its schedule reads, and nothing else."""
         read = [each for name, each in FIELDS.items() if self.reads(name)]
         cut, rest = (
             [each.words(self) for each in read if each.words and each.cuts is cuts] for cuts in (True, False)
         )
-        return f"{self.schedule}: {', '.join((cut or ['uncut']) + rest)}"
+        return f"{self.schedule}: {', '.join((cut or ['whole batch']) + rest)}"
 
     def check(self) -> None:
-        """Raises ConfigError about the field that cannot be so."""
+        """Raises ConfigError for the first field with an impossible value."""
         check_bounds(self)
         check_name("schedule", self.schedule, READERS)
         check_name("dispatch", self.dispatch, DISPATCHES)
@@ -204,13 +204,13 @@ class Decision:
         for name, value in self.more:
             if name not in FIELDS or name in BUILT_IN:
                 own = [each for each in FIELDS if each not in BUILT_IN]
-                hint = f"Registered: {', '.join(own)}." if own else "Register it first, or take it out."
+                hint = f"Registered: {', '.join(own)}." if own else "Register it first, or remove it."
                 hint = "Set it beside more." if name in BUILT_IN else hint
                 raise ConfigError(f"more.{name}", value, "no such decision is registered", hint)
             check_value(FIELDS[name].type, value, f"more.{name}")
 
     def _check_slices(self) -> None:
-        """Two numbers of chunks with few common factors cut what both share into crumbs."""
+        """Refuses two numbers of chunks with few common factors: they cut shared tensors too finely."""
         forward, backward = self.degrees
         if not _crumbles(forward, backward):
             return
@@ -221,7 +221,10 @@ class Decision:
         )
         nearest = min(fitting, key=lambda b: (abs(b - backward), b))
         raise ConfigError(
-            "backward_chunks", backward, why, f"Nearest valid: {nearest}. {forward} times or part fits best."
+            "backward_chunks",
+            backward,
+            why,
+            f"Nearest valid: {nearest}. A multiple or a divisor of {forward} fits best.",
         )
 
 
@@ -234,7 +237,7 @@ def _crumbles(forward: int, backward: int) -> bool:
 class ScheduleConfig(Decision):
     """Section `[schedule]`: a decision without what is said elsewhere (`moe.dispatch`) or not at all.
 
-    name: the schedule. refine_after: after this many steps the order is frozen again from measured
+    name: the schedule. refine_after: the number of steps after which the schedule is re-ordered by measured
     durations; 0 = never.
     """
 
@@ -288,7 +291,9 @@ def register(own: Field) -> None:
     if own.name in FIELDS or own.name in BUILT_IN:
         raise ValueError(f"a decision {own.name!r} is registered already; give yours another name")
     if not own.name.isidentifier():
-        raise ValueError(f"{own.name!r} is no name for a decision; use letters, digits and underscores")
+        raise ValueError(
+            f"{own.name!r} is not a valid name for a decision; use letters, digits and underscores"
+        )
     check_value(own.type, own.default, own.name)
     FIELDS[own.name] = replace(
         own,

@@ -18,8 +18,10 @@ Compression = Literal["bfloat16", "int8"]
 Experts = Annotated[int, Within(1, 1 << 16, "the router compares every token with all of them")]
 Width = Annotated[int, Within(1, 1 << 20, "the widest published experts have some 30,000")]
 Slots = Annotated[int, Within(1, 1 << 16, "rows of all slots are in memory at once")]
-Coefficient = Annotated[float, Within(0, 1e6, "beyond, nothing else would be learnt", hint="Use 0 for none.")]
-Scale = Annotated[float, Within(0, 1e6, "beyond, outputs leave the range of float32", above=True)]
+Coefficient = Annotated[
+    float, Within(0, 1e6, "with more, the router would learn nothing else", hint="Use 0 for none.")
+]
+Scale = Annotated[float, Within(0, 1e6, "larger outputs overflow float32", above=True)]
 Capacity = Annotated[
     float,
     Within(

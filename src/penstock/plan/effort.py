@@ -57,21 +57,22 @@ class Searched:
 
     @property
     def words(self) -> str:
-        """For people; claims no more than what was done."""
+        """The search in words, which claim no more than what was done."""
         looked = (
             f"{counted(self.simulated, 'choice')} simulated, {self.ruled_out:,} ruled out by lower bounds"
         )
         if self.stopped is None:
-            return looked if not self.left_out else f"{looked}, {self.left_out:,} not looked at"
+            return looked if not self.left_out else f"{looked}, {self.left_out:,} not examined"
         skipped = f" and the plans of {', '.join(self.skipped)}" if self.skipped else ""
         return (
-            f"{looked}, {self.left_out:,}{skipped} not looked at: budget {self.budget:g} ({self.allowed:,} "
-            f"placed tasks) was used up in stage '{self.stopped}', and a larger one may find a better plan"
+            f"{looked}, {self.left_out:,}{skipped} not examined: the budget of {self.budget:g} "
+            f"({self.allowed:,} simulated tasks) was used up in stage '{self.stopped}'. "
+            f"A larger budget may find a better plan"
         )
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """One more line to explain a plan with, where something was left out."""
+        """One more line of explanation if some plans were not examined."""
         return () if self.complete else (f"Search   {self.words}",)
 
 
@@ -87,7 +88,7 @@ class Meter:
         return self.spent >= self.allowed
 
     def note(self, problem: Problem, choice: Decision, tasks: int) -> None:
-        """One choice of so many tasks was ordered and simulated."""
+        """Count a choice that was ordered and simulated. tasks: in its graph."""
         self.spent += tasks * (1 + timelines(problem))
         if choice.reads("priority") and choice.priority == "search":
             self.spent += tasks * evaluations(tasks) // QUICK
@@ -98,7 +99,7 @@ class Meter:
 
 
 def check_budget(key: str, budget: float) -> None:
-    """Raises ConfigError for what is no budget."""
+    """Raises ConfigError if `budget` is out of range."""
     if not 0 < budget <= MOST_BUDGET or math.isnan(budget):
-        why = f"is how many times as much as usual a search looks at: above 0, {MOST_BUDGET:g} at most"
-        raise ConfigError(key, budget, why, "Use 1, or 4 to look at four times as much.")
+        why = f"must be above 0 and at most {MOST_BUDGET:g}: it multiplies the usual search effort"
+        raise ConfigError(key, budget, why, "Use 1, or 4 to search four times as long.")

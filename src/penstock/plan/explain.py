@@ -1,4 +1,4 @@
-"""Why a plan was chosen, and what would make it faster: five lines for people."""
+"""Why a plan was chosen and what would make it faster, in five lines."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from penstock.words import change, gib, milliseconds
 
 FASTER = 2
 INFINITELY = 1e12
-"""So many times the bandwidth leaves start-ups alone."""
+"""With this many times the bandwidth, only start-ups remain."""
 
 MOSTLY = 0.5
-"""Where start-ups take a larger share of what communication takes, no bandwidth helps much."""
+"""If start-ups take a larger share of the communication time, more bandwidth helps little."""
 
 RIVALS = 2
-"""So many of the next best plans are tried on a faster cluster, too: another may be the best there."""
+"""How many next best plans are also tried on a faster cluster, where one of them may be the best."""
 MOST_TASKS = 20_000
-"""Of all plans that are tried there; the best one is, however many it has."""
+"""In all plans tried there; the best plan is tried however many tasks it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What was chosen and why. busy: by lane, its work over the iteration. faster: by what is twice as
-    fast, the iteration over the present one, both ordered by the same rules."""
+    """A plan and the reasons for it. busy: work over step time, by lane. faster: by the resource that is
+    twice as fast, the predicted step time over the present one, both ordered by the same rules."""
 
     best: Candidate
     next_best: Candidate | None
@@ -50,9 +50,9 @@ class Explanation:
         return (
             f"Plan     {self.best.choice.words}",
             f"Time     {self._time()}",
-            f"Binding  {self._binding()}",
+            f"Limit    {self._limit()}; memory: {self._memory()}",
             f"Next     {self._next()}",
-            f"Change   {self._faster()}; memory {self._memory()}",
+            f"What if  {self._faster()}",
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,35 +76,35 @@ class Explanation:
         best = self.best
         reached = 100 * best.bound_s / best.predicted_s
         return (
-            f"{milliseconds(best.predicted_s)} forward and backward predicted; no order of these tasks takes "
-            f"less than {milliseconds(best.bound_s)} ({reached:.0f} % reached), no cut less than "
-            f"{milliseconds(self.lower_bound_s)}"
+            f"{milliseconds(best.predicted_s)} predicted for forward and backward; lower bounds: "
+            f"{milliseconds(best.bound_s)} for any order of these tasks ({reached:.0f} % efficiency), "
+            f"{milliseconds(self.lower_bound_s)} for any plan"
         )
 
-    def _binding(self) -> str:
+    def _limit(self) -> str:
         shares = ", ".join(f"{lane} {100 * share:.0f} %" for lane, share in self.busy.items())
-        return f"{self.binds}; busy: {shares} of the step"
+        return f"{self.binds}; lanes are busy for: {shares} of the step"
 
     def _next(self) -> str:
         if self.next_best is None:
-            return "there is no other plan"
+            return "no other plan is possible"
         return (
-            f"{self.next_best.choice.words}; {milliseconds(self.next_best.predicted_s)}, "
-            f"{change(self.next_best.predicted_s, self.best.predicted_s)}"
+            f"{self.next_best.choice.words}; {milliseconds(self.next_best.predicted_s)} "
+            f"({change(self.next_best.predicted_s, self.best.predicted_s)})"
         )
 
     def _faster(self) -> str:
-        changes = (f"with {FASTER}x {what}: {change(ratio, 1.0)}" for what, ratio in self.faster.items())
-        return ", ".join(changes)
+        changes = (f"{FASTER}x {what} {change(ratio, 1.0)}" for what, ratio in self.faster.items())
+        return f"predicted change of the step time: {', '.join(changes)}"
 
     def _memory(self) -> str:
         of = "" if self.budget is None else f" of {gib(self.budget.bytes)}"
         part, size = next(iter(self.memory.parts.items()))
-        return f"{gib(self.memory.total_bytes)}{of} per rank, {gib(size)} of it {part} (estimated)"
+        return f"{gib(self.memory.total_bytes)}{of} per rank (estimated), of which {gib(size)} {part}"
 
 
 def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = None) -> Explanation:
-    """Simulates the best few plans again on clusters of which one part is twice as fast."""
+    """Simulates the best few plans again on clusters in which one resource is twice as fast."""
     best = found.best
     apart = alone(problem)
     cost = apart.cost(best.choice, best.plan.shape)
@@ -123,7 +123,7 @@ def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
 
 
 def _start_up_share(apart: Problem, best: Candidate, work: Mapping[Lane, float]) -> float:
-    """Which part of what communication takes are start-ups; 0 without communication."""
+    """The share of start-ups in the communication time; 0 without communication."""
     lanes = [lane for lane in (Lane.INTER, Lane.INTRA) if work.get(lane)]
     if not lanes:
         return 0.0
@@ -137,15 +137,17 @@ def _binds(best: Candidate, start_up_share: float) -> str:
     bound = best.bound
     chain, lane = bound.critical_path_s > bound.busiest_lane_s, bound.busiest_lane
     text = (
-        f"the longest chain of dependencies binds, lane {lane} is busiest" if chain else f"lane {lane} binds"
+        f"the critical path limits the step; the busiest lane is {lane}"
+        if chain
+        else f"lane {lane} limits the step"
     )
     if start_up_share <= MOSTLY or lane.computes:
         return text
-    return f"latency binds: {100 * start_up_share:.0f} % of communication is start-ups; {text}"
+    return f"latency limits the step: {100 * start_up_share:.0f} % of communication time is start-ups; {text}"
 
 
 def _faster(problem: Problem, found: FoundPlan, *, intra: bool) -> dict[str, float]:
-    """By what is twice as fast: the best time of a few plans over their best time now."""
+    """Best predicted time of a few plans over their best time now, by the resource that is twice as fast."""
     near = (found.best, *found.others[:RIVALS])
     tasks = accumulate(len(candidate.plan.graph.tasks) for candidate in near)
     fits = [so_far <= MOST_TASKS for so_far in tasks]
@@ -154,12 +156,14 @@ def _faster(problem: Problem, found: FoundPlan, *, intra: bool) -> dict[str, flo
     cluster = problem.cluster
     nodes = cluster.file.nodes if isinstance(cluster, ProfiledCluster) else problem.workload.nodes
     link = "inter-node bandwidth" if nodes > 1 else "bandwidth between ranks"
-    parts: dict[str, dict[str, float]] = {link: {"inter": FASTER}}
+    parts: dict[str, dict[str, float]] = {}
+    if problem.workload.world_size > 1:
+        parts[link] = {"inter": FASTER}
     if intra:
         parts["intra-node bandwidth"] = {"intra": FASTER}
     parts["faster devices"] = {"compute": FASTER}
     now_s = _best_s(problem, choices)
-    # A rule may order worse where tasks are shorter; the order of now would still do, and take no longer.
+    # A rule may order shorter tasks worse; the present order would still do, and would not take more time.
     return {
         what: min(1.0, _best_s(replace(problem, cluster=problem.cluster.faster(**how)), choices) / now_s)
         for what, how in parts.items()
@@ -167,7 +171,7 @@ def _faster(problem: Problem, found: FoundPlan, *, intra: bool) -> dict[str, flo
 
 
 def _by_rule(choice: Decision) -> Decision:
-    """With a quick rule where the order was searched for: like is compared with like."""
+    """The choice with a quick rule instead of a search, so that like is compared with like."""
     searched = choice.reads("priority") and choice.priority == "search"
     return replace(choice, priority="critical_path") if searched else choice
 

@@ -14,34 +14,34 @@ from penstock.plan.tuner import TunerName
 
 GIVEN, AUTO = "given", "auto"
 DROPPED_STEPS = 2
-"""The first steps behind a change of plan: they allocate, and caches are cold."""
+"""The first steps after a change of plan: they allocate, and caches are cold."""
 
-Seconds = Annotated[float, Within(0, 86400, "measuring takes time, and has to end", above=True)]
-Trials = Annotated[int, Within(1, 64, "the chosen plan itself is one, and each costs six steps")]
-Samples = Annotated[int, Within(2, 1000, "one sample compares nothing, and all are fitted together")]
+Seconds = Annotated[float, Within(0, 86400, "measuring takes some time, and must end", above=True)]
+Trials = Annotated[int, Within(1, 64, "the chosen plan counts as one, and each trial takes six steps")]
+Samples = Annotated[
+    int, Within(2, 1000, "a comparison needs two samples, and all samples are fitted together")
+]
 SampleSteps = Annotated[
     int, Within(DROPPED_STEPS + 1, MOST_STEPS, f"the first {DROPPED_STEPS} of them do not count")
 ]
 Threshold = Annotated[
     float, Within(0, 1000, "every step differs a little from the one before", above=True, hint="Use 0.15.")
 ]
-DriftSteps = Annotated[int, Within(4, 10_000, "fewer are noise, and all are in memory")]
+DriftSteps = Annotated[int, Within(4, 10_000, "fewer steps are too noisy, and all are kept in memory")]
 
 
 def given_schedule(overrides: Sequence[str]) -> Sequence[str]:
-    """What `section.key=value` settings mean for the plan: to name a part of section [schedule] is to decide.
+    """Add `plan.source=given` to overrides that set a part of section [schedule].
 
-    `schedule.name=sequential` would otherwise be overruled by a configuration that plans.
-    `schedule.refine_after` decides nothing, and whoever sets plan.source says it all.
+    Otherwise a configuration that plans would ignore `schedule.name=sequential`. `schedule.refine_after` does
+    not count, and nothing is added where plan.source is set.
     """
     keys = [override.partition("=")[0].strip() for override in overrides]
     decides = any(key.startswith("schedule.") and key != "schedule.refine_after" for key in keys)
     return [*overrides, f"plan.source={GIVEN}"] if decides and "plan.source" not in keys else overrides
 
 
-Budget = Annotated[
-    float, Within(0, MOST_BUDGET, "it is how many times as much as usual a search looks at", above=True)
-]
+Budget = Annotated[float, Within(0, MOST_BUDGET, "it multiplies the usual search effort", above=True)]
 
 
 @dataclass(frozen=True, kw_only=True)

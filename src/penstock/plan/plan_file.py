@@ -33,12 +33,12 @@ Size = Annotated[int, Within(0, 2**62, "it says for what step the plan was made"
 Seconds = Annotated[float, Within(0, 1e9, "it is the duration of a step", above=True, hint=AGAIN)]
 Bound = Annotated[float, Within(0, 1e9, "it is the duration of a step", hint=AGAIN)]
 MOST_LINES = 100_000
-ORDER_ANEW = 'Delete "schedule" from the file to have the tasks ordered anew.'
+NEW_ORDER = 'Delete "schedule" from the file to compute a new order.'
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSizes:
-    """For what step a plan was made: where it is replayed, these must be the same."""
+    """The sizes of the step for which a plan was made; where it is replayed, they must be the same."""
 
     layers: Size
     moe_layers: Size
@@ -93,7 +93,7 @@ class PlanFile:
     def __post_init__(self) -> None:
         if self.version != VERSION:
             hint = f"Make it again with `penstock plan --out`; this version writes {VERSION}."
-            raise ConfigError("version", self.version, "is a version that cannot be read here", hint)
+            raise ConfigError("version", self.version, "is not a version that this Penstock can read", hint)
         check_bounds(self)
         try:
             self.choice.check()
@@ -144,7 +144,7 @@ class PlanFile:
 
     @property
     def explains_choice(self) -> bool:
-        """Whether the explanation, if there is one, is that of the choice: either may have changed since."""
+        """Whether the explanation, if there is one, describes the choice: the file may have been edited."""
         said = next((line for line in self.why if line.startswith("Plan ")), None)
         return said is None or said.removeprefix("Plan ").strip() == self.choice.words
 
@@ -168,27 +168,30 @@ class PlanFile:
             schedule.check(graph)
         except ScheduleError as error:
             key = "choice" if self.schedule is None else "schedule"
-            raise ConfigError(f"{name}.{key}", UNSET, f"{error}", ORDER_ANEW) from error
+            raise ConfigError(f"{name}.{key}", UNSET, f"{error}", NEW_ORDER) from error
         return StepPlan(graph, schedule, shape)
 
     def _check(self, problem: Problem, choice: Decision, name: str) -> None:
         for key, value in to_dict(PlanSizes.of(problem)).items():
             if (planned := getattr(self.sizes, key)) != value:
-                why = f"this step has {value}, so the plan is one for another step"
+                why = f"this step has {value}: the plan was made for another step"
                 raise ConfigError(f"{name}.sizes.{key}", planned, why, "Make a plan for this one.")
         if choice.dispatch not in problem.dispatches:
             hint = f"Use one of {', '.join(problem.dispatches)}."
             key = f"{name}.choice.dispatch"
-            raise ConfigError(key, choice.dispatch, "these ranks cannot dispatch so", hint)
+            raise ConfigError(key, choice.dispatch, "this layout cannot run that dispatch", hint)
         self._check_partition(problem, choice, name)
         samples = problem.workload.batch
         if choice.microbatches > samples:
-            key, why = f"{name}.choice.microbatches", f"a batch of {samples} samples has no more pieces"
+            key, why = (
+                f"{name}.choice.microbatches",
+                f"a batch of {samples} samples has at most {samples} microbatches",
+            )
             raise ConfigError(key, choice.microbatches, why, f"Nearest valid: {samples}.")
 
     @staticmethod
     def _check_partition(problem: Problem, choice: Decision, name: str) -> None:
-        """Every gradient is reduced, once: a byte left out would let the ranks drift apart in silence."""
+        """Checks that every gradient is reduced exactly once, or the ranks would diverge silently."""
         if choice.partition is None:
             return
         sizes, parts = problem.workload.all_reduce_bytes, choice.partition.parts
@@ -207,7 +210,7 @@ def _with_table(table: Any, path: Path) -> Any:
         more = [(each["name"], parse_json(each["value"])) for each in table["choice"]["more"]]
     except ValueError as error:
         hint = 'Write pairs such as ["mine", 2].'
-        raise ConfigError(f"{path}.choice.more", UNSET, f"holds what is not JSON: {error}", hint) from error
+        raise ConfigError(f"{path}.choice.more", UNSET, f"is not JSON: {error}", hint) from error
     except (KeyError, TypeError):  # it has pairs, or what is wrong is told when it is read
         return table
     return {**table, "choice": {**table["choice"], "more": more}}

@@ -32,8 +32,8 @@ def impossible(problem: Problem, choice: Decision, plan: StepPlan, seconds: floa
     wrong = [task for task, each in prices.items() if not 0 <= each < LONGEST_STEP_S]
     task = wrong[0] if wrong else max(prices, key=prices.__getitem__)
     why = (
-        f"the longest task, {task} ({spec_of(task.op).title}), takes {prices[task]:.3g} s on this cluster, "
-        f"and {choice.words} {seconds:.3g} s in all: no step does"
+        f"the longest task, {task} ({spec_of(task.op).title}), would take {prices[task]:.3g} s on this "
+        f"cluster, and the step with {choice.words} {seconds:.3g} s in total: that is not realistic"
     )
     return ConfigError("cluster", "its costs", why, HINT)
 

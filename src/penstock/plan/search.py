@@ -292,7 +292,9 @@ class _Search:
 
     def _found(self, everything: list[Decision], stopped: str | None) -> FoundPlan:
         full = self._full
-        self._progress(Progress(stage="bounds of what is left", done=0, total=1, best_s=full.best_s))
+        self._progress(
+            Progress(stage="lower bounds of the remaining plans", done=0, total=1, best_s=full.best_s)
+        )
         best, *rest = (full.candidates[choice] for choice in full.ranked())
         looked = {*self._screen.seconds, *full.seconds}
         bounds = self._bounds.of(self._problem)
@@ -334,8 +336,8 @@ class _Search:
         )
         name, size = next(iter(leanest.parts.items()))
         why = (
-            f"no plan fits: the leanest needs an estimated {gib(leanest.total_bytes)} per rank, "
-            f"most of it {name} ({gib(size)})"
+            f"no plan fits: the plan with the least memory needs an estimated {gib(leanest.total_bytes)} "
+            f"per rank, most of it for {name} ({gib(size)})"
         )
         return ConfigError("memory per rank", gib(self._memory.bytes), why, WAYS_OUT[name])
 

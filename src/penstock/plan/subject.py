@@ -92,10 +92,14 @@ class Subject:
         work = self.problem.workload
         if work.shard_size > 1:
             return (
-                f"{work.world_size * work.shard_size} ranks: {work.world_size} nodes, whose "
-                f"{work.shard_size} ranks share attention and every expert; experts over {work.ep_size} nodes"
+                f"{work.world_size * work.shard_size} ranks on {work.world_size} nodes; "
+                f"the {work.shard_size} ranks of a node share attention and every expert; "
+                f"experts spread over {work.ep_size} nodes"
             )
-        return f"{work.world_size} ranks, experts over {work.ep_size}, {work.ranks_per_node} of them per node"
+        return (
+            f"{work.world_size} ranks, {work.ranks_per_node} per node; "
+            f"experts spread over {work.ep_size} ranks"
+        )
 
 
 def published_problem(name: str, file: ClusterFile, overrides: Overrides | None = None) -> Subject:
@@ -109,13 +113,17 @@ def published_problem(name: str, file: ClusterFile, overrides: Overrides | None 
     model = changes.applied(published)
     nodes, per_node = changes.nodes or file.nodes, changes.ranks_per_node or file.ranks_per_node
     if nodes * per_node > MOST_RANKS:
-        why = f"with {per_node} ranks each there are over {MOST_RANKS}, more than the largest clusters have"
+        why = (
+            f"with {per_node} ranks per node there would be more than {MOST_RANKS} ranks, the most supported"
+        )
         raise ConfigError("--nodes", nodes, why, f"Use {MOST_RANKS // per_node} or fewer.")
     if (nodes, per_node) != (file.nodes, file.ranks_per_node):
         devices = f"{file.nodes} x {file.ranks_per_node}"
-        notes.append(f"links worked out from those of the {devices} devices that the file describes")
+        notes.append(f"link times are extrapolated from the {devices} devices in the file")
         if file.slowness:
-            notes.append("slower ranks of the file are left out: this cluster has others")
+            notes.append(
+                "slower ranks in the file are ignored, because this cluster has another number of ranks"
+            )
     if model.sharded and per_node > 1:
         notes.append("for planning only: the trainer does not shard experts yet")
     return Subject(
@@ -134,7 +142,7 @@ def _published(name: str, cluster: str) -> tuple[PublishedModel, list[str]]:
     notes = [model.note] if model.note else []
     there = model.on.get(cluster, {})
     if there:
-        notes.append(f"on {cluster} the study has {_words(there)}")
+        notes.append(f"the study uses {_words(there)} on {cluster}")
     return replace(model, **there), notes
 
 

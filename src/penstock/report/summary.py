@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.report.timeline import duration_text
+from penstock.words import UNKNOWN, folded
 
-WIDTH = 100
 LABEL_WIDTH = 12
 
 
@@ -96,26 +95,28 @@ class RunSummary:
             },
         }
 
-    def to_text(self) -> str:
-        """About fifteen lines for a terminal."""
-        return "".join(_line(label, text) for label, text in self._rows())
+    def to_text(self, width: int = UNKNOWN) -> str:
+        """About fifteen lines for a terminal of `width` columns."""
+        rows = (f"{label:<{LABEL_WIDTH}}{text}" for label, text in self._rows())
+        return "".join(folded(row, width) + "\n" for row in rows)
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         if self.interrupted:
-            yield "stopped", "early, as asked, and saved. Continue with train.resume=true."
+            yield "stopped", "early, as requested; a checkpoint was saved. Continue with train.resume=true."
         yield "trained", self._what()
-        yield "on", self.corpus
+        yield "data", self.corpus
         yield (
             "loss",
             f"{self.first_loss:.3f} nats per byte at the start, {self.last_loss:.3f} at the end",
         )
         if self.skipped_steps:
             steps = "1 step was" if self.skipped_steps == 1 else f"{self.skipped_steps} steps were"
-            yield "skipped", f"{steps} not finite and changed nothing (metrics.jsonl says which)"
+            yield "skipped", f"{steps} not finite and had no effect (listed in metrics.jsonl)"
         yield "held out", self._held_out()
         step_time = duration_text(self.iteration_s_median)
         yield "speed", f"{self.tokens_per_s:,.0f} tokens/s; a step takes {step_time} (median)"
-        yield "network", self._network()
+        if self.communication_s > 0:
+            yield "network", self._network()
         yield from self._outputs()
 
     def _what(self) -> str:
@@ -131,24 +132,22 @@ class RunSummary:
 
     def _held_out(self) -> str:
         """Whether the model learned anything that byte frequencies alone do not say."""
-        guess = f"Guessing every byte by its frequency costs {self.unigram_entropy:.3f}"
+        guess = f"Predicting bytes by their frequency alone gives {self.unigram_entropy:.3f}"
         if self.eval_loss is None:
-            return f"not evaluated, so nothing is known about text the model has not seen. {guess}."
+            return f"not evaluated: no loss on unseen text is known. {guess}."
         loss = f"{self.eval_loss:.3f} on text the model has not seen"
         if not math.isfinite(self.eval_loss):
             return f"{loss}: the training diverged. A lower learning rate may help."
         if self.eval_loss < self.unigram_entropy:
-            return f"{loss}. {guess}; the model needs {self.eval_loss:.3f}, so it has learned from context."
-        return f"{loss}. {guess}, so the model is not better than that yet. More steps may help."
+            return f"{loss}. {guess}; the model reaches {self.eval_loss:.3f}, so it has learned from context."
+        return f"{loss}. {guess}, so the model is not better than byte frequencies yet. More steps may help."
 
     def _network(self) -> str:
-        if self.communication_s <= 0:
-            return "nothing was sent: there was no communication to hide"
         total, exposed = duration_text(self.communication_s), duration_text(self.exposed_communication_s)
         return (
-            f"{total} of communication per step, {100 * self.hidden_communication:.0f} % of it under "
-            f"computation; for the other {exposed} nothing was computed. Overlap efficiency "
-            f"{self.overlap_efficiency:.2f} (1.00: no order of the same tasks could be faster)"
+            f"{total} of communication per step: {100 * self.hidden_communication:.0f} % hidden under "
+            f"computation, {exposed} exposed. Overlap efficiency {self.overlap_efficiency:.2f} "
+            f"(1.00 = no order of the same tasks could be faster)"
         )
 
     def _outputs(self) -> Iterator[tuple[str, str]]:
@@ -158,33 +157,20 @@ class RunSummary:
         if self.plan:
             yield "plan", f"{self.plan} (run it again with plan.source={self.plan})"
         if self.cluster:
-            yield "cluster", f"{self.cluster} (as it was measured; reuse it with plan.cluster={self.cluster})"
+            yield "cluster", f"{self.cluster} (the measurements; reuse them with plan.cluster={self.cluster})"
         if self.tensorboard:
             yield "curves", f"tensorboard --logdir {self.tensorboard}"
         if self.trace:
             yield "trace", self.trace
             yield (
                 "",
-                "Open https://ui.perfetto.dev and drag that file in. Look at the rows compute and inter: "
-                "where both are busy at the same time, the network is hidden.",
+                "Open https://ui.perfetto.dev and drop the file there. In the rows compute and inter: "
+                "where both are busy at the same time, communication is hidden.",
             )
 
 
-def _line(label: str, text: str) -> str:
-    """A labelled line, wrapped beside its label; a path is never broken, so that it can be copied."""
-    indent = " " * LABEL_WIDTH
-    filled = textwrap.fill(
-        f"{label:<{LABEL_WIDTH}}{text}",
-        WIDTH,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return filled + "\n"
-
-
 def _millions(count: int) -> str:
-    """A count as people say it: 12.3 million."""
+    """A count in words: 12.3 million."""
     for size, word in ((10**9, "billion"), (10**6, "million")):
         if count >= size:
             return f"{count / size:.1f} {word}"

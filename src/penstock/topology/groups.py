@@ -16,7 +16,9 @@ from penstock.mesh import Axes, Group, Mesh, group_sizes, num_nodes, ranks_per_n
 
 LONGEST_TIMEOUT_S = 1e6
 Processes = Annotated[int, Within(1, 4096, "they all run on this machine")]
-Timeout = Annotated[float, Within(0, LONGEST_TIMEOUT_S, "a million seconds are twelve days", above=True)]
+Timeout = Annotated[
+    float, Within(0, LONGEST_TIMEOUT_S, "at most a million seconds (twelve days) make sense", above=True)
+]
 BufferBytes = Annotated[int, Within(0, 1 << 30, "0 leaves it to the system, which takes no more")]
 
 

@@ -2,7 +2,7 @@
 
 A transport only knows that its own peer was late or has gone, and that peer is often a survivor that was
 waiting itself. So every rank has a thread that answers on a port of its own, with what the rank is doing. It
-answers while the process runs: not if it is stopped, cut off or dead. A rank that gives up says so as it
+answers while the process runs: not if it is stopped, disconnected or dead. A rank that gives up says so as it
 asks, so that those who ask later do not take it for the culprit. Nobody else is needed for it, neither the
 store nor whoever started the ranks, and it costs nothing until something has failed.
 """
@@ -122,8 +122,8 @@ class Roll:
         if self.failed:
             return "; ".join(f"rank {rank} had failed: {why}" for rank, why in self.failed.items())
         if self.silent:
-            verb = "does not answer, it is" if len(self.silent) == 1 else "do not answer, they are"
-            return f"{named(self.silent)} {verb} stopped, cut off or dead"
+            verb = "does not answer: it is" if len(self.silent) == 1 else "do not answer: they are"
+            return f"{named(self.silent)} {verb} stopped, disconnected or dead"
         return "; ".join(f"rank {rank} answers, but was {what}" for rank, what in self.busy.items())
 
 

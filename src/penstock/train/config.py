@@ -46,7 +46,7 @@ class TrainConfig:
     eval_every: Steps = 100
     eval_batches: Annotated[int, Within(1, MOST_STEPS, "an evaluation needs a batch")] = 4
     checkpoint_every: Steps = 100
-    keep_checkpoints: Annotated[int, Within(1, MOST_STEPS, "a run goes on from the newest")] = 2
+    keep_checkpoints: Annotated[int, Within(1, MOST_STEPS, "a run resumes from the newest")] = 2
     log_every: Steps = 10
     max_skipped_steps: Steps = 4
 

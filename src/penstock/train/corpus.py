@@ -23,7 +23,10 @@ __all__ = ["VOCABULARY_SIZE", "Corpus", "DataConfig", "load_corpus"]
 
 MIN_TEXT_BYTES = 1024
 Samples = Annotated[int, Within(1, 1 << 20, "all samples of a step are in memory at once", hint="Try 8.")]
-HeldOut = Annotated[float, Within(1e-6, 0.5, "what is not trained on is for evaluation", hint="Try 0.05.")]
+HeldOut = Annotated[
+    float,
+    Within(1e-6, 0.5, "the rest of the text is for training, and evaluation needs some", hint="Try 0.05."),
+]
 Suffixes = Annotated[tuple[str, ...], Items(100, "which files are text", least=1)]
 STANDARD_LIBRARY_SUFFIXES = (".py",)
 # Installed packages differ between machines, and the tests hold odd encodings and generated tables.
@@ -56,7 +59,9 @@ class DataConfig:
         check_bounds(self)
         for suffix in self.suffixes:
             if not suffix.startswith(".") or suffix == ".":
-                raise ConfigError("suffixes", suffix, "must be a dot and an ending", 'Write it as ".txt".')
+                raise ConfigError(
+                    "suffixes", suffix, "must be a file extension with its dot", 'Write it as ".txt".'
+                )
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +94,7 @@ def _expanded(path: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # ~somebody whom the system does not know
-        raise ConfigError("path", path, "begins with the home of an unknown user", HINT) from error
+        raise ConfigError("path", path, "starts with ~USER, but there is no such user", HINT) from error
 
 
 def _is_folder(path: str, place: Path) -> bool:
@@ -113,8 +118,8 @@ def _load_standard_library() -> Corpus:
 def _load_folder(path: str, folder: Path, suffixes: tuple[str, ...]) -> Corpus:
     files = _text_files(path, folder, suffixes, frozenset())
     if not files:
-        why = f"holds no file ending in {' '.join(suffixes)}"
-        raise ConfigError("path", path, why, "Name the endings of your files in suffixes.")
+        why = f"contains no file with extension {' '.join(suffixes)}"
+        raise ConfigError("path", path, why, "List the extensions of your files in data.suffixes.")
     return _join(path, str(folder), files)
 
 

@@ -79,11 +79,11 @@ class LaunchOutcome:
     silent: Mapping[int, bool] = field(default_factory=dict)
 
     def describe(self) -> str | None:
-        """One line on the failure to name first, such as `rank 1 did not answer: a signal had stopped it`."""
+        """The failure to name first, such as `rank 1 did not answer: it was stopped by a signal`."""
         if not self.silent:
             return None if self.first_failure is None else self.first_failure.describe()
         ranks = sorted(self.silent)
-        more = ": a signal had stopped it" if all(self.silent.values()) else " and was killed"
+        more = ": it was stopped by a signal" if all(self.silent.values()) else " and was killed"
         if len(ranks) > 1:
             more = ": a signal had stopped them" if all(self.silent.values()) else " and were killed"
         return f"{named(ranks)} did not answer{more}"

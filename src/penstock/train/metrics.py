@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
 from penstock.config import open_regular, parse_json
+from penstock.words import folded, terminal_width
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -80,7 +81,7 @@ class StepMetrics:
 
     @property
     def hidden_communication(self) -> float:
-        """Share of the communication that ran behind computation; 1 when there was none."""
+        """Share of the communication that ran under computation; 1 when there was none."""
         if self.communication_s == 0:
             return 1.0
         return 1 - self.exposed_communication_s / self.communication_s
@@ -258,6 +259,8 @@ class Display(Protocol):
 
 
 SHOWN_STEPS = 10
+LEAST_BAR = 10
+"""Columns."""
 
 
 class Progress:
@@ -267,8 +270,8 @@ class Progress:
 
         ━━━━━━━━━━━━━━━━━━━━╺━━━━━ 160/200 loss 1.871  12,345 tokens/s  network hidden 93%  eta 0:01:12
 
-    Elsewhere, such as in a log file, it is a line every `every` steps, at every evaluation and at the end.
-    `quiet` shows nothing. `total_steps` counts from the very first step, also in a run that resumes.
+    Elsewhere, such as in a log file, it is a line every `every` steps (0 = never), at every evaluation and at
+    the end. `quiet` shows nothing. `total_steps` counts from the very first step, also in a run that resumes.
     """
 
     def __init__(self, total_steps: int, *, every: int = 10, quiet: bool = False) -> None:
@@ -317,17 +320,20 @@ def _averaged(recent: Sequence[StepMetrics]) -> StepMetrics:
     )
 
 
-def describe(metrics: StepMetrics, eta_s: float) -> str:
-    """The step in words: loss, speed, how much of the network is hidden, time left."""
-    parts = [
-        f"loss {metrics.loss:.3f}",
-        f"{metrics.tokens_per_s:,.0f} tokens/s",
-        f"network hidden {metrics.hidden_communication:.0%}",
-        f"eta {timedelta(seconds=round(eta_s))}",
-    ]
+def describe(metrics: StepMetrics, eta_s: float, width: int) -> str:
+    """The step on one line: loss, speed, how much communication is hidden if there is any, time left.
+
+    Where that is longer than `width`, the communication is left out.
+    """
+    parts = [f"loss {metrics.loss:.3f}"]
     if metrics.eval_loss is not None:
-        parts.insert(1, f"held-out loss {metrics.eval_loss:.3f}")
-    return "  ".join(parts)
+        parts.append(f"held-out loss {metrics.eval_loss:.3f}")
+    parts.append(f"{metrics.tokens_per_s:,.0f} tokens/s")
+    eta = f"eta {timedelta(seconds=round(eta_s))}"
+    network = f"network hidden {metrics.hidden_communication:.0%}"
+    if metrics.communication_s > 0 and len("  ".join([*parts, network, eta])) <= width:
+        parts.append(network)
+    return "  ".join([*parts, eta])
 
 
 class _Silence:
@@ -335,10 +341,10 @@ class _Silence:
         """Nothing to begin."""
 
     def show(self, metrics: StepMetrics, eta_s: float) -> None:
-        """Shows nothing, as asked."""
+        """Shows nothing, as requested."""
 
     def say(self, message: str) -> None:
-        """Says nothing, as asked."""
+        """Says nothing, as requested."""
 
     def stop(self) -> None:
         """Nothing to end."""
@@ -355,11 +361,14 @@ class _PlainLines:
 
     def show(self, metrics: StepMetrics, eta_s: float) -> None:
         is_last = metrics.step == self._total_steps
-        if is_last or metrics.step % self._every == 0 or metrics.eval_loss is not None:
-            self.say(f"step {metrics.step}/{self._total_steps}  {describe(metrics, eta_s)}")
+        due = self._every > 0 and metrics.step % self._every == 0
+        if is_last or due or metrics.eval_loss is not None:
+            head = f"step {metrics.step}/{self._total_steps}  "
+            left = terminal_width(self._stream) - len(head)
+            print(head + describe(metrics, eta_s, left), file=self._stream, flush=True)
 
     def say(self, message: str) -> None:
-        print(message, file=self._stream, flush=True)
+        print(folded(message, terminal_width(self._stream)), file=self._stream, flush=True)
 
     def stop(self) -> None:
         """Every line is out already."""
@@ -384,10 +393,12 @@ class _LiveLine:
         self._bar.start()
 
     def show(self, metrics: StepMetrics, eta_s: float) -> None:
-        self._bar.update(self._task, completed=metrics.step, description=describe(metrics, eta_s))
+        left = self._console.width - LEAST_BAR - 2 * len(f" {self._bar.tasks[self._task].total}")
+        words = describe(metrics, eta_s, left)
+        self._bar.update(self._task, completed=metrics.step, description=words)
 
     def say(self, message: str) -> None:
-        self._console.print(message, soft_wrap=True)
+        self._console.print(folded(message, self._console.width), soft_wrap=True)
 
     def stop(self) -> None:
         self._bar.stop()

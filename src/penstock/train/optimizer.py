@@ -15,10 +15,10 @@ from penstock.config import Within, check_bounds
 from penstock.config.bounds import Steps
 
 NamedParameter = tuple[str, nn.Parameter]
-Positive = Annotated[float, Within(0, 1e30, "float32 ends at 3e38", above=True)]
-Share = Annotated[float, Within(0, 1, "it is a share")]
-Decay = Annotated[float, Within(0, 1, "at 1 an average would never move", below=True)]
-WeightDecay = Annotated[float, Within(0, 1e6, "times lr it is a share of the weights")]
+Positive = Annotated[float, Within(0, 1e30, "larger numbers overflow float32", above=True)]
+Share = Annotated[float, Within(0, 1, "it is a fraction")]
+Decay = Annotated[float, Within(0, 1, "with 1 the average would never change", below=True)]
+WeightDecay = Annotated[float, Within(0, 1e6, "times lr it is a fraction of the weights")]
 
 
 @dataclass(frozen=True, kw_only=True)

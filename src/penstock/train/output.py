@@ -33,8 +33,8 @@ class OutputFolder:
         began = self._holds(LOCK) and self._holds(CONFIG)
         left = not self._keep and (began or any(map(self._holds, MARKS)))
         if not self._keep and not left and self._holds(CONFIG):
-            why = f"holds a {CONFIG} that no run wrote, and a run writes its own there"
-            raise self._refused(why, "Choose a folder for runs alone, such as one below it.")
+            why = f"contains a {CONFIG} that was not written by a run, and a run would overwrite it"
+            raise self._refused(why, "Choose a folder that contains only runs, such as a subfolder.")
         self._acquire()
         if left:
             self._release()
@@ -52,7 +52,10 @@ class OutputFolder:
 
     def _move_aside(self) -> None:
         if Path.cwd().is_relative_to(self.path):
-            raise self._refused("holds an earlier run and the folder you are in", "Choose a folder below it.")
+            raise self._refused(
+                "contains an earlier run and your current working directory",
+                "Choose a subfolder, or change to another directory.",
+            )
         aside = _free_name(self.path)
         try:
             self.path.rename(aside)

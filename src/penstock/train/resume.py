@@ -49,9 +49,10 @@ def require_checkpoint(config: RunConfig) -> None:
     if config.train.resume is True and not complete_checkpoints(checkpoints_folder(config)):
         folder = checkpoints_folder(config)
         hint = (
-            f"Check output.dir, or start from the beginning where there is none: train.resume={IF_PRESENT}."
+            f"Check output.dir, or use train.resume={IF_PRESENT} to start from the beginning if there is no "
+            f"checkpoint."
         )
-        raise ConfigError("train.resume", True, f"{folder} holds no checkpoint to continue from", hint)
+        raise ConfigError("train.resume", True, f"{folder} contains no checkpoint to continue from", hint)
 
 
 def find_resumption(config: RunConfig, control: Control, say: Say) -> Resumption | None:
@@ -66,7 +67,7 @@ def find_resumption(config: RunConfig, control: Control, say: Say) -> Resumption
     found = control.gather(complete_checkpoints(folder), "looking for checkpoints")[0]
     if not found:
         require_checkpoint(config)
-        say(f"{folder} holds no checkpoint: starting from the beginning")
+        say(f"{folder} contains no checkpoint: starting from the beginning")
         return None
     return _newest_whole(config, control, tuple(reversed(found)), (), say)
 
@@ -79,13 +80,13 @@ def restore(
         try:
             done = checkpoints.load(resumption.path, verified=True)
         except DamagedCheckpointError as error:
-            say(f"{error}: trying the one before")
+            say(f"{error}: trying the previous checkpoint")
             damaged = (*resumption.damaged, resumption.path)
             resumption = _newest_whole(config, control, resumption.older, damaged, say)
             continue
         for path in resumption.damaged:
             checkpoints.set_aside(path)
-            say(f"{path} is damaged, and is kept as damaged-{path.name}")
+            say(f"{path} is damaged; it was renamed to damaged-{path.name}")
         say(f"continuing from {resumption.path}")
         return done
 
@@ -97,14 +98,14 @@ def _newest_whole(
         try:
             record = verify(path, control)
         except DamagedCheckpointError as error:
-            say(f"{error}: trying the one before")
+            say(f"{error}: trying the previous checkpoint")
             damaged = (*damaged, path)
             continue
         _check(config, control, record, path, say)
         return Resumption(path=path, record=record, older=candidates[number + 1 :], damaged=damaged)
     folder = checkpoints_folder(config)
     why = f"none of the checkpoints in {folder} can be used ({', '.join(path.name for path in damaged)})"
-    hint = "Restore one from a copy, or start anew in another output.dir."
+    hint = "Restore one from a copy, or start a new run in another output.dir."
     raise ConfigError("train.resume", config.train.resume, why, hint)
 
 
@@ -112,7 +113,7 @@ def _check(config: RunConfig, control: Control, record: Record, path: Path, say:
     """Refuse another model and a run that is over; list what else has changed."""
     steps = config.train.steps
     if (done := step_of(path)) >= steps:
-        why = f"{path} has finished {done} steps already"
+        why = f"{path} has already done {done} steps"
         raise ConfigError("train.steps", steps, why, f"Use more than {done}.")
     settings = _settings(record, control, path, say)
     if settings is None:

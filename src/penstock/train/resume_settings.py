@@ -50,7 +50,7 @@ def check_model(config: RunConfig, settings: Mapping[str, Any], path: Path) -> N
                 value = getattr(then, field.name)
                 was = "none" if value is None else str(value)[:MOST_SHOWN]
                 why = f"{path} was trained with {was}; its parameters would compute something else"
-                hint = f"Use {key}={was.replace(' ', '')}, or start anew in another output.dir."
+                hint = f"Use {key}={was.replace(' ', '')}, or start a new run in another output.dir."
                 raise ConfigError(key, _plain(getattr(now, field.name)), why, hint)
 
 

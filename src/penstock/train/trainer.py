@@ -41,7 +41,7 @@ ANALYSED_STEPS = 2
 PLAN_DIGITS = 8
 
 OnStep = Callable[[int, StepStatistics], None]
-"""Told of every step that has ended, counted from 1, and of what its batch was like."""
+"""Receives the number of each finished step, counted from 1, and the statistics of its batch."""
 
 
 class Trainer:
@@ -63,8 +63,8 @@ class Trainer:
     ) -> None:
         self._saved_config = config = config.resolved(info.world_size)
         self.leader = info.rank == 0
-        every = max(1, config.train.log_every)
-        self.progress = Progress(config.train.steps, every=every, quiet=quiet or not self.leader)
+        every, quiet = config.train.log_every, quiet or not self.leader
+        self.progress = Progress(config.train.steps, every=every, quiet=quiet)
         node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
         self.layout = Layout.build(
             config.parallel, info.world_size, info.rank, config.moe.num_experts, node_size
@@ -96,7 +96,7 @@ class Trainer:
         self.saved: Path | None = None
 
     def run(self) -> RunSummary:
-        """Train to the last step, or until asked to stop. Every way out but an error leaves a checkpoint."""
+        """Train to the last step or until a stop is requested, and leave a checkpoint."""
         with ExitStack() as closing:
             requests = closing.enter_context(StopRequests(self.control))
             self._open_output(closing)
@@ -109,11 +109,11 @@ class Trainer:
             while not last:
                 metrics = self._step(done)
                 done += 1
-                # Ranks leave this vote together: the next step starts behind it, on one clock.
+                # Ranks leave this vote together: the next step starts after it, on one clock.
                 vote = requests.agreed(done, metrics.iteration_s)
                 last = vote.stop or done == self.config.train.steps
                 if vote.stop:
-                    self.progress.say(f"stopping behind step {done}, as asked")
+                    self.progress.say(f"stopping after step {done}, as requested")
                 self._after_step(metrics, writer, last=last)
                 if not last:
                     self._steer(vote.slowest_s)
@@ -168,7 +168,9 @@ class Trainer:
         if writer is not None:
             writer.write(metrics)
         if last and all(each.skipped for each in self.history):
-            raise DivergedError(self._diverged(f"no step was finite, up to step {metrics.step}, the last"))
+            raise DivergedError(
+                self._diverged(f"none of the steps up to the last one ({metrics.step}) was finite")
+            )
         if last or _due(metrics.step, train.checkpoint_every):
             self._save(metrics, last=last)
 
@@ -181,7 +183,7 @@ class Trainer:
             problem = f"after step {step} the loss on held-out text is {loss}"
             if last:
                 raise DivergedError(self._diverged(problem))
-            self.progress.say(f"{problem}: not saved")
+            self.progress.say(f"{problem}: no checkpoint is saved")
             return
         try:
             self.saved = self.checkpoints.save(step, plan_settled=self.pilot.settled, papers=self.pilot.save)
@@ -189,7 +191,7 @@ class Trainer:
             raise DivergedError(self._diverged(str(error))) from error
 
     def _skip(self, step: int, loss: float, norm: float) -> None:
-        """Leave everything as it was before the step; end the run if that has happened too often in a row."""
+        """Undo the step; end the run if too many steps in a row were skipped."""
         forget_choices(self.stack)
         if self.guard.gives_up:
             raise DivergedError(self._diverged(f"step {step} has loss {loss}, gradient norm {norm}"))
@@ -216,7 +218,7 @@ class Trainer:
         return analyse(self.stack, steps, self.config.output.dir if wanted else None)
 
     def _open_output(self, closing: ExitStack) -> None:
-        """Rank 0 prepares the folder; the others look into it only behind the exchange."""
+        """Rank 0 prepares the folder; the others look into it only after the exchange."""
         problem: ConfigError | None = None
         if self.leader:
             folder = OutputFolder(self.config.output.dir, keep=self.resumption is not None)
@@ -225,7 +227,9 @@ class Trainer:
             except ConfigError as error:
                 problem = error
             if folder.moved_to is not None:
-                self.progress.say(f"{folder.path} held an earlier run; it is kept as {folder.moved_to}")
+                self.progress.say(
+                    f"{folder.path} contained an earlier run, which was moved to {folder.moved_to}"
+                )
         problem = self.control.gather(problem, "preparing output.dir")[0]
         if problem is not None:
             raise problem
@@ -234,7 +238,7 @@ class Trainer:
         if not self.leader:
             return None
         output = self.config.output
-        # As it was asked for: on another cluster what is chosen may be something else.
+        # The settings as requested: on another cluster the chosen plan may differ.
         keep_config(output.dir, to_toml(self._saved_config), first)
         self._save_plan()
         return closing.enter_context(MetricsWriter(output.dir, output.tensorboard, first))
@@ -247,7 +251,7 @@ class Trainer:
 
     def _diverged(self, problem: str) -> str:
         newest = self.checkpoints.newest()
-        good = f"the last good checkpoint is {newest}" if newest else "no checkpoint had been written yet"
+        good = f"the last good checkpoint is {newest}" if newest else "no checkpoint has been written yet"
         return f"rank {self.layout.rank}: training diverged: {problem}; {good}. {ADVICE}"
 
     def _metrics(

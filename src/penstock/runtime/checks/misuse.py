@@ -43,7 +43,7 @@ def refuse_pickle() -> NoReturn:
     """Raise TypeError: the threads and process groups of a stack are of this process."""
     raise TypeError(
         "a PipelinedStack cannot be pickled: it runs on threads and process groups of this process. Save "
-        "stack.state_dict() (or pickle stack.model) and build a stack anew; copy.deepcopy(stack) works."
+        "stack.state_dict() (or pickle stack.model) and build a new stack; copy.deepcopy(stack) works."
     )
 
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, is_marked, mark_experts
 
 DESCRIBED_BYTES = 4096
-_ANEW = "Build the model anew, it has lost experts already"
+_ANEW = "Build the model again: it has already lost experts"
 
 DDP = (
     "DistributedDataParallel has given every rank the experts of rank 0, and would average their gradients. "
@@ -31,7 +31,7 @@ FSDP = (
     f"{_ANEW}; then penstock.ignore_experts(model) and fully_shard(model, "
     "ignored_params=penstock.expert_parameters(model)), or FullyShardedDataParallel(model, "
     "ignored_states=penstock.expert_parameters(model)). If you have replaced the parameter yourself, call "
-    "penstock.ignore_experts(model) behind that"
+    "penstock.ignore_experts(model) after that"
 )
 TENSOR_PARALLEL = (
     "it is a DTensor, spread over a mesh as if all ranks had the same experts. "

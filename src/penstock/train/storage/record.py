@@ -67,4 +67,6 @@ class Record:
             if self.identity.get(key) != value:
                 was = str(self.identity.get(key))[:80]
                 why = f"{path} was made with {was}, and samples would be repeated or left out"
-                raise ConfigError(key, value, why, "Use the same value, or start anew in another output.dir.")
+                raise ConfigError(
+                    key, value, why, "Use the same value, or start a new run in another output.dir."
+                )
