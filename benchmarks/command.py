@@ -52,7 +52,11 @@ def run_on_ranks(
     given = sys.argv[1:]
     parser = parser_of(name, description, example)
     parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that win"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="settings that override the defaults",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; default: built in")
     add_emulation_options(parser)

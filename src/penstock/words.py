@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import textwrap
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 NARROWEST, UNKNOWN, WIDEST = 60, 100, 130
@@ -71,3 +72,23 @@ def _folded_line(line: str, width: int) -> str:
         line, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
     )
     return filled if len(line) > width else line
+
+
+def stacked(rows: Sequence[Sequence[str]], width: int, *, keep: int = 1) -> Iterator[list[list[str]]]:
+    """The table in parts that are at most `width` wide in Markdown, each with the first `keep` columns.
+
+    rows: the first is the head. A part has at least one further column, however wide that is.
+    """
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    head, part = columns[:keep], list[list[str]]()
+    for column in columns[keep:]:
+        if part and markdown_width([*head, *part, column]) > width:
+            yield [list(row) for row in zip(*head, *part, strict=True)]
+            part = []
+        part.append(column)
+    yield [list(row) for row in zip(*head, *part, strict=True)]
+
+
+def markdown_width(columns: Sequence[Sequence[str]]) -> int:
+    """Columns of the terminal that a Markdown table with these columns of cells takes."""
+    return 1 + sum(3 + max(map(len, column)) for column in columns)

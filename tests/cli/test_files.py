@@ -22,7 +22,7 @@ BAD = [
     ("x" * 300, "cannot be written (File name too long)"),
     ("x" * 250, "cannot be written (File name too long)"),
     ("folder/" + "x" * 300 + "/plan.json", "cannot be written (File name too long)"),
-    ("/dev/null", "is a device or the like"),
+    ("/dev/null", "is not a regular file"),
     ("/proc/plan.json", "cannot be written (No such file or directory)"),
 ]
 """Places below a folder, unless they are absolute. Who runs tests as root may write in any real folder."""

@@ -27,8 +27,8 @@ forward
 RESULT = """\
 iteration    1.11 s
 network      383 ms of communication: 0 ms hidden under computation, 383 ms exposed
-efficiency   65 %: lane compute alone has 727 ms of work, however well the rest hides under it
-lower bound  1.11 s for these pieces in any order (critical path 1.11 s); this one takes 1.00 x that
+efficiency   65 % of the limit: lane compute has 727 ms of work, which no overlap can shorten
+lower bound  1.11 s for any order of these pieces (critical path 1.11 s); this order takes 1.00x as long
 """
 
 
@@ -55,7 +55,7 @@ def test_degrees_apart_are_said_and_shown() -> None:
     description = describe_schedule(
         "fsmoe", layers=1, microbatches=1, chunks=3, backward_chunks=2, all_reduce_chunks=1
     )
-    assert "1 microbatch, 3 chunks forward and 2 backward per MoE layer" in description.to_text()
+    assert "1 microbatch, 3 forward and 2 backward chunks per MoE layer" in description.to_text()
     lines = description.grid.splitlines()
     forward, backward = lines.index("forward"), lines.index("backward")
     assert "D0.2" in "\n".join(lines[forward:backward])

@@ -1,10 +1,11 @@
-"""The table that a person reads, in Markdown, so that a terminal and a document show the same."""
+"""The result of a comparison as a Markdown table, for terminals and documents."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from penstock.bench.result import BenchResult, CaseResult
+from penstock.words import folded, stacked
 
 HEAD = (
     "schedule",
@@ -21,10 +22,16 @@ HEAD = (
 )
 
 
-def render(result: BenchResult) -> str:
-    """What was compared, the limit, and one row per schedule."""
-    table = markdown_table([HEAD, *(_row(case) for case in result.cases)])
-    return "\n".join([*_limits(result), "", *table, *([""] if result.notes else []), *result.notes])
+def render(result: BenchResult, width: int | None = None) -> str:
+    """What was compared, the limit, and one row per schedule.
+
+    width: of the terminal; a wider table is printed in parts, one below the other. None = a document's.
+    """
+    rows = [HEAD, *(_row(case) for case in result.cases)]
+    parts = [rows] if width is None else stacked(rows, width)
+    tables = [line for part in parts for line in ("", *markdown_table(part))]
+    text = "\n".join([*_limits(result), *tables, *([""] if result.notes else []), *result.notes])
+    return text if width is None else folded(text, width)
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -23,6 +23,7 @@ from penstock.config import ConfigError, load
 from penstock.emulate import EmulateConfig
 from penstock.topology import Layout, ProcessInfo, detect
 from penstock.train.fits import check_memory, host_bytes
+from penstock.words import terminal_width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +117,8 @@ def _compare(
 
 
 def _finish(result: BenchResult, wanted: Wanted) -> int:
-    print(json.dumps(result.to_dict()) if wanted.json else render(result))
+    print(json.dumps(result.to_dict()) if wanted.json else render(result, terminal_width()))
     if wanted.plot is not None:
         for path in checkout.figures(str(wanted.plot)).write_figures(result.to_dict(), wanted.plot):
-            print(f"written: {path}", file=sys.stderr)
+            print(f"saved as {path}", file=sys.stderr)
     return 0

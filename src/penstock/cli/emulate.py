@@ -45,7 +45,7 @@ def add_emulate(commands: Commands[argparse.ArgumentParser]) -> None:
     actions = emulate.add_subparsers(required=True, metavar="ACTION")
     _add_up(actions)
     _add_down(actions)
-    _action(actions, "list", _list, "list clusters, their uplinks, and what has crossed those")
+    _action(actions, "list", _list, "list clusters, their uplinks and the bytes sent over them")
     _add_exec(actions)
     _add_rate(actions)
     for name, run, what in (
@@ -62,7 +62,9 @@ def add_emulation_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "emulated cluster", "Linux, root, and the commands ip and tc are needed."
     )
-    group.add_argument("--emulate", metavar="SHAPE", help="run on NODESxDEVICES made of namespaces, e.g. 2x4")
+    group.add_argument(
+        "--emulate", metavar="SHAPE", help="run on NODESxDEVICES emulated by network namespaces, e.g. 2x4"
+    )
     _add_rates(group)
     _add_mtu(group)
 
@@ -103,7 +105,7 @@ def _add_down(actions: Commands[argparse.ArgumentParser]) -> None:
     parser = _action(actions, "down", _down, "remove a cluster and end what runs in it")
     parser.add_argument("id", metavar="ID", nargs="?", help="as `up` and `list` print it")
     parser.add_argument(
-        "--all", action="store_true", help="all that `up` made; those of running commands stay"
+        "--all", action="store_true", help="all clusters made by `up`; clusters of running commands stay"
     )
 
 
@@ -121,7 +123,7 @@ def _add_rate(actions: Commands[argparse.ArgumentParser]) -> None:
     parser = _action(actions, "rate", _rate, "change rates, also while something runs")
     _add_id(parser)
     _add_rates(parser, defaults=False)
-    parser.add_argument("--node", type=int, metavar="N", help="of this node alone")
+    parser.add_argument("--node", type=int, metavar="N", help="change only this node")
 
 
 def _add_id(parser: argparse.ArgumentParser) -> None:
@@ -138,7 +140,7 @@ def _add_rates(parser: argparse._ActionsContainer, *, defaults: bool = True) -> 
 
 
 def _add_mtu(parser: argparse._ActionsContainer) -> None:
-    what = "largest packet: 9000 as cluster networks have it, or 1500 (9000)"
+    what = "largest packet: 9000, as in cluster networks, or 1500 (9000)"
     parser.add_argument("--mtu", type=int, metavar="BYTES", help=what)
 
 

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="penstock",
-        description="Trains mixture-of-experts transformers and hides the network behind computation.",
+        description="Trains mixture-of-experts transformers and overlaps communication with computation.",
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -55,15 +55,17 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     train = commands.add_parser(
         "train",
         help="train a model",
-        description="Trains what CONFIG describes. Starts local processes itself, or joins those that "
+        description="Trains the model that CONFIG describes. Starts local processes, or joins those that "
         "torchrun or Slurm started.",
         epilog="Example: penstock train configs/tiny.toml optimizer.lr=1e-3 train.steps=50",
     )
     train.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file such as configs/tiny.toml")
     train.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that win over it"
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
     )
-    train.add_argument("--json", action="store_true", help="end with one JSON object on stdout, nothing else")
+    train.add_argument(
+        "--json", action="store_true", help="print only one JSON object, at the end, on stdout"
+    )
     add_emulation_options(train)
     train.set_defaults(run=_train)
 
@@ -79,10 +81,13 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     schedule.add_argument("--layers", type=_count, default=2, metavar="N", help="MoE layers (2)")
     schedule.add_argument("--microbatches", type=_count, default=2, metavar="R", help="microbatches (2)")
     schedule.add_argument(
-        "--chunks", type=_count, metavar="C", help="chunks per MoE layer (the schedule's usual)"
+        "--chunks", type=_count, metavar="C", help="chunks per MoE layer (the schedule's default)"
     )
     schedule.add_argument(
-        "--backward-chunks", type=_count, metavar="C", help="the same on the way back (as many as forward)"
+        "--backward-chunks",
+        type=_count,
+        metavar="C",
+        help="chunks per MoE layer in the backward pass (same as forward)",
     )
     schedule.add_argument(
         "--all-reduce-chunks", type=_count, default=4, metavar="K", help="chunks per layer's all-reduce (4)"
@@ -95,29 +100,35 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench = commands.add_parser(
         "bench",
         help="compare schedules",
-        description="Runs schedules in turns on the same shapes and seeds, and says how near each comes to "
-        "what the hardware allows.",
+        description="Runs schedules in alternation with the same shapes and seeds, and reports how close "
+        "each comes to the physical limit of the hardware.",
         epilog="Example: penstock bench --emulate 2x1 --inter-rate 400mbit --schedules sequential,flowmoe",
     )
     bench.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that win"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="settings that override the defaults",
     )
     bench.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; default: built in")
-    bench.add_argument("--schedules", metavar="A,B,...", help="what to compare; the first is the base")
+    bench.add_argument(
+        "--schedules", metavar="A,B,...", help="schedules to compare; speed-ups are relative to the first"
+    )
     bench.add_argument(
         "--peers", metavar="A,B,...", help="other systems to compare with: deepspeed, megatron"
     )
     bench.add_argument(
         "--virtual",
         action="store_true",
-        help="sleep instead of computing: more ranks than cores, see [virtual]",
+        help="sleep instead of computing, so that there can be more ranks than cores; settings in [virtual]",
     )
     bench.add_argument(
         "--plan",
         action="store_true",
-        help="profile, choose a plan, and measure it beside four published ones",
+        help="profile, choose a plan, and measure it against four published plans",
     )
-    bench.add_argument("--plot", type=Path, metavar="DIR", help="write figures (PNG) and a page there")
+    bench.add_argument("--plot", type=Path, metavar="DIR", help="write figures (PNG) and an HTML page to DIR")
     for option in MOVED:
         bench.add_argument(f"--{option}", nargs="?", const="", help=argparse.SUPPRESS)
     bench.add_argument("--json", action="store_true", help="print one JSON object")
@@ -130,23 +141,29 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "profile",
         help="measure the cluster",
         description="Measures every collective, and the computation of a model under the real contention of "
-        "all ranks; saves a cluster file, which plans are made from.",
+        "all ranks; saves a cluster file, from which plans are made.",
         epilog="Example: penstock profile --emulate 2x1 --inter-rate 400mbit --out slow.json",
     )
     profile.add_argument(
         "config", nargs="?", metavar="CONFIG", help="a TOML file; default: the model of penstock bench"
     )
     profile.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that win over it"
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
     )
     profile.add_argument(
-        "--budget", type=float, default=60.0, metavar="SECONDS", help="how long, roughly (60)"
+        "--budget", type=float, default=60.0, metavar="SECONDS", help="approximate measuring time (60)"
     )
     profile.add_argument(
-        "--out", type=Path, default=Path("cluster.json"), metavar="FILE", help="where to (cluster.json)"
+        "--out",
+        type=Path,
+        default=Path("cluster.json"),
+        metavar="FILE",
+        help="cluster file to write (cluster.json)",
     )
-    profile.add_argument("--plot", type=Path, metavar="DIR", help="draw points and lines there, as PNG")
-    profile.add_argument("--json", action="store_true", help="print the cluster file, nothing else")
+    profile.add_argument(
+        "--plot", type=Path, metavar="DIR", help="draw measurements and fitted lines into DIR/profile.png"
+    )
+    profile.add_argument("--json", action="store_true", help="print only the cluster file")
     add_emulation_options(profile)
     profile.set_defaults(run=_profile)
 

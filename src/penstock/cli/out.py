@@ -44,6 +44,6 @@ def _obstacle(path: Path) -> str | None:
     if path.is_dir():
         return "is a folder"
     if path.exists() and not path.is_file():
-        return "is a device or the like, which a file would replace"
+        return "is not a regular file (a device, for example), and writing would replace it"
     above = next((folder for folder in path.parents if folder.exists()), None)
     return None if above is None or above.is_dir() else f"{above} is a file, not a folder"

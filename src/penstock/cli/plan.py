@@ -1,4 +1,4 @@
-"""`penstock plan`: what to run on a cluster, also one that nobody here has.
+"""`penstock plan`: what to run on a cluster, which need not be at hand.
 
 For a published model torch is not loaded; a training configuration needs it.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,14 +28,22 @@ from penstock.plan import Progress as Step
 from penstock.plan.effort import PLACEMENTS, check_budget
 from penstock.plan.subject import Overrides
 from penstock.report.plan import PlanReport, saved_plan
-from penstock.words import milliseconds
+from penstock.words import milliseconds, terminal_width
 
-NARROWEST, WIDEST = 60, 130
-SIZES = ("layers", "batch", "seq_len", "top_k", "num_experts", "nodes", "ranks_per_node", "ep_size")
-"""Sizes that a user may give instead of the published ones."""
+SIZES = {
+    "layers": "number of layers, instead of the model's",
+    "batch": "samples per rank, instead of the model's",
+    "seq_len": "tokens per sample, instead of the model's",
+    "top_k": "experts per token, instead of the model's",
+    "num_experts": "number of experts, instead of the model's",
+    "nodes": "number of nodes, instead of the cluster's",
+    "ranks_per_node": "ranks per node, instead of the cluster's",
+    "ep_size": "ranks over which the experts are spread, instead of the model's",
+}
+"""Sizes of a published model and its cluster that options may replace."""
 
 SEARCHED = ("config", "model", "cluster", "out", "memory_gib", "imbalance", "budget", *SIZES)
-"""What says how to search for a plan."""
+"""Options that belong to a search."""
 
 EXAMPLE = "plan.json"
 
@@ -45,9 +52,9 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """The command's arguments."""
     plan = commands.add_parser(
         "plan",
-        help="find out what to run",
+        help="find the fastest plan",
         description="Finds the fastest way to run a step, by simulation: schedule, microbatches, chunks, "
-        "all-reduce chunks, dispatch and order. Needs no GPU, no network and not the cluster.",
+        "all-reduce chunks, dispatch and order. Needs neither a GPU nor the cluster.",
         epilog="Example: penstock plan --model Mixtral-7B --cluster fsmoe-testbed-b",
     )
     plan.add_argument(
@@ -58,19 +65,20 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="a training configuration, such as configs/tiny.toml",
     )
     plan.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that win over CONFIG"
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
     )
     plan.add_argument("--model", metavar="NAME", help="a published model instead of CONFIG")
     plan.add_argument("--cluster", metavar="NAME|FILE", help="a cluster that comes with Penstock, or a file")
-    plan.add_argument("--out", type=Path, metavar="FILE", help="save the plan there")
-    plan.add_argument("--show", type=Path, metavar="FILE", help="print a saved plan and do nothing else")
+    plan.add_argument("--out", type=Path, metavar="FILE", help="save the plan to FILE")
+    plan.add_argument("--show", type=Path, metavar="FILE", help="only print a saved plan")
     plan.add_argument(
-        "--memory-gib", type=float, metavar="X", help="refuse plans that need more per rank (the cluster's)"
+        "--memory-gib",
+        type=float,
+        metavar="X",
+        help="memory per rank; plans that need more are refused (default: the cluster's)",
     )
-    for name in SIZES:
-        plan.add_argument(
-            _option(name), type=int, metavar="N", help="instead of the published or described number"
-        )
+    for name, what in SIZES.items():
+        plan.add_argument(_option(name), type=int, metavar="N", help=what)
     plan.add_argument(
         "--imbalance",
         type=float,
@@ -81,7 +89,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--budget",
         type=float,
         metavar="X",
-        help=f"look at X times as much as usual, in simulated tasks (1: {PLACEMENTS['usual']:,} placements, "
+        help=f"search effort as a multiple of the default (1: {PLACEMENTS['usual']:,} simulated tasks, "
         "some seconds)",
     )
     plan.add_argument("--json", action="store_true", help="print one JSON object")
@@ -91,7 +99,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def plan_command(options: argparse.Namespace, given: object) -> int:
     """Exit code: 0, 1 if the plan could not be saved, or 2 by way of ConfigError."""
     del given
-    width = min(max(shutil.get_terminal_size((110, 24)).columns, NARROWEST), WIDEST)
+    width = terminal_width()
     if options.show is not None:
         return _show(options, width)
     subject = _loaded(_subject(options), options.imbalance)
@@ -125,7 +133,7 @@ def _show(options: argparse.Namespace, width: int) -> int:
         if getattr(options, name) is not None:
             option = "CONFIG" if name == "config" else _option(name)
             value = getattr(options, name)
-            why, hint = "--show prints a saved plan and searches for none", "Leave one of the two out."
+            why, hint = "--show only prints a saved plan", "Remove one of the two options."
             raise ConfigError(option, str(value) if isinstance(value, Path) else value, why, hint)
     file = PlanFile.read(options.show)
     if options.json:
@@ -133,8 +141,8 @@ def _show(options: argparse.Namespace, width: int) -> int:
         return 0
     if not file.explains_choice:
         note = (
-            f"Edited   since it was explained, by hand or while it was run: the plan is now "
-            f"{file.choice.words}; the lines below are of the plan before"
+            f"Edited   the plan was changed, by hand or during its run, and is now {file.choice.words}; "
+            f"the following lines describe the earlier plan"
         )
         file = replace(file, why=(note, *file.why))
     print(saved_plan(file, str(options.show), width), end="")
@@ -147,13 +155,15 @@ def _option(name: str) -> str:
 
 def _subject(options: argparse.Namespace) -> Subject:
     if (options.config is None) == (options.model is None):
-        why = "say what the plan is for: either a configuration or --model"
+        why = "needs either a configuration or --model"
         raise ConfigError(
-            "plan", UNSET, why, "Such as penstock plan --model Mixtral-7B --cluster fsmoe-testbed-b."
+            "plan", UNSET, why, "For example, penstock plan --model Mixtral-7B --cluster fsmoe-testbed-b."
         )
     if options.cluster is None:
-        why = "say where the plan is to run"
-        raise ConfigError("--cluster", UNSET, why, "Such as --cluster fsmoe-testbed-b, or a file of yours.")
+        why = "is needed: the cluster on which the plan will run"
+        raise ConfigError(
+            "--cluster", UNSET, why, "For example, --cluster fsmoe-testbed-b, or a cluster file."
+        )
     file = find_cluster(options.cluster)
     if options.model is not None:
         if options.overrides:
@@ -165,7 +175,7 @@ def _subject(options: argparse.Namespace) -> Subject:
 
 
 def _loaded(subject: Subject, imbalance: float | None) -> Subject:
-    """The same with a busiest rank, which has nothing to do with how it was described."""
+    """The same subject with a busiest rank."""
     if imbalance is None:
         return subject
     note = f"the busiest rank of every expert group gets {imbalance:g} times the mean number of tokens"
@@ -177,7 +187,7 @@ def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
     """The problem of a training run on this cluster's ranks."""
     for name in SIZES:
         if getattr(options, name) is not None:
-            why = "goes with --model; a configuration has settings"
+            why = "is an option for --model; a configuration has settings"
             raise ConfigError(_option(name), getattr(options, name), why, "Write it as section.key=value.")
     from penstock.autopilot.run_problem import run_problem
     from penstock.config import load
@@ -206,7 +216,7 @@ def _memory(wanted_gib: float | None, known_bytes: int | None) -> MemoryBudget |
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Step], None]]:
-    """A line on stderr while a search runs; nothing where nobody looks."""
+    """A line on stderr while a search runs, if that is a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

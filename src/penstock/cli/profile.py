@@ -27,6 +27,7 @@ from penstock.topology import Control, Layout, ProcessInfo, detect
 from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
 from penstock.train.fits import check_memory, device_bytes, host_bytes
+from penstock.words import terminal_width
 
 DEFAULTS = (
     "model.hidden_size=512",
@@ -54,7 +55,7 @@ class Wanted:
 
     def __post_init__(self) -> None:
         if not 0 < self.budget_s < math.inf:
-            raise ConfigError("--budget", self.budget_s, "measuring takes time, and has to end", "Use 60.")
+            raise ConfigError("--budget", self.budget_s, "measuring takes some time, and must end", "Use 60.")
 
 
 def profile(
@@ -109,7 +110,7 @@ def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.de
 
 
 def _finish(file: ClusterFile, wanted: Wanted) -> int:
-    """Save first: what is printed is of less worth than what was measured."""
+    """Save the file, then print it: printing may fail."""
     if not save_out(file.save, wanted.out):
         return FAILED
     try:
@@ -123,8 +124,8 @@ def _finish(file: ClusterFile, wanted: Wanted) -> int:
     if wanted.json:
         print(json.dumps(to_dict(file)))
         return 0
-    print(profile_text(file))
-    print(f"\nsaved as {wanted.out}" + (f", drawn in {figure}" if figure else ""))
+    print(profile_text(file, terminal_width()))
+    print(f"\nsaved as {wanted.out}" + (f"; figure in {figure}" if figure else ""))
     return 0
 
 

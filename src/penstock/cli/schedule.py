@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 
 from penstock.report import describe_schedule
-
-NARROWEST, WIDEST = 50, 160
+from penstock.words import terminal_width
 
 
 def print_schedule(options: argparse.Namespace) -> int:
     """Print for the terminal's width, or one JSON object."""
-    columns = shutil.get_terminal_size((110, 24)).columns
     description = describe_schedule(
         options.name,
         layers=options.layers,
@@ -21,7 +18,7 @@ def print_schedule(options: argparse.Namespace) -> int:
         chunks=options.chunks,
         backward_chunks=options.backward_chunks,
         all_reduce_chunks=options.all_reduce_chunks,
-        width=min(max(columns, NARROWEST), WIDEST),
+        width=terminal_width(),
     )
     print(json.dumps(description.to_dict()) if options.json else description.to_text())
     return 0

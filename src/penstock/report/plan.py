@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,16 +10,14 @@ from penstock.config import to_dict
 from penstock.decision import Field
 from penstock.decision.record import FIELDS
 from penstock.plan import Candidate, Explanation, FoundPlan, PlanFile, Subject
-from penstock.words import change, gib, milliseconds
+from penstock.words import change, folded, gib, milliseconds
 
-LABEL_WIDTH = 9
-
-LEGEND = "R: microbatches; chunks: forward/backward; bound: what no order of the same tasks beats"
+LEGEND = "R: microbatches; chunks: forward/backward; bound: lower bound for any order of the same tasks"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """A search that has ended. seconds: what it took; saved: where the plan was written."""
+    """A search that has ended. seconds: its duration; saved: the file of the plan."""
 
     subject: Subject
     found: FoundPlan
@@ -29,14 +26,14 @@ class PlanReport:
     saved: str | None = None
 
     def to_text(self, width: int) -> str:
-        """For a terminal."""
+        """The text for a terminal of `width` columns."""
         candidates = (self.found.best, *self.found.others)
         dispatches = len(self.subject.problem.dispatches) > 1
         parts = [
             heading(self.subject, width),
-            "\n".join(_wrapped(line, width) for line in self.explanation.lines),
-            _table(candidates, dispatches=dispatches),
-            _wrapped("Search   " + self._search(), width),
+            "\n".join(folded(line, width) for line in self.explanation.lines),
+            _table(candidates, width, dispatches=dispatches),
+            folded("Search   " + self._search(), width),
         ]
         return "\n\n".join(parts) + "\n"
 
@@ -63,12 +60,12 @@ class PlanReport:
 
     def _search(self) -> str:
         saved = "" if self.saved is None else f"; saved to {self.saved}"
-        return f"{self.found.searched.words}; {self.seconds:.1f} s{saved}"
+        return f"{self.seconds:.1f} s: {self.found.searched.words}{saved}"
 
 
 def saved_plan(file: PlanFile, name: str, width: int) -> str:
-    """A plan file for people."""
-    sizes, order = file.sizes, "as saved" if file.schedule is not None else "to be made anew"
+    """A plan file in words."""
+    sizes, order = file.sizes, "as saved" if file.schedule is not None else "computed when the plan is used"
     lines = [
         f"{name}: {file.model} on {file.cluster}",
         f"step     {sizes.layers} layers, {sizes.batch_per_rank} x {sizes.seq_len} tokens, "
@@ -76,7 +73,7 @@ def saved_plan(file: PlanFile, name: str, width: int) -> str:
         f"order    {order}",
         *file.why,
     ]
-    return "\n".join(_wrapped(line, width) for line in lines) + "\n"
+    return "\n".join(folded(line, width) for line in lines) + "\n"
 
 
 def heading(subject: Subject, width: int) -> str:
@@ -87,7 +84,7 @@ def heading(subject: Subject, width: int) -> str:
         f"ranks    {subject.ranks}",
     ]
     lines += [f"note     {note}" for note in subject.notes]
-    return "\n".join(_wrapped(line, width) for line in lines)
+    return "\n".join(folded(line, width) for line in lines)
 
 
 def _plain(candidate: Candidate) -> dict[str, Any]:
@@ -99,22 +96,32 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _table(candidates: Sequence[Candidate], *, dispatches: bool) -> str:
-    """A row per plan, the best first: what was decided, words to the left and numbers to the right."""
+def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> str:
+    """A row per plan, the best first: what was decided, words to the left and numbers to the right.
+
+    Where that is wider than `width`, decisions in which all plans agree are left out, then
+    memory, bound, change, and decisions from the right.
+    """
     fields = [each for each in FIELDS.values() if each.cell and (dispatches or each.name != "dispatch")]
     fields.sort(key=lambda each: each.cuts)
     words = 1 + sum(not each.cuts for each in fields)
     head = ("", *(each.head for each in fields), "step", "", "bound", "memory")
     rows = [head, *(_row(candidate, candidates[0].predicted_s, fields) for candidate in candidates)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(
-            cell.ljust(width) if column < words else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
-    return "\n".join([*lines, "   " + LEGEND])
+    columns = [_column(column, left=place < words) for place, column in enumerate(zip(*rows, strict=True))]
+    alike = [place for place in range(2, len(fields) + 1) if len(set(columns[place][1:])) == 1]
+    last = len(columns) - 1
+    shown = list(range(len(columns)))
+    for place in dict.fromkeys((*alike, last, last - 1, last - 2, *range(len(fields), 1, -1))):
+        if sum(2 + len(columns[each][0]) for each in shown) - 2 > width:
+            shown.remove(place)
+    lines = ("  ".join(cells).rstrip() for cells in zip(*(columns[each] for each in shown), strict=True))
+    return "\n".join([*lines, folded("   " + LEGEND, width)])
+
+
+def _column(cells: Sequence[str], *, left: bool) -> list[str]:
+    """The cells of one column, all as wide as the widest."""
+    width = max(map(len, cells))
+    return [cell.ljust(width) if left else cell.rjust(width) for cell in cells]
 
 
 def _row(candidate: Candidate, best_s: float, fields: Sequence[Field]) -> tuple[str, ...]:
@@ -126,10 +133,4 @@ def _row(candidate: Candidate, best_s: float, fields: Sequence[Field]) -> tuple[
         "" if first else change(candidate.predicted_s, best_s),
         milliseconds(candidate.bound_s),
         gib(candidate.memory_bytes),
-    )
-
-
-def _wrapped(text: str, width: int) -> str:
-    return textwrap.fill(
-        text, width, subsequent_indent=" " * LABEL_WIDTH, break_on_hyphens=False, break_long_words=False
     )

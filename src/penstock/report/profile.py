@@ -9,29 +9,34 @@ from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import Fit, KernelModel, LinkModel, TaskModel
 from penstock.cost.legs import even_leg
 from penstock.mesh import num_nodes
+from penstock.words import folded, stacked
 
 MEGA, GIGA, MICRO = 1e6, 1e9, 1e-6
 FIT_HEAD = ("R2", "residual", "points")
 LINK_HEAD = ("collective", "group", "lane", "ranks", "start-up us", "MB/s", *FIT_HEAD)
-TASK_HEAD = ("task", "fixed us", "factor", "beside", *FIT_HEAD)
+TASK_HEAD = ("task", "fixed us", "factor", "contention", *FIT_HEAD)
 KERNEL_HEAD = ("kernel", "start-up us", "rate", *FIT_HEAD)
 EXPLANATION = (
-    "start-up + bytes / bandwidth, where bytes are those through the busiest rank's link in one direction",
-    "fixed + factor x the task's work by the rates of matmul and copy; beside: times longer beside traffic",
+    "start-up + bytes / bandwidth; bytes: through the link of the busiest rank, in one direction",
+    "fixed + factor x its time at the rates of matmul and copy; contention: slowdown during transfers",
 )
 
 
-def profile_text(file: ClusterFile) -> str:
-    """Tables of links, tasks and kernels in Markdown, so that a terminal and a document show the same."""
+def profile_text(file: ClusterFile, width: int | None = None) -> str:
+    """Tables of links, tasks and kernels in Markdown.
+
+    width: of the terminal; a wider table is printed in parts, one below the other. None = a document's.
+    """
     lines = [_headline(file)]
     if file.links:
         rows = [_link_row(file, links) for links in alike(file.links)]
-        lines += ["", *_table([LINK_HEAD, *rows], left=3), EXPLANATION[0]]
+        lines += ["", *_tables([LINK_HEAD, *rows], width, left=3), EXPLANATION[0]]
     if file.tasks:
-        lines += ["", *_table([TASK_HEAD, *map(_task_row, file.tasks)], left=1), EXPLANATION[1]]
+        lines += ["", *_tables([TASK_HEAD, *map(_task_row, file.tasks)], width, left=1), EXPLANATION[1]]
     if file.kernels:
-        lines += ["", *_table([KERNEL_HEAD, *map(_kernel_row, file.kernels)], left=1)]
-    return "\n".join([*lines, "", *_rest(file)])
+        lines += ["", *_tables([KERNEL_HEAD, *map(_kernel_row, file.kernels)], width, left=1)]
+    text = "\n".join([*lines, "", *_rest(file)])
+    return text if width is None else folded(text, width)
 
 
 def link_bandwidth(file: ClusterFile, link: LinkModel) -> float | None:
@@ -84,13 +89,13 @@ def _headline(file: ClusterFile) -> str:
 def _rest(file: ClusterFile) -> list[str]:
     lines = []
     if file.links:
-        slower = f"{file.transfers_beside_compute:.2f} times as long as alone"
-        lines.append(f"transfers beside computation take {slower}")
+        slower = f"{file.transfers_beside_compute:.2f} times as long"
+        lines.append(f"transfers take {slower} during computation as alone")
     if file.tasks:
-        lines.append(f"a task's duration scatters by {_percent(file.jitter)}")
+        lines.append(f"task durations vary by {_percent(file.jitter)} (standard deviation)")
     if file.slowness:
         ranks = ", ".join(f"rank {rank} {ratio:.2f}" for rank, ratio in enumerate(file.slowness))
-        lines.append(f"times as long as on the median rank takes computation on {ranks}")
+        lines.append(f"computation time relative to the median rank: {ranks}")
     if file.source:
         lines.append(file.source)
     return lines
@@ -127,6 +132,11 @@ def _micro(seconds: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
+
+
+def _tables(rows: Sequence[Sequence[str]], width: int | None, *, left: int) -> list[str]:
+    parts = [rows] if width is None else stacked(rows, width, keep=left)
+    return [line for part in parts for line in ("", *_table(part, left=left))][1:]
 
 
 def _table(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:

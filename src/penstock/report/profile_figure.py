@@ -84,7 +84,7 @@ def _parts(file: ClusterFile) -> list[Part]:
     ]
     return [
         Part("links", "Links: seconds over bytes", links),
-        Part("tasks", "Tasks: seconds over what their work takes by the rates of matmul and copy", tasks),
+        Part("tasks", "Tasks: measured seconds over nominal seconds (rates of matmul and copy)", tasks),
         Part("kernels", "Kernels: seconds over operations or bytes", kernels),
     ]
 
@@ -103,7 +103,7 @@ def _headline(figure: Figure, file: ClusterFile) -> None:
     left = 0.2 / width_in
     title = f"{file.name}: {file.ranks} ranks on {file.nodes} nodes"
     figure.text(left, 1 - 0.18 / height_in, title, fontsize=14, weight="bold", color=TEXT, va="top")
-    text = "points: medians; line: fit; hollow: more than 25 % off; both axes logarithmic"
+    text = "points: medians; line: fit; hollow: more than 25 % from the line; both axes logarithmic"
     figure.text(left, 1 - 0.5 / height_in, text, fontsize=9.5, color=QUIET, va="top")
 
 

@@ -127,7 +127,9 @@ class ScheduleDescription:
 
     def _result(self) -> Iterator[tuple[str, str]]:
         bound, hidden_s = self.bound, self.communication_s - self.exposed_communication_s
-        against = f"{self.speedup:.2f} x as fast as {BASELINE} ({duration_text(self.sequential_iteration_s)})"
+        against = (
+            f"{self.speedup:.2f}x the speed of {BASELINE} ({duration_text(self.sequential_iteration_s)})"
+        )
         yield (
             "iteration",
             duration_text(self.iteration_s) + ("" if self.name == BASELINE else f", {against}"),
@@ -139,13 +141,14 @@ class ScheduleDescription:
         )
         yield (
             "efficiency",
-            f"{100 * self.efficiency:.0f} %: lane {bound.busiest_lane} alone has "
-            f"{duration_text(bound.busiest_lane_s)} of work, however well the rest hides under it",
+            f"{100 * self.efficiency:.0f} % of the limit: lane {bound.busiest_lane} has "
+            f"{duration_text(bound.busiest_lane_s)} of work, which no overlap can shorten",
         )
         yield (
             "lower bound",
-            f"{duration_text(bound.seconds)} for these pieces in any order (critical path "
-            f"{duration_text(bound.critical_path_s)}); this one takes {1 / self.order_efficiency:.2f} x that",
+            f"{duration_text(bound.seconds)} for any order of these pieces (critical path "
+            f"{duration_text(bound.critical_path_s)}); this order takes {1 / self.order_efficiency:.2f}x "
+            f"as long",
         )
 
 
@@ -289,6 +292,7 @@ def _cluster_text(cluster: ClusterConfig) -> str:
 def _pieces_text(shape: StepShape) -> str:
     microbatches = counted(shape.microbatches, "microbatch", "es")
     chunks, backward = counted(shape.chunks, "chunk"), shape.backward_chunks
-    apart = "" if backward == shape.chunks else f" forward and {backward} backward"
+    if backward != shape.chunks:
+        chunks = f"{shape.chunks} forward and {counted(backward, 'backward chunk')}"
     reduced = counted(max(shape.all_reduce_chunks), "all-reduce chunk")
-    return f"{microbatches}, {chunks}{apart} per MoE layer, {reduced} per layer"
+    return f"{microbatches}, {chunks} per MoE layer, {reduced} per layer"

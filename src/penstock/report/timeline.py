@@ -217,7 +217,7 @@ def _legend(records: Sequence[TaskRecord], width: int) -> str:
             label = lane if op == on_lane[0] else ""
             lines.append(f"{label:<{LABEL_WIDTH}}{op:<3} {OPS[op].title}")
         if lane.computes and any(record.task.phase is Phase.WEIGHT for record in records):
-            lines.append(f"{'':<{LABEL_WIDTH}}W   weight gradients of experts, made apart")
+            lines.append(f"{'':<{LABEL_WIDTH}}W   weight gradients of experts (separate tasks)")
     reading = (
         f"A name starts a task, {FILL} continues it, {IDLE} is idle. X0 and X0.1 are chunks 0 and 1 of "
         "microbatch 0, AR3.0 is piece 0 of layer 3. Where a name does not fit, its first letter stands for "

@@ -15,7 +15,7 @@ from penstock.step import StepShape
 
 
 class FSMoE(System):
-    """Chunks inside the MoE layer, other numbers of them on the way back, and gradients in the gaps there.
+    """Chunks inside the MoE layer, a different number in the backward pass, and gradients in the gaps there.
 
     Gradients are reduced between the two groups of all-to-alls of a lower MoE layer, where experts leave the
     network idle, and under attention (Section 4 of the paper). `partition` decides which bytes go into

@@ -323,17 +323,18 @@ def _averaged(recent: Sequence[StepMetrics]) -> StepMetrics:
 def describe(metrics: StepMetrics, eta_s: float, width: int) -> str:
     """The step on one line: loss, speed, how much communication is hidden if there is any, time left.
 
-    Where that is longer than `width`, the communication is left out.
+    Where that is longer than `width`, the communication is left out, then the speed.
     """
     parts = [f"loss {metrics.loss:.3f}"]
     if metrics.eval_loss is not None:
         parts.append(f"held-out loss {metrics.eval_loss:.3f}")
-    parts.append(f"{metrics.tokens_per_s:,.0f} tokens/s")
     eta = f"eta {timedelta(seconds=round(eta_s))}"
-    network = f"network hidden {metrics.hidden_communication:.0%}"
-    if metrics.communication_s > 0 and len("  ".join([*parts, network, eta])) <= width:
-        parts.append(network)
-    return "  ".join([*parts, eta])
+    more = [f"{metrics.tokens_per_s:,.0f} tokens/s"]
+    if metrics.communication_s > 0:
+        more.append(f"network hidden {metrics.hidden_communication:.0%}")
+    while more and len("  ".join([*parts, *more, eta])) > width:
+        more.pop()
+    return "  ".join([*parts, *more, eta])
 
 
 class _Silence:
