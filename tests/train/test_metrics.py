@@ -180,7 +180,7 @@ def test_a_step_in_words() -> None:
 
 
 def test_a_step_in_words_stays_within_its_width() -> None:
-    words = describe(step(3, eval_loss=2.75), 72.4, 60)
+    words = describe(step(3, eval_loss=2.75), 72.4, 70)
     assert words == "loss 2.500  held-out loss 2.750  12,346 tokens/s  eta 0:01:12"
 
 
