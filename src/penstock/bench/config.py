@@ -18,7 +18,7 @@ from penstock.virtual import VirtualConfig
 Rounds = Annotated[int, Within(1, 100_000, "every round is in memory until the end")]
 Samples = Annotated[int, Within(1, 1 << 20, "all samples of a step are in memory at once")]
 Seconds = Annotated[float, Within(0, 86400, "measuring takes time, and has to end", above=True)]
-Names = Annotated[tuple[str, ...], Items(100, "there are not so many to compare")]
+Names = Annotated[tuple[str, ...], Items(100, "there are fewer schedules to compare")]
 
 PEERS = ("deepspeed", "megatron")
 """Other systems that can be compared with, installed or not."""

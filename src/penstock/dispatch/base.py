@@ -1,4 +1,4 @@
-"""What every dispatch is: a few all-to-alls, one behind the other, each on the lane that it uses.
+"""What every dispatch is: a few all-to-alls, one after the other, each on the lane that it uses.
 
 A leg sends blocks of rows in another sequence than they lie in; then come its splits. Combine is the same
 legs backwards: splits swapped, blocks put back. So an algorithm is only ever written for one direction.

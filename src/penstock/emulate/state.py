@@ -105,7 +105,7 @@ def folder() -> Path:
     place = FOLDER if os.access(FOLDER.parent, os.W_OK) else Path(tempfile.gettempdir()) / "penstock-emulate"
     place.mkdir(mode=0o700, exist_ok=True)
     if place.stat().st_uid != os.getuid():  # it names namespaces that we would remove
-        raise EmulationError(f"{place} belongs to somebody else. Remove it, or run as its owner.")
+        raise EmulationError(f"{place} belongs to another user. Remove it, or run as its owner.")
     return place
 
 

@@ -1,7 +1,7 @@
 """Mutable state has edges too: who touches a named state must be ordered by edges, not by luck.
 
 A task names the state that it `reads`, `writes` and `accumulates` (adds to), as `KIND of L2`: gradients of
-L2, expert parameters of L2. What is made anew in every step, such as gradients, is read after all that write
+L2, expert parameters of L2. What is made again in every step, such as gradients, is read after all that write
 or add to it. What lasts from step to step (`LASTING`) may also be read first: then the reader has the value
 of the step before, and edges must lead from it to the writer. A step begins when the one before has ended,
 so nothing needs an edge across that border.

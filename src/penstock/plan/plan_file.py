@@ -76,7 +76,7 @@ class PlanSizes:
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
     """A plan on paper. why: its explanation; schedule: the text of the order, a line per lane; null = the
-    order is made anew from the choice. search: how much was looked at to find it; null = unknown."""
+    order is made again from the choice. search: how much was looked at to find it; null = unknown."""
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
     model: str

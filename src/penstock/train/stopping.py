@@ -1,4 +1,4 @@
-"""Stopping cleanly: Ctrl-C and SIGTERM are noted, and all ranks stop behind the same step."""
+"""Stopping cleanly: Ctrl-C and SIGTERM are noted, and all ranks stop after the same step."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _write(folder: Path, everyone: Sequence[Steps], timeline: Timeline) -> None:
 
 
 def _one_after_another(everyone: Sequence[Steps]) -> list[TaskRecord]:
-    """Steps side by side in time. Every rank's clock starts with its own step, which starts behind a vote."""
+    """Steps side by side in time. Every rank's clock starts with its own step, which starts after a vote."""
     shifted: list[TaskRecord] = []
     offset_s = 0.0
     for number in range(len(everyone[0])):
