@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.decision import ScheduleConfig
-from penstock.graph import Graph, Lane, Phase, Task
+from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
 from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.ops import spec_of
 from penstock.runtime import TaskError
 from penstock.runtime.executor import Execution
-from penstock.runtime.handlers import Inputs, Outputs
+from penstock.runtime.handlers import Inputs, Missing, Outputs
 from penstock.runtime.lanes import ThreadLanes
 from penstock.schedule import Schedule, StepPlan, freeze
 from penstock.step import StepShape, build_graph
@@ -158,8 +158,10 @@ class Everything(dict[str, str]):
     def __init__(self, task: Task) -> None:
         self._task = task
 
-    def get(self, name: str, default: Any = None) -> Any:
-        del default
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> str:
         return f"{name} of {self._task}"
 
 
@@ -209,8 +211,18 @@ def test_a_role_may_have_one_output_several_or_none() -> None:
     assert sums.all("shared") == () and sums.maybe("shared") is None
     order = recorder.seen[task_at(recorder.plan.graph, "L1.U.m0.F")]
     assert order.one("order") == order.maybe("order") == "order of L1.AT.m0.F"
-    with pytest.raises(ValueError, match="unpack"):
+    with pytest.raises(ScheduleError, match="needs one edge loss, and the task has 2"):
         sums.one("loss")
+
+
+def test_an_output_that_was_not_left_is_refused_by_whoever_reads_it() -> None:
+    """None in its place would be no gradient, and everything above would be trained without it."""
+    missing = Missing(task_at(example_plan("flowmoe").graph, "L1.HD.m0.B"), "hidden")
+    inputs = Inputs(d_hidden=(missing,), saved=(None,))
+    assert inputs.one("saved") is None
+    for read in (inputs.one, inputs.all, inputs.maybe):
+        with pytest.raises(ScheduleError, match=r"L1\.HD\.m0\.B has left no output 'hidden', which is read"):
+            read("d_hidden")
 
 
 # ---- failures ----------------------------------------------------------------------------------------------

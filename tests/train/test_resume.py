@@ -250,6 +250,18 @@ def test_another_plan_is_said_to_be_one(
     assert words in line and "up to rounding" in line
 
 
+def test_a_setting_added_since_the_checkpoint_had_its_default(tmp_path: Path) -> None:
+    run(tmp_path, "train.steps=5")
+    went_on = trainer(tmp_path, "train.resume=true", "train.steps=6")
+    assert went_on.resumption is not None and went_on.resumption.record.settings is not None
+    settings = dict(went_on.resumption.record.settings)
+    settings["schedule"] = {name: held for name, held in settings["schedule"].items() if name != "more"}
+    before = replace(went_on.resumption, record=replace(went_on.resumption.record, settings=settings))
+    said: list[str] = []
+    Autopilot(went_on.config, went_on.stack.machinery, before, said.append)
+    assert "plan of step-00000005 continued" in said[0]
+
+
 def test_two_ranks_fall_back_and_continue_together(ranks: Pools, tmp_path: Path) -> None:
     write_config(tmp_path)
     settings = ["train.steps=6", "train.checkpoint_every=5", *MANY[:3]]

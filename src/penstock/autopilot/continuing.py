@@ -41,7 +41,9 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
     if settings is None or not from_.record.plan_settled:
         raise ConfigError("plan", UNSET, "it was not final yet")
     for section in ("plan", "schedule"):
-        if settings.get(section) != to_dict(getattr(config, section)):
+        asked = getattr(config, section)
+        # A setting that there was not yet when the checkpoint was made has had its default.
+        if to_dict(type(asked)()) | settings.get(section, {}) != to_dict(asked):
             raise ConfigError(section, UNSET, "the settings have changed")
     paper, file = decided(machinery.control, lambda: _files(from_), f"reading the plan of {path.name}")
     if file is None:

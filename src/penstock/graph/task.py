@@ -217,4 +217,5 @@ class Task:
 
     def reading(self, inputs: Inputs) -> Task:
         """The same task with other inputs."""
-        return Task(self.name, self.lane, self.axes, inputs, self.cut, self.accumulates, self.reads)
+        touched = self.accumulates, self.reads, self.writes
+        return Task(self.name, self.lane, self.axes, inputs, self.cut, *touched)

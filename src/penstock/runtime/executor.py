@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.runtime.errors import TaskError
-from penstock.runtime.handlers import Inputs
+from penstock.runtime.handlers import Inputs, Missing
 from penstock.runtime.lanes import LaneError, Lanes, Ran
 from penstock.runtime.program import Call, Program
 from penstock.schedule import StepPlan
@@ -55,7 +55,7 @@ class Execution:
         finally:
             ACTIVITY.end(task.lane)
         for name, slot in call.writes:
-            values[slot] = outputs.get(name)
+            values[slot] = outputs[name] if name in outputs else Missing(task, name)
         for slot in call.frees:
             values[slot] = None
         for slot in call.shared:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -29,17 +29,41 @@ from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.transport import Transports
 
 
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What stands in the slot of an output that its handler did not leave."""
+
+    task: Task
+    output: str
+
+    def refuse(self) -> NoReturn:
+        """None would count as no gradient, and training would go on without it."""
+        raise ScheduleError(
+            f"{self.task} has left no output {self.output!r}, which is read: its handler must return one of "
+            "that name"
+        )
+
+
 class Inputs(dict[str, tuple[Any, ...]]):
-    """What a task reads: for every role the outputs of the tasks on its edges, in their order."""
+    """What a task reads: for every role the outputs of the tasks on its edges, in their order.
+
+    Raises ScheduleError for an output that was not left, and where one edge is wanted and there are others.
+    """
 
     def one(self, role: str) -> Any:
         """The output of a role that has one edge."""
-        (value,) = self[role]
-        return value
+        values = self.all(role)
+        if len(values) != 1:
+            raise ScheduleError(f"the handler needs one edge {role}, and the task has {len(values)}")
+        return values[0]
 
     def all(self, role: str) -> tuple[Any, ...]:
         """The outputs of a role; () if the task has no such edge."""
-        return self.get(role, ())
+        values = self.get(role, ())
+        for value in values:
+            if type(value) is Missing:
+                value.refuse()
+        return values
 
     def maybe(self, role: str) -> Any:
         """The output of a role with one edge, None if the task has no such edge."""

@@ -7,6 +7,7 @@ from functools import lru_cache
 from penstock.graph import Graph
 from penstock.ops import Op
 from penstock.ops.transfers import FLAT
+from penstock.step.complete import check_complete
 from penstock.step.passes import (
     Chunks,
     GradientPieces,
@@ -44,8 +45,8 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
 def build_graph(shape: StepShape) -> Graph:
     """The checked graph of a step. Orders of one cut share theirs.
 
-    Raises ScheduleError for two passes of one name, an edge to nothing, a cycle, or state that is read before
-    it is complete.
+    Raises ScheduleError for two passes of one name, an edge to nothing, a cycle, state that is read before it
+    is complete, or a gradient that a pass of one's own has lost.
     """
     plain = PlainStep(
         moe_layers=shape.moe_layers,
@@ -54,7 +55,10 @@ def build_graph(shape: StepShape) -> Graph:
     )
     passes = in_order((*passes_of(shape), *shape.more))
     early = tuple(each for each in passes if each.stage < Stage.GRADIENTS)
-    return apply(_cut(plain, early), passes[len(early) :]).check()
+    graph = apply(_cut(plain, early), passes[len(early) :]).check()
+    if shape.more:
+        check_complete(graph, shape)
+    return graph
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ from penstock.graph.errors import ScheduleError
 from penstock.graph.task import Phase
 from penstock.ops.names import Op
 from penstock.ops.transfers import FLAT, HOME, Hop
-from penstock.step.stages import Pass
+from penstock.step.stages import Pass, check_passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,7 @@ class StepShape:
     more: tuple[Pass, ...] = ()
 
     def __post_init__(self) -> None:
+        check_passes(self.more)
         if self.all_reduce_parts:
             object.__setattr__(self, "all_reduce_chunks", tuple(map(len, self.all_reduce_parts)))
         for name in ("all_reduce_chunks", "expert_all_reduce_chunks"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.graph import Graph, ScheduleError
 
@@ -40,13 +40,33 @@ class Pass(Protocol):
         ...
 
 
+def check_passes(passes: Sequence[Any]) -> None:
+    """Raise ScheduleError for what is no pass, or one that steps cannot be kept by."""
+    for each in passes:
+        named = isinstance(getattr(each, "name", None), str)
+        if not (named and callable(each) and isinstance(getattr(each, "stage", None), Stage)):
+            raise ScheduleError(
+                f"{each!r} is no pass: it needs a name, a stage of Stage, and to be called with a graph"
+            )
+        try:
+            hash(each)
+        except TypeError as error:
+            raise ScheduleError(
+                f"pass {each.name} cannot be hashed ({error}), and steps are kept by their passes: make it a "
+                "frozen dataclass"
+            ) from error
+
+
 def apply(graph: Graph, passes: Sequence[Pass]) -> Graph:
     """Run passes by stage. Raises ScheduleError for two of one name, or naming the pass that failed."""
     for each in in_order(passes):
         try:
-            graph = each(graph)
+            found = each(graph)
         except ScheduleError as error:
             raise ScheduleError(f"pass {each.name}: {error}") from error
+        if not isinstance(found, Graph):
+            raise ScheduleError(f"pass {each.name} returned {type(found).__name__}: it must return a Graph")
+        graph = found
     return graph
 
 

@@ -1,0 +1,97 @@
+"""What a pass of one's own must not lose: a gradient on its way, a sum over ranks. Either would be silent."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from penstock.graph import Graph, Phase, ScheduleError, Task
+from penstock.ops import Backward, Op, spec_of
+from penstock.ops.blocks import EXPERTS, REPLICATED
+from penstock.step.shape import StepShape
+
+GRADIENT = "d_"
+
+
+def check_complete(graph: Graph, shape: StepShape) -> None:
+    """Raise ScheduleError naming a gradient that nobody reads, or one that is not reduced over the ranks.
+
+    An edge that is meant to have no gradient is `given` in its op; what takes the place of a reduction writes
+    the state that it wrote.
+    """
+    _check_gradients(graph)
+    _check_sums(graph)
+    _check_reduced(graph, shape)
+
+
+def _check_gradients(graph: Graph) -> None:
+    """What a backward task makes for an input of its forward task must be read."""
+    read = {
+        (name, role.removeprefix(GRADIENT))
+        for task in graph.tasks
+        for role, names in task.inputs.items()
+        for name in names
+    }
+    wanted = {_piece(task): tuple(_differentiated(task)) for task in graph.tasks if task.forward}
+    for task in graph.tasks:
+        for role in wanted.get(_piece(task), ()) if task.phase in (Phase.BACKWARD, Phase.INPUT) else ():
+            if (task.name, role) not in read:
+                raise ScheduleError(
+                    f"nobody reads {GRADIENT}{role} of {task}: the gradient is lost. Where none is wanted, "
+                    f"name {role} in `given` of op {task.op}"
+                )
+
+
+def _differentiated(task: Task) -> Iterator[str]:
+    """Roles of a forward task whose sources have a backward of their own."""
+    spec = spec_of(task.op)
+    for role, names in task.inputs.items():
+        if role not in spec.given and any(spec_of(n.op).backward is Backward.TASK for n in names):
+            yield role
+
+
+def _piece(task: Task) -> tuple[int, str, int | None]:
+    """What a task has in common with its backward, whose chunks may be others."""
+    return task.layer, task.op, task.microbatch
+
+
+def _check_sums(graph: Graph) -> None:
+    """Whoever reads a sum as its gradient is among what was summed."""
+    for task in graph.tasks:
+        for role, names in task.inputs.items():
+            output = role.removeprefix(GRADIENT)
+            if task.forward or role == output:
+                continue
+            for total in (name for name in names if spec_of(name.op).backward is Backward.VALUE):
+                if task.name._replace(phase=Phase.FORWARD) not in graph.by_name[total].inputs.get(output, ()):
+                    raise ScheduleError(f"{task} reads {role} of {total}, which does not sum its {output}")
+
+
+def _check_reduced(graph: Graph, shape: StepShape) -> None:
+    """Every buffer that somebody adds to is reduced over the ranks, all of it."""
+    added = {state for task in graph.tasks for state in task.accumulates}
+    written = _written(graph)
+    for op, kind in ((Op.ALL_REDUCE, REPLICATED), (Op.EXPERT_ALL_REDUCE, EXPERTS)):
+        for layer in range(shape.num_layers):
+            state = kind.format(layer=layer)
+            if state in added and shape.parts_of(layer, op) and not _whole(written[state]):
+                raise ScheduleError(
+                    f"{state} are not reduced over the ranks, or not all of them: no {op} of layer {layer} "
+                    "writes that piece, and no task in its place"
+                )
+
+
+Pieces = set[tuple[int | None, int]]
+
+
+def _written(graph: Graph) -> Mapping[str, Pieces]:
+    """For every state the pieces that are written, each with the number that its buffer is cut into."""
+    found: dict[str, Pieces] = defaultdict(set)
+    for task in graph.tasks:
+        for state in task.writes:
+            found[state].add((task.piece, len(task.cut.parts)))
+    return found
+
+
+def _whole(pieces: Pieces) -> bool:
+    return any(piece is None or {(i, of) for i in range(of)} <= pieces for piece, of in pieces)
