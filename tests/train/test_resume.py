@@ -225,14 +225,14 @@ def test_the_very_same_losses_where_the_plan_is_continued(tmp_path: Path, source
     expected = [(m.step, m.loss, m.grad_norm, m.plan) for m in metrics(folder)]
     shutil.rmtree(checkpoint(folder, 12))
     said, _ = said_by(folder, *settings)
-    assert any("plan of step-00000007 continued" in line for line in said), said
+    assert any("continued from step-00000007" in line for line in said), said
     assert [(m.step, m.loss, m.grad_norm, m.plan) for m in metrics(folder)] == expected
 
 
 @pytest.mark.parametrize(
     ("first", "then", "words"),
     [
-        ((), ("schedule.name=sequential",), "schedule: other settings are asked for"),
+        ((), ("schedule.name=sequential",), "schedule: the settings have changed"),
         (("schedule.refine_after=9",), ("schedule.refine_after=9",), "not final yet"),
         ((), ("data.batch_per_device=2", "parallel.processes=1"), ""),
     ],
@@ -246,7 +246,7 @@ def test_another_plan_is_said_to_be_one(
             run(tmp_path, "train.resume=true", "train.steps=6", *then)
         return
     said, _ = said_by(tmp_path, "train.steps=6", *then)
-    (line,) = (line for line in said if "is not continued" in line)
+    (line,) = (line for line in said if "instead of continuing" in line)
     assert words in line and "up to rounding" in line
 
 
@@ -258,8 +258,9 @@ def test_a_setting_added_since_the_checkpoint_had_its_default(tmp_path: Path) ->
     settings["schedule"] = {name: held for name, held in settings["schedule"].items() if name != "more"}
     before = replace(went_on.resumption, record=replace(went_on.resumption.record, settings=settings))
     said: list[str] = []
-    Autopilot(went_on.config, went_on.stack.machinery, before, said.append)
-    assert "plan of step-00000005 continued" in said[0]
+    config = load(RunConfig, tmp_path / "tiny.toml", ["parallel.processes=1", "train.steps=6"])
+    Autopilot(config, went_on.stack.machinery, before, said.append)
+    assert "continued from step-00000005" in said[0]
 
 
 def test_two_ranks_fall_back_and_continue_together(ranks: Pools, tmp_path: Path) -> None:
@@ -272,7 +273,7 @@ def test_two_ranks_fall_back_and_continue_together(ranks: Pools, tmp_path: Path)
     again = ranks(2).run(train_on, 2, tmp_path, [*settings, "train.resume=true"], None)
     assert all(told.summary is not None for told in again), again[0].said
     assert "shard-00002.safetensors has changed" in again[0].said
-    assert "plan of step-00000005 continued" in again[0].said
+    assert "continued from step-00000005" in again[0].said
     assert [(m.step, m.loss) for m in metrics(tmp_path)] == expected
     assert len(complete_checkpoints(tmp_path / "run" / "checkpoints")) == 2
 
@@ -290,4 +291,4 @@ def test_the_saved_plan_is_checked_like_any_other(copied: Path) -> None:
     said: list[str] = []
     pilot = Autopilot(settled.config, settled.stack.machinery, damaged, said.append)
     assert not pilot.settled and pilot.plan.schedule.text()
-    assert "is not continued" in said[0]
+    assert "instead of continuing" in said[0]
