@@ -87,6 +87,22 @@ def further() -> Iterator[None]:
         unregister(field.name)
 
 
+@pytest.mark.parametrize("key", ["schedule", "microbatches", "all_reduce_chunk_bytes", "dispatch"])
+def test_a_decision_that_is_missing_is_not_the_usual_one(path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"choice\.{key}: is missing"):
+        edited(path, lambda table: table["choice"].pop(key))
+
+
+def test_what_the_schedule_does_not_read_may_be_missing(path: Path) -> None:
+    before = PlanFile.read(path)
+    assert edited(path, lambda table: table["choice"].pop("priority")) == before
+
+
+def test_a_file_without_a_choice_is_refused(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"choice\.schedule: is missing"):
+        edited(path, lambda table: table.pop("choice"))
+
+
 @pytest.mark.usefixtures("further")
 def test_partitions_and_registered_decisions_survive(tmp_path: Path) -> None:
     each = problem()

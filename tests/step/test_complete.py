@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from penstock.graph import Graph, Name, ScheduleError, Task
+from penstock.mesh import Group
 from penstock.step import Stage, StepShape, build_graph
 from tests.step.support import Rewriting
 from tests.steps import task_at
@@ -57,12 +58,23 @@ def halved(graph: Graph) -> Graph:
     )
 
 
+def inside_nodes(graph: Graph) -> Graph:
+    """Sum the gradients of layer 1 over the ranks of a node only."""
+    return Graph.of(
+        replace(task, axes=Group.NODE) if task.op == "AR" and task.layer else task for task in graph.tasks
+    )
+
+
 LOST: dict[str, tuple[Callable[[Graph], Graph], str]] = {
     "reduction": (
         without("L1.AR.p1.B"),
         "gradients of L1 are not reduced over the ranks, or not all of them: no AR of layer 1",
     ),
     "part of a buffer": (halved, "no AR of layer 1 writes that piece"),
+    "ranks": (
+        inside_nodes,
+        "L1.AR.p0.B sums over ep_local, and gradients of that kind are summed over dp x mp",
+    ),
     "shared experts": (unread("L0.AT.m1.B", "d_tokens"), "nobody reads d_tokens of L0.S.m1.B"),
     "weights": (
         unread("L1.AT.m0.B", "d_weights"),

@@ -173,6 +173,11 @@ class Decision:
         return replace(self, more=Table(more))
 
     @property
+    def deciding_fields(self) -> tuple[str, ...]:
+        """The names of its own fields that its schedule reads."""
+        return tuple(name for name in FIELDS if name in BUILT_IN and self.reads(name))
+
+    @property
     def degrees(self) -> tuple[int, int]:
         """Chunks of an MoE layer forward and backward, as the schedule cuts."""
         if not self.reads("chunks"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -137,7 +139,9 @@ class PlanFile:
         """Raises ConfigError that names the file, the key and its value, and says what to do."""
         table = read_json(path, "Give a plan file, or make one with `penstock plan --out`.")
         try:
-            return from_dict(PlanFile, _with_table(table, path), str(path))
+            file = from_dict(PlanFile, _with_table(table, path), str(path))
+            _check_decided(file.choice, table.get("choice", {}), path)
+            return file
         except ScheduleError as error:
             hint = "Correct the portion, or set partition to null."
             raise ConfigError(f"{path}.choice.partition", UNSET, str(error), hint) from error
@@ -202,6 +206,14 @@ class PlanFile:
             if sum(portions) != size:
                 why = f"layer {layer} has {size} bytes of gradients to reduce"
                 raise ConfigError(f"{key}.portions[{layer}]", f"{sum(portions)} bytes", why, hint)
+
+
+def _check_decided(choice: Decision, given: Mapping[str, Any], path: Path) -> None:
+    """A decision that is not in the file would be another one than the file was made for."""
+    for name in choice.deciding_fields:
+        if name not in given:
+            hint = f"Write it, such as {json.dumps(getattr(choice, name))}, or make the file again."
+            raise ConfigError(f"{path}.choice.{name}", UNSET, "is missing, so the file does not say it", hint)
 
 
 def _with_table(table: Any, path: Path) -> Any:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from penstock.graph import Graph, Phase, ScheduleError, Task
+from penstock.mesh import Group
 from penstock.ops import Backward, Op, spec_of
 from penstock.ops.blocks import EXPERTS, REPLICATED
 from penstock.step.shape import StepShape
@@ -22,6 +23,7 @@ def check_complete(graph: Graph, shape: StepShape) -> None:
     _check_gradients(graph)
     _check_sums(graph)
     _check_reduced(graph, shape)
+    _check_axes(graph)
 
 
 def _check_gradients(graph: Graph) -> None:
@@ -79,6 +81,21 @@ def _check_reduced(graph: Graph, shape: StepShape) -> None:
                     f"{state} are not reduced over the ranks, or not all of them: no {op} of layer {layer} "
                     "writes that piece, and no task in its place"
                 )
+
+
+AXES = {Op.ALL_REDUCE: Group.WORLD, Op.EXPERT_ALL_REDUCE: Group.EXPERT_REPLICAS}
+
+
+def _check_axes(graph: Graph) -> None:
+    """A sum over fewer ranks would leave the others with their own; over more, count experts twice."""
+    for task in graph.tasks:
+        wanted = AXES.get(task.op, task.axes)
+        if task.axes != wanted:
+            met = " x ".join(task.axes) or "nobody"
+            raise ScheduleError(
+                f"{task} sums over {met}, and gradients of that kind are summed over {' x '.join(wanted)}: "
+                "give a sum over other ranks an op of its own"
+            )
 
 
 Pieces = set[tuple[int | None, int]]
