@@ -29,7 +29,7 @@ def test_the_example_in_the_text_is_the_file() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_the_example_runs(processes: int) -> None:
     launcher = [sys.executable]
     if processes > 1:

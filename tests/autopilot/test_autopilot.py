@@ -252,6 +252,7 @@ def test_a_search_begins_where_the_simulation_sees_the_best_size() -> None:
     assert best_simulated(each, choice, SizeRange.of(each.workload.all_reduce_bytes), {}) == 1 << 22
 
 
+@pytest.mark.soak
 def test_the_published_tuner_in_a_run(ranks: Pools, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "run", RANKS)
     tuner = ("plan.tuner=bayesian", "plan.samples=5", "plan.sample_steps=3", "schedule.refine_after=0")
@@ -300,6 +301,7 @@ def test_without_a_watch_nothing_is_planned_again(ranks: Pools, tmp_path: Path) 
     assert len(set(told[0].plans[2:])) == 1
 
 
+@pytest.mark.soak
 def test_drift_tunes_again(ranks: Pools, tmp_path: Path) -> None:
     """Where section [schedule] says what runs, the size of its chunks is what there is to change."""
     folder = folder_of(tmp_path, "run", RANKS)

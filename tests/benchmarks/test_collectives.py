@@ -68,6 +68,7 @@ def test_one_device_per_node_sends_all_but_its_own_share(ranks: Pools) -> None:
     assert wire_kib(found, 256 * KIB) == wanted
 
 
+@pytest.mark.soak
 def test_devices_of_a_node_share_its_uplink(ranks: Pools) -> None:
     found = result(ranks, 4, 4, nodes=2)
     # Even: two devices send half of their 256 KiB each. A ring leaves a node once: 2 * 3 / 4 of the buffer.
@@ -76,6 +77,7 @@ def test_devices_of_a_node_share_its_uplink(ranks: Pools) -> None:
     assert wire_kib(found, 256 * KIB) == wanted
 
 
+@pytest.mark.soak
 def test_nothing_crosses_where_experts_are_spread_inside_a_node(ranks: Pools) -> None:
     found = result(ranks, 4, 2, nodes=2)
     even = next(row for row in found.rows if row.collective == "all-to-all, even")
@@ -97,6 +99,7 @@ def test_the_limit_is_payload_over_the_rate() -> None:
     assert Uplinks(nodes=2, devices=1, inter_rate_bit_per_s=None).limit_s(5000) is None
 
 
+@pytest.mark.soak
 def test_small_exchanges_are_repeated(ranks: Pools) -> None:
     counts, *rest = ranks(2).run(measure, 2, 2)[0]
     assert counts.repeats == 16

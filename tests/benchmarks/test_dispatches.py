@@ -126,6 +126,7 @@ def test_the_bytes_of_the_measured_trips(found: DispatchTimes) -> None:
         assert trip.traffic["hierarchical_1d"] == leaders
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_what_must_cross_is_half_of_the_rows_of_a_node(found: DispatchTimes) -> None:
     result = summarise_dispatches(found, 8e6)

@@ -31,6 +31,7 @@ TINY = Run(
 WRONG = Run(name="wrong", title="A wrong run", arguments=("--schedules", "flow"), note="Fails.", seconds=5)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_one_run_fails_and_all_is_written(tmp_path: Path) -> None:
     out = io.StringIO()

@@ -115,6 +115,7 @@ def test_virtual_devices_are_marked_in_text_and_page(tmp_path: Path) -> None:
     assert "(virtual devices)</h2>" in (tmp_path / "index.html").read_text()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_nothing_is_called_virtual_that_is_not() -> None:
     """And without options the usual three are compared."""
@@ -145,6 +146,7 @@ def test_a_peer_that_is_not_installed_says_how(capsys: pytest.CaptureFixture[str
     assert "pip install --editable '.[peers]'" in refused(capsys, "bench", "--peers", peer, *QUICK)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_peers_take_part_in_both_columns() -> None:
     peers = [peer for peer in PEERS if not missing(peer)]

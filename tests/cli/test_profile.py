@@ -15,6 +15,7 @@ from tests.support.runs import check_refusal, refused, run
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.soak
 def test_two_processes_print_and_save_the_same_file(tmp_path: Path) -> None:
     out, figures = tmp_path / "two.json", tmp_path / "figures"
     options = ("--budget", "2", "--out", out, "--plot", figures, "--json")

@@ -161,6 +161,7 @@ def test_a_given_schedule_leaves_no_plan(whole_run: Whole) -> None:
     assert not any(line.startswith("Plan ") for line in whole_run.said.splitlines())
 
 
+@pytest.mark.soak
 def test_schedules_agree_over_twenty_steps(pair_run: Whole, ranks: Pools, tmp_path: Path) -> None:
     """FlowMoE against the two others: 1e-5 relative at every step (dropless)."""
     assert pair_run.found["schedule"] == "flowmoe"
@@ -193,6 +194,7 @@ def test_killed_rank_is_named_and_the_run_resumes_to_the_same_losses(pair_run: W
     assert losses(folder) == losses(pair_run.folder)  # the very same bits
 
 
+@pytest.mark.soak
 def test_stopped_rank_runs_into_the_timeout(tmp_path: Path) -> None:
     config, errors, folder = write_config(tmp_path), tmp_path / "stderr", tmp_path / "run"
     process = start("train", config, "train.steps=100000", "parallel.timeout_s=5", stderr=errors)
@@ -350,6 +352,7 @@ def test_the_command_refuses_in_the_parent_and_in_ranks(
     assert all(word in result.stderr for word in words), result.stderr
 
 
+@pytest.mark.soak
 def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     alone = ("parallel.processes=1", "train.steps=100000")

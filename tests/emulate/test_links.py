@@ -48,6 +48,7 @@ def test_a_device_link_has_its_rate_and_the_uplink_sees_nothing_of_it() -> None:
         assert all(each.sent_bytes + each.received_bytes < 5000 for each in cluster.bytes_sent())
 
 
+@pytest.mark.soak
 def test_devices_of_a_node_share_its_uplink() -> None:
     config = EmulateConfig(nodes=3, devices=2, inter_rate_bit_per_s=400 * MBIT)
     with Cluster(config) as cluster, flowing(cluster, [(0, 2), (1, 4)]) as running:  # node 0 to nodes 1 and 2
@@ -106,6 +107,7 @@ def test_two_clusters_do_not_meet() -> None:
             second.run_inside(0, lambda: socket.create_connection((address, 5000), timeout=5))
 
 
+@pytest.mark.soak
 def test_it_works_after_many_times_in_a_row() -> None:
     for _ in range(5):
         with Cluster(EmulateConfig(nodes=2, devices=1)) as cluster:

@@ -320,6 +320,7 @@ def test_ctrl_c_at_a_terminal_reaches_each_rank_once(tmp_path: Path, terminal: t
     assert [(tmp_path / f"caught{rank}").read_text() for rank in range(2)] == ["SIGINT", "SIGINT"]
 
 
+@pytest.mark.soak
 @linux_only
 def test_a_second_interruption_ends_the_grace(tmp_path: Path) -> None:
     parent = Parent(tmp_path, SLEEPER + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nbe_ready()", 60.0)

@@ -62,6 +62,7 @@ def test_a_stopped_rank_is_named(
     assert (outcome.exit_code, outcome.exit_codes[rank]) == (1, -signal.SIGKILL)
 
 
+@pytest.mark.soak
 def test_a_rank_that_runs_and_takes_no_part_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,6 +83,7 @@ def test_a_rank_that_failed_by_itself_is_named(tmp_path: Path, capfd: pytest.Cap
     assert (outcome.exit_code, outcome.silent) == (1, {})
 
 
+@pytest.mark.soak
 def test_the_rank_that_holds_the_store_may_stop(tmp_path: Path) -> None:
     """Without a launcher rank 0 holds it, as on Slurm; the others must do without it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -58,6 +58,7 @@ def test_same_weights_same_gradients_as_penstock(peer_ranks: Pools, peer: str, c
     peer_ranks(2).run(steps.against_penstock, peer, case)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("experts", [2, 4, 8])
 def test_as_many_rows_travel_as_in_penstock(peer_ranks: Pools, peer: str, experts: int) -> None:
     case = steps.case_of(num_experts=experts, batch=4)
@@ -78,14 +79,17 @@ def test_only_the_column_penstock_bounds_send_buffers(peer_ranks: Pools, peer: s
         assert not shipped & bounded
 
 
+@pytest.mark.soak
 def test_penstock_is_not_affected(peer_ranks: Pools, peer: str) -> None:
     peer_ranks(2).run(steps.penstock_beside, peer, steps.case_of())
 
 
+@pytest.mark.soak
 def test_nothing_is_left_behind(peer_ranks: Pools, peer: str) -> None:
     assert peer_ranks(2).run(steps.leaves_nothing, peer, steps.case_of()) == [[], []]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("transport", ["gloo", "penstock"])
 def test_a_rank_that_fails_ends_the_others(peer: str, transport: TransportName) -> None:
     """The other rank ends with an error after the run's timeout, and torch is as it was on both."""
@@ -97,6 +101,7 @@ def test_a_rank_that_fails_ends_the_others(peer: str, transport: TransportName) 
     assert seen == [("RuntimeError", []), ("IndexError", [])]
 
 
+@pytest.mark.soak
 def test_a_rank_that_dies_ends_the_others(peer: str) -> None:
     """The other rank answers, so only the dead one is named."""
     pool = RankPool(2)
