@@ -239,7 +239,7 @@ def test_all_ranks_try_the_same_sizes_at_the_same_steps(ranks: Pools, given: Pat
     samples = [set(sizes[first : first + 4]) for first in (3, 7, 11)]
     assert [len(sample) for sample in samples] == [1, 1, 1]
     assert len(set().union(*samples)) == 3 and set(sizes[15:]) < set().union(*samples)
-    assert "the best of 3 sizes tried (grid)" in told[0].said
+    assert "the fastest of 3 sizes tried (grid)" in told[0].said
     paper = PlanFile.read(folder / "run" / "plan.json")
     assert paper.choice.all_reduce_chunk_bytes == steps[-1][0]
     assert losses(folder) == pytest.approx(losses(given)[:20], rel=1e-5)
@@ -257,14 +257,14 @@ def test_the_published_tuner_in_a_run(ranks: Pools, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "run", RANKS)
     tuner = ("plan.tuner=bayesian", "plan.samples=5", "plan.sample_steps=3", "schedule.refine_after=0")
     told = run(ranks, folder, *tuner, "train.steps=18")
-    assert "the best of 5 sizes tried (bayesian)" in told[0].said
+    assert "the fastest of 5 sizes tried (bayesian)" in told[0].said
     assert len({m.all_reduce_chunk_bytes for m in metrics(folder)}) >= 4
 
 
 def test_a_schedule_without_chunks_is_not_tuned(ranks: Pools, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "run", RANKS)
     told = run(ranks, folder, "plan.tuner=grid", "schedule.name=sequential", "schedule.refine_after=0")
-    assert told[0].said.count("sequential has no all-reduce chunks to tune") == 1
+    assert told[0].said.count("schedule sequential does not split its all-reduces") == 1
     assert len(set(told[0].plans)) == 1
     assert {m.all_reduce_chunk_bytes for m in metrics(folder)} == {None}
 
@@ -308,5 +308,5 @@ def test_drift_tunes_again(ranks: Pools, tmp_path: Path) -> None:
     tuner = ("plan.tuner=random", "plan.samples=2", "plan.sample_steps=3")
     settings = (*DRIFT, "schedule.refine_after=0", "schedule.microbatches=1", "train.steps=32")
     told = run(ranks, folder, *tuner, *settings, on_step=slow_down)
-    assert told[0].said.count("the best of 2 sizes tried (random)") == 2
+    assert told[0].said.count("the fastest of 2 sizes tried (random)") == 2
     assert told[0].plans == told[1].plans

@@ -122,9 +122,10 @@ def test_nothing_is_called_virtual_that_is_not() -> None:
     result = run("bench", *QUICK)
     assert result.returncode == 0, result.stderr
     assert "virtual" not in result.stdout
-    head, rule, *rows = [line.split("|")[1] for line in result.stdout.splitlines() if line.startswith("|")]
-    assert head.strip() == "schedule" and set(rule.strip()) == {"-"}
-    assert [row.strip() for row in rows] == ["sequential", "moe_pipeline", "flowmoe"]
+    names = [line.split("|")[1].strip() for line in result.stdout.splitlines() if line.startswith("|")]
+    head, rule, *rows = names[:5]  # the first part of the table, which is as wide as a terminal
+    assert head == "schedule" and set(rule) == {"-"}
+    assert rows == ["sequential", "moe_pipeline", "flowmoe"]
 
 
 # ---- other systems -----------------------------------------------------------------------------------------

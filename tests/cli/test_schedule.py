@@ -30,7 +30,7 @@ def test_json_holds_the_schedule_itself(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_degrees_of_both_directions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "fsmoe", "--microbatches", "1", "--chunks", "4", "--backward-chunks", "2"]) == 0
-    assert "4 chunks forward and 2 backward" in capsys.readouterr().out
+    assert "4 forward and 2 backward chunks" in capsys.readouterr().out
     assert main(["schedule", "flowmoe", "--backward-chunks", "2"]) == 0
     assert "flowmoe ignores backward_chunks = 2" in capsys.readouterr().out
 

@@ -160,7 +160,7 @@ def test_if_nothing_fits_the_error_says_what_to_do() -> None:
     with pytest.raises(ConfigError) as caught:
         find_plan(problem(), memory=MemoryBudget(bytes=1 << 20))
     text = str(caught.value)
-    assert "1 MiB" in text and "most of it weights" in text and "more nodes" in text
+    assert "1 MiB" in text and "most of it for weights" in text and "more nodes" in text
 
 
 # ---- registered decisions ---------------------------------------------------------------------------------

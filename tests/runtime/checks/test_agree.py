@@ -100,7 +100,7 @@ def test_the_same_order_of_tasks_that_meet_others_is_a_difference(ranks: Pools) 
 
 @dataclass(frozen=True)
 class _Reading:
-    """A pass that renames a role of U."""
+    """A pass that renames what N reads: it has no backward, so no gradient is lost."""
 
     role: str
     name = "reading"
@@ -108,7 +108,7 @@ class _Reading:
 
     def __call__(self, graph: Graph) -> Graph:
         def renamed(role: str) -> str:
-            return self.role if role == "order" else role
+            return self.role if role == "counts" else role
 
         return Graph.of(
             replace(task, inputs={renamed(role): names for role, names in task.inputs.items()})
@@ -124,7 +124,7 @@ class _Reading:
             {"all_reduce_parts": ((1, 2),)},
             id="cut",
         ),
-        pytest.param({"more": (_Reading("order"),)}, {"more": (_Reading("sequence"),)}, id="role"),
+        pytest.param({"more": (_Reading("counts"),)}, {"more": (_Reading("sequence"),)}, id="role"),
     ],
 )
 def test_every_fact_of_a_task_is_compared(

@@ -211,6 +211,14 @@ def test_a_memo_at_a_huge_index_takes_no_memory() -> None:
     assert parse(b"\x80\x02K\x07r\xff\xff\xff\xff.") == 7
 
 
+@pytest.mark.parametrize("command", [b"e", b"a"])
+def test_a_dictionary_is_not_appended_to(command: bytes) -> None:
+    """One flipped bit makes that of setting its items."""
+    assert parse(b"\x80\x02}(X\x01\x00\x00\x00kK\x07u.") == [("k", 7)]
+    with pytest.raises(ValueError, match="Pairs in place of list"):
+        parse(b"\x80\x02}" + (b"(K\x07e." if command == b"e" else b"K\x07a."))
+
+
 @settings(deadline=None)
 @given(st.data())
 def test_damaged_metadata_is_refused_or_harmless(

@@ -137,6 +137,6 @@ def _made(what: object, arguments: object) -> Made:
 
 
 def _expect(found: object, kind: type[T]) -> T:
-    if not isinstance(found, kind):
+    if type(found) is not kind:  # a dictionary's pairs are no list to append to
         raise ValueError(f"{type(found).__name__} in place of {kind.__name__}")
     return found
