@@ -46,7 +46,14 @@ PLAN = {
     "memory_bytes": 1,
     "why": ["because"],
     "sizes": dict.fromkeys(SIZES, 1),
-    "choice": {"schedule": "flowmoe", "more": [], "partition": {"portions": [[]]}},
+    "choice": {
+        "schedule": "flowmoe",
+        "microbatches": 2,
+        "all_reduce_chunk_bytes": 4096,
+        "dispatch": "flat",
+        "more": [],
+        "partition": {"portions": [[]]},
+    },
     "schedule": None,
 }
 VALID = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import os
@@ -48,6 +49,7 @@ def test_more_files_than_may_be_open_are_read(tmp_path: Path) -> None:
     files = [tmp_path / f"{number:04}.txt" for number in range(3 * MOST_OPEN)]
     for number, file in enumerate(files):
         file.write_text(f"file {number}")
+    gc.collect()  # files of other tests
     open_before = open_files()
     text = Text(str(tmp_path), files)
     joined = "\n".join(f"file {number}" for number in range(len(files))).encode()
