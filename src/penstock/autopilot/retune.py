@@ -15,7 +15,7 @@ from penstock.autopilot.planned import Order, Planned
 from penstock.cost import MeasuredCost
 from penstock.cost.measured import Kind
 from penstock.decision import Decision
-from penstock.ops import Op
+from penstock.ops.sums import REDUCTIONS
 from penstock.plan import Problem
 from penstock.plan.plan_config import DROPPED_STEPS, PlanConfig
 from penstock.plan.tuner import Sample, SizeRange, Tuner, build_tuner
@@ -28,8 +28,6 @@ from penstock.words import mib, milliseconds
 PURPOSE = "choosing a size of all-reduce chunks"
 STARTS = 9
 """Sizes that are simulated before the first is run."""
-
-REDUCTIONS = (Op.ALL_REDUCE, Op.EXPERT_ALL_REDUCE)
 
 
 def sized(problem: Problem, choice: Decision, size_bytes: int, kinds: dict[Kind, float]) -> StepPlan:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from penstock.graph.task import Task
+from penstock.mesh import Axes, Group
 from penstock.ops.base import Backward, Kind, OpSpec, register
+from penstock.ops.blocks import EXPERTS, REPLICATED
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
 
@@ -46,5 +50,18 @@ register(
         indices="p",
     ),
 )
-REDUCTIONS = (Op.ALL_REDUCE, Op.EXPERT_ALL_REDUCE)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients of one kind are synchronised. state: their buffer; axes: the ranks that sum it."""
+
+    state: str
+    axes: Axes
+
+
+REDUCTIONS = {
+    Op.ALL_REDUCE: Reduction(REPLICATED, Group.WORLD),
+    Op.EXPERT_ALL_REDUCE: Reduction(EXPERTS, Group.EXPERT_REPLICAS),
+}
 """Every op that synchronises gradients."""

@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from penstock.graph import Graph, Phase, ScheduleError, Task
-from penstock.mesh import Group
-from penstock.ops import Backward, Op, spec_of
-from penstock.ops.blocks import EXPERTS, REPLICATED
+from penstock.ops import Backward, spec_of
+from penstock.ops.sums import REDUCTIONS
 from penstock.step.shape import StepShape
 
 GRADIENT = "d_"
@@ -73,9 +72,9 @@ def _check_reduced(graph: Graph, shape: StepShape) -> None:
     """Every buffer that somebody adds to is reduced over the ranks, all of it."""
     added = {state for task in graph.tasks for state in task.accumulates}
     written = _written(graph)
-    for op, kind in ((Op.ALL_REDUCE, REPLICATED), (Op.EXPERT_ALL_REDUCE, EXPERTS)):
+    for op, reduction in REDUCTIONS.items():
         for layer in range(shape.num_layers):
-            state = kind.format(layer=layer)
+            state = reduction.state.format(layer=layer)
             if state in added and shape.parts_of(layer, op) and not _whole(written[state]):
                 raise ScheduleError(
                     f"{state} are not reduced over the ranks, or not all of them: no {op} of layer {layer} "
@@ -83,17 +82,14 @@ def _check_reduced(graph: Graph, shape: StepShape) -> None:
                 )
 
 
-AXES = {Op.ALL_REDUCE: Group.WORLD, Op.EXPERT_ALL_REDUCE: Group.EXPERT_REPLICAS}
-
-
 def _check_axes(graph: Graph) -> None:
     """A sum over fewer ranks would leave the others with their own; over more, count experts twice."""
     for task in graph.tasks:
-        wanted = AXES.get(task.op, task.axes)
-        if task.axes != wanted:
-            met = " x ".join(task.axes) or "nobody"
+        reduction = REDUCTIONS.get(task.op)
+        if reduction is not None and task.axes != reduction.axes:
+            met, wanted = " x ".join(task.axes) or "no axis", " x ".join(reduction.axes)
             raise ScheduleError(
-                f"{task} sums over {met}, and gradients of that kind are summed over {' x '.join(wanted)}: "
+                f"{task} sums over {met}, and gradients of that kind are summed over {wanted}: "
                 "give a sum over other ranks an op of its own"
             )
 

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.graph import Cut, Graph, Lane, Name, Phase, Task
-from penstock.mesh import Group
-from penstock.ops.blocks import EXPERTS, REPLICATED
-from penstock.ops.names import Op
+from penstock.ops.sums import REDUCTIONS
 from penstock.step.rewrite import end_layers
 from penstock.step.stages import Stage
 
@@ -51,17 +49,14 @@ def reductions(
     to be priced only, without inputs.
     """
     found = []
-    for op, state, axes, sizes in (
-        (Op.ALL_REDUCE, REPLICATED, Group.WORLD, tuple(parts)),
-        (Op.EXPERT_ALL_REDUCE, EXPERTS, Group.EXPERT_REPLICAS, tuple(expert_parts)),
-    ):
-        buffer = state.format(layer=layer)
+    for (op, reduction), sizes in zip(REDUCTIONS.items(), (parts, expert_parts), strict=True):
+        buffer = reduction.state.format(layer=layer)
         inputs = {} if last is None else {"gradients": tuple(last.get(buffer, ()))}
         pieces = range(len(sizes) if last is None or inputs["gradients"] else 0)
         names = [Name(layer, op, Phase.BACKWARD, piece=piece) for piece in pieces]
-        cut = Cut(parts=sizes)
+        cut = Cut(parts=tuple(sizes))
         touched = (), (buffer,), (buffer,)  # summed in place
-        found.append([Task(name, Lane.INTER, axes, inputs, cut, *touched) for name in names])
+        found.append([Task(name, Lane.INTER, reduction.axes, inputs, cut, *touched) for name in names])
     return found[0], found[1]
 
 
