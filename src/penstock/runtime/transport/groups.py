@@ -18,10 +18,7 @@ from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
 
 
 class GroupTransport(ABC):
-    """The process groups of a transport, and what this rank has sent through them.
-
-    A subclass says how shares travel.
-    """
+    """The process groups of a transport, and what this rank has sent through them."""
 
     def __init__(self, groups: dict[Axes, dist.ProcessGroup]) -> None:
         self._groups = groups
@@ -56,6 +53,9 @@ class GroupTransport(ABC):
         return received
 
     @abstractmethod
+    def abort(self) -> None:
+        """Wake the ranks that wait for this one; the groups are dead afterwards."""
+
     def _fill(
         self,
         received: Tensor,
@@ -65,6 +65,7 @@ class GroupTransport(ABC):
         group: dist.ProcessGroup,
     ) -> None:
         """Send the shares of `rows`, by rank, and put what arrives into `received`."""
+        dist.all_to_all_single(received, rows, output_splits, input_splits, group)
 
     def _count(self, rows: Tensor, input_splits: Sequence[int], group: Axes) -> None:
         row_bytes = rows[:1].nbytes
@@ -128,19 +129,6 @@ def exchange(inbox: Sequence[Tensor], outbox: Sequence[Tensor], group: dist.Proc
 class NcclTransport(GroupTransport):
     """CUDA tensors over NCCL, on the stream that is current in the lane."""
 
-    def __init__(self, make_groups: Callable[[], dict[Axes, dist.ProcessGroup]]) -> None:
-        super().__init__(make_groups())
-
-    def _fill(
-        self,
-        received: Tensor,
-        output_splits: list[int],
-        rows: Tensor,
-        input_splits: list[int],
-        group: dist.ProcessGroup,
-    ) -> None:
-        dist.all_to_all_single(received, rows, output_splits, input_splits, group)
-
     def abort(self) -> None:
         for group in self._groups.values():
             group._get_backend(torch.device("cuda")).abort()
@@ -165,5 +153,5 @@ def build_transport(
         return LocalTransport()
     make_groups = partial(lane_groups, layout, parallel.timeout_s, kinds)
     if device.type == "cuda":
-        return NcclTransport(make_groups)
+        return NcclTransport(make_groups())
     return GlooTransport(make_groups, parallel.send_buffer_bytes)
