@@ -12,12 +12,12 @@ from penstock.cli import main
 from penstock.cost.clusters import find_cluster, names
 from penstock.report.profile import profile_text
 from penstock.schedule import SCHEDULES
-from penstock.train.metrics import Progress
+from penstock.train.progress import Progress
 from penstock.words import UNKNOWN, folded, stacked, terminal_width
 from tests.autopilot.test_trials import run as run_trials
 from tests.bench.test_summarise import result
 from tests.report.test_summary import SUMMARY
-from tests.train.test_metrics import step
+from tests.support.metrics import step
 
 WIDTH = 80
 PLAN = ["plan", "--model", "GPT2-Tiny-MoE", "--cluster", "flowmoe-cluster-2", "--layers", "2"]

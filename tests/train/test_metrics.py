@@ -1,11 +1,9 @@
-"""What a run writes down and what it shows."""
+"""What a run writes down."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import sys
 import tempfile
 from dataclasses import replace
 from importlib import import_module
@@ -15,20 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.train.metrics import MetricsWriter, Progress, StepMetrics, describe, read_metrics
-
-EXAMPLE = StepMetrics(
-    step=1,
-    loss=2.5,
-    learning_rate=1e-3,
-    grad_norm=0.75,
-    iteration_s=0.5,
-    tokens_per_s=12345.6,
-    exposed_communication_s=0.07,
-    communication_s=1.0,
-    compute_s=0.9,
-    tokens_per_expert_max_over_mean=1.25,
-)
+from penstock.train.metrics import MetricsWriter, StepMetrics, read_metrics
+from tests.support.metrics import EXAMPLE, step
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 records = st.builds(
@@ -47,17 +33,6 @@ records = st.builds(
 )
 
 
-class Terminal(io.StringIO):
-    """A stream that claims to be a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def step(number: int, eval_loss: float | None = None) -> StepMetrics:
-    return replace(EXAMPLE, step=number, eval_loss=eval_loss)
-
-
 def record(folder: Path, numbers: range, resume_step: int) -> Path:
     with MetricsWriter(folder, tensorboard=False, resume_step=resume_step) as writer:
         for number in numbers:
@@ -67,9 +42,6 @@ def record(folder: Path, numbers: range, resume_step: int) -> Path:
 
 def steps_in(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
-
-
-# ---------------------------------------------------------------- the record
 
 
 @pytest.mark.parametrize(
@@ -169,73 +141,3 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     for tag, value in router:
         assert [(e.step, e.value) for e in events.Scalars(tag)] == [(3, value)]
     assert events.Scalars("network/hidden_communication")[0].value == pytest.approx(0.93)
-
-
-# ---------------------------------------------------------------- the screen
-
-
-def test_a_step_in_words() -> None:
-    words = describe(step(3, eval_loss=2.75), 72.4, 100)
-    assert words == "loss 2.500  held-out loss 2.750  12,346 tokens/s  network hidden 93%  eta 0:01:12"
-
-
-def test_a_step_in_words_stays_within_its_width() -> None:
-    words = describe(step(3, eval_loss=2.75), 72.4, 70)
-    assert words == "loss 2.500  held-out loss 2.750  12,346 tokens/s  eta 0:01:12"
-
-
-def test_one_process_has_no_network() -> None:
-    words = describe(replace(step(3), communication_s=0.0, exposed_communication_s=0.0), 72.4, 100)
-    assert words == "loss 2.500  12,346 tokens/s  eta 0:01:12"
-
-
-def test_without_a_number_of_steps_only_the_last_one_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(total_steps=11, every=0) as progress:
-        for number in range(1, 12):
-            progress.update(step(number))
-    assert [line.split("  ")[0] for line in capsys.readouterr().err.splitlines()] == ["step 11/11"]
-
-
-def test_outside_a_terminal_every_few_steps_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(total_steps=11, every=5) as progress:
-        progress.say("plan [FlowMoE] chosen")
-        for number in range(1, 12):
-            progress.update(step(number, eval_loss=2.75 if number == 7 else None))
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    heads = [line.split("  ")[0] for line in shown.err.splitlines()]
-    assert heads == ["plan [FlowMoE] chosen", "step 5/11", "step 7/11", "step 10/11", "step 11/11"]
-    assert "eta 0:00:03" in shown.err  # six steps of half a second
-
-
-def test_shown_speed_is_all_tokens_over_all_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    """Steps with different numbers of tokens: 100 in one second, then 900 in three."""
-    with Progress(total_steps=2, every=1) as progress:
-        for number, (rate, seconds) in enumerate([(100.0, 1.0), (300.0, 3.0)], start=1):
-            progress.update(replace(step(number), tokens_per_s=rate, iteration_s=seconds))
-    assert "250 tokens/s" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(total_steps=2, every=1, quiet=True) as progress:
-        progress.say("plan")
-        progress.update(step(1))
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_terminal_gets_a_live_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminal = Terminal()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with Progress(total_steps=20) as progress:
-        progress.say("plan [FlowMoE] chosen")
-        progress.update(step(4))
-        print("the result")
-    shown = terminal.getvalue()
-    assert "plan [FlowMoE] chosen" in shown
-    assert "4/20" in shown
-    assert "network hidden 93%  eta 0:00:08" in shown
-    assert capsys.readouterr().out == "the result\n"

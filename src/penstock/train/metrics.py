@@ -1,9 +1,9 @@
-"""What a run says about itself: one record per step, kept in files and shown while it runs.
+"""What a run says about itself: one record per step, kept in files.
 
 ::
 
-    StepMetrics -> MetricsWriter -> metrics.jsonl, TensorBoard events
-                -> Progress      -> a live line on a terminal, plain lines anywhere else
+    StepMetrics -> MetricsWriter     -> metrics.jsonl, TensorBoard events
+                -> progress.Progress -> a live line on a terminal, plain lines anywhere else
 """
 
 from __future__ import annotations
@@ -12,21 +12,13 @@ import json
 import math
 import operator
 import os
-import sys
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from datetime import timedelta
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as RichProgress
+from typing import Any, Protocol, Self
 
 from penstock.config import open_regular, parse_json
-from penstock.words import folded, terminal_width
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -241,165 +233,3 @@ def _curves(metrics: StepMetrics) -> dict[str, float]:
     }
     optional |= {f"moe/{name}": getattr(metrics, name) for name in OPTIONAL if name.startswith("aux_loss")}
     return curves | {name: value for name, value in optional.items() if value is not None}
-
-
-# ---------------------------------------------------------------- screen
-
-
-class Display(Protocol):
-    """One way to show a run. Between `start` and `stop` it may own the last line of the terminal."""
-
-    def start(self) -> None: ...
-
-    def show(self, metrics: StepMetrics, eta_s: float) -> None: ...
-
-    def say(self, message: str) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-SHOWN_STEPS = 10
-LEAST_BAR = 10
-"""Columns."""
-
-
-class Progress:
-    """Shows a run while it goes on, on standard error: standard output belongs to a command's result.
-
-    On a terminal it is one line that changes::
-
-        ━━━━━━━━━━━━━━━━━━━━╺━━━━━ 160/200 loss 1.871  12,345 tokens/s  network hidden 93%  eta 0:01:12
-
-    Elsewhere, such as in a log file, it is a line every `every` steps (0 = never), at every evaluation and at
-    the end. `quiet` shows nothing. `total_steps` counts from the very first step, also in a run that resumes.
-    """
-
-    def __init__(self, total_steps: int, *, every: int = 10, quiet: bool = False) -> None:
-        self._total_steps = total_steps
-        self._display = _choose_display(total_steps, every, quiet)
-        self._recent: deque[StepMetrics] = deque(maxlen=SHOWN_STEPS)
-
-    def update(self, metrics: StepMetrics) -> None:
-        """Show a step that has ended: its loss, and speed and overlap over the last ten steps."""
-        self._recent.append(metrics)
-        shown = _averaged(self._recent)
-        self._display.show(shown, (self._total_steps - metrics.step) * shown.iteration_s)
-
-    def say(self, message: str) -> None:
-        """Show a message that stays, above the line that changes."""
-        self._display.say(message)
-
-    def __enter__(self) -> Self:
-        self._display.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._display.stop()
-
-
-def _choose_display(total_steps: int, every: int, quiet: bool) -> Display:
-    if quiet:
-        return _Silence()
-    if sys.stderr.isatty():
-        return _LiveLine(total_steps)
-    return _PlainLines(total_steps, every, sys.stderr)
-
-
-def _averaged(recent: Sequence[StepMetrics]) -> StepMetrics:
-    """The newest step with times averaged over all of `recent`: a single step says little about speed."""
-    newest, count = recent[-1], len(recent)
-    total_s = sum(m.iteration_s for m in recent)
-    return replace(
-        newest,
-        iteration_s=total_s / count,
-        tokens_per_s=sum(m.tokens_per_s * m.iteration_s for m in recent) / total_s,
-        communication_s=sum(m.communication_s for m in recent) / count,
-        exposed_communication_s=sum(m.exposed_communication_s for m in recent) / count,
-    )
-
-
-def describe(metrics: StepMetrics, eta_s: float, width: int) -> str:
-    """The step on one line: loss, speed, how much communication is hidden if there is any, time left.
-
-    Where that is longer than `width`, the communication is left out, then the speed.
-    """
-    parts = [f"loss {metrics.loss:.3f}"]
-    if metrics.eval_loss is not None:
-        parts.append(f"held-out loss {metrics.eval_loss:.3f}")
-    eta = f"eta {timedelta(seconds=round(eta_s))}"
-    more = [f"{metrics.tokens_per_s:,.0f} tokens/s"]
-    if metrics.communication_s > 0:
-        more.append(f"network hidden {metrics.hidden_communication:.0%}")
-    while more and len("  ".join([*parts, *more, eta])) > width:
-        more.pop()
-    return "  ".join([*parts, *more, eta])
-
-
-class _Silence:
-    def start(self) -> None:
-        """Nothing to begin."""
-
-    def show(self, metrics: StepMetrics, eta_s: float) -> None:
-        """Shows nothing, as requested."""
-
-    def say(self, message: str) -> None:
-        """Says nothing, as requested."""
-
-    def stop(self) -> None:
-        """Nothing to end."""
-
-
-class _PlainLines:
-    def __init__(self, total_steps: int, every: int, stream: TextIO) -> None:
-        self._total_steps = total_steps
-        self._every = every
-        self._stream = stream
-
-    def start(self) -> None:
-        """Lines need no preparation."""
-
-    def show(self, metrics: StepMetrics, eta_s: float) -> None:
-        is_last = metrics.step == self._total_steps
-        due = self._every > 0 and metrics.step % self._every == 0
-        if is_last or due or metrics.eval_loss is not None:
-            head = f"step {metrics.step}/{self._total_steps}  "
-            left = terminal_width(self._stream) - len(head)
-            print(head + describe(metrics, eta_s, left), file=self._stream, flush=True)
-
-    def say(self, message: str) -> None:
-        print(folded(message, terminal_width(self._stream)), file=self._stream, flush=True)
-
-    def stop(self) -> None:
-        """Every line is out already."""
-
-
-class _LiveLine:
-    def __init__(self, total_steps: int) -> None:
-        # Markup is off: a message may well hold brackets, and they are not styles.
-        self._console = Console(stderr=True, force_terminal=True, markup=False, highlight=False)
-        self._bar = RichProgress(
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}", markup=False),
-            console=self._console,
-            expand=True,
-            refresh_per_second=4,  # drawn by a thread that takes time from training
-            redirect_stdout=False,  # what is printed there must not end up on standard error
-        )
-        self._task = self._bar.add_task("", total=total_steps)
-
-    def start(self) -> None:
-        self._bar.start()
-
-    def show(self, metrics: StepMetrics, eta_s: float) -> None:
-        left = self._console.width - LEAST_BAR - 2 * len(f" {self._bar.tasks[self._task].total}")
-        words = describe(metrics, eta_s, left)
-        self._bar.update(self._task, completed=metrics.step, description=words)
-
-    def say(self, message: str) -> None:
-        self._console.print(folded(message, self._console.width), soft_wrap=True)
-
-    def stop(self) -> None:
-        self._bar.stop()

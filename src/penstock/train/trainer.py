@@ -27,10 +27,11 @@ from penstock.train.config import RunConfig
 from penstock.train.evaluate import batch_loss, evaluate
 from penstock.train.fits import check_memory, device_bytes
 from penstock.train.health import ADVICE, DivergedError, StepGuard, forget_choices
-from penstock.train.metrics import MetricsWriter, Progress, StepMetrics
+from penstock.train.metrics import MetricsWriter, StepMetrics
 from penstock.train.optimizer import build_adamw, initialise_state, learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, keep_config
 from penstock.train.pilot import MakePilot
+from penstock.train.progress import Progress
 from penstock.train.resume import checkpoints_folder, find_resumption, restore
 from penstock.train.source import open_source
 from penstock.train.stopping import StopRequests

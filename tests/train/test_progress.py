@@ -1,0 +1,86 @@
+"""What a run shows on the screen."""
+
+from __future__ import annotations
+
+import io
+import sys
+from dataclasses import replace
+
+import pytest
+
+from penstock.train.progress import Progress, describe
+from tests.support.metrics import step
+
+
+class Terminal(io.StringIO):
+    """A stream that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_step_in_words() -> None:
+    words = describe(step(3, eval_loss=2.75), 72.4, 100)
+    assert words == "loss 2.500  held-out loss 2.750  12,346 tokens/s  network hidden 93%  eta 0:01:12"
+
+
+def test_a_step_in_words_stays_within_its_width() -> None:
+    words = describe(step(3, eval_loss=2.75), 72.4, 70)
+    assert words == "loss 2.500  held-out loss 2.750  12,346 tokens/s  eta 0:01:12"
+
+
+def test_one_process_has_no_network() -> None:
+    words = describe(replace(step(3), communication_s=0.0, exposed_communication_s=0.0), 72.4, 100)
+    assert words == "loss 2.500  12,346 tokens/s  eta 0:01:12"
+
+
+def test_without_a_number_of_steps_only_the_last_one_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(total_steps=11, every=0) as progress:
+        for number in range(1, 12):
+            progress.update(step(number))
+    assert [line.split("  ")[0] for line in capsys.readouterr().err.splitlines()] == ["step 11/11"]
+
+
+def test_outside_a_terminal_every_few_steps_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(total_steps=11, every=5) as progress:
+        progress.say("plan [FlowMoE] chosen")
+        for number in range(1, 12):
+            progress.update(step(number, eval_loss=2.75 if number == 7 else None))
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    heads = [line.split("  ")[0] for line in shown.err.splitlines()]
+    assert heads == ["plan [FlowMoE] chosen", "step 5/11", "step 7/11", "step 10/11", "step 11/11"]
+    assert "eta 0:00:03" in shown.err  # six steps of half a second
+
+
+def test_shown_speed_is_all_tokens_over_all_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps with different numbers of tokens: 100 in one second, then 900 in three."""
+    with Progress(total_steps=2, every=1) as progress:
+        for number, (rate, seconds) in enumerate([(100.0, 1.0), (300.0, 3.0)], start=1):
+            progress.update(replace(step(number), tokens_per_s=rate, iteration_s=seconds))
+    assert "250 tokens/s" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(total_steps=2, every=1, quiet=True) as progress:
+        progress.say("plan")
+        progress.update(step(1))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_gets_a_live_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Progress(total_steps=20) as progress:
+        progress.say("plan [FlowMoE] chosen")
+        progress.update(step(4))
+        print("the result")
+    shown = terminal.getvalue()
+    assert "plan [FlowMoE] chosen" in shown
+    assert "4/20" in shown
+    assert "network hidden 93%  eta 0:00:08" in shown
+    assert capsys.readouterr().out == "the result\n"
