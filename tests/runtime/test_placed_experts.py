@@ -13,9 +13,9 @@ from penstock.moe import MoEConfig, MoELayer, build_layer
 from penstock.placement import ExpertPlacement, PlacementError
 from penstock.schedule import SCHEDULES
 from tests.runtime.test_moe_parity import DISPATCHES, EXPERTS, case
+from tests.support.checkpoints import CASE, bare, check_equal, loaded_by, saved_by, state_of, trained
 from tests.support.parity import Case, batch_of, check_parity, stack_of
 from tests.support.ranks import Pools
-from tests.train.test_checkpoint import CASE, bare, check_equal, loaded_by, saved_by, state_of, trained
 
 CHOICES = [
     ("softmax", "sort"),

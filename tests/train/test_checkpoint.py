@@ -5,94 +5,34 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from penstock.config import ConfigError
-from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
-from penstock.runtime import PipelinedStack
 from penstock.train.checkpoint import (
-    MOMENTS,
     CheckpointError,
     Checkpoints,
     DamagedCheckpointError,
-    NotFiniteError,
     complete_checkpoints,
 )
-from penstock.train.optimizer import build_adamw, initialise_state
-from tests.support.draws import draws
-from tests.support.parity import Case, batch_of, logical, stack_of
-from tests.support.ranks import Pools
-from tests.support.reference_moe import Weights
-
-IDENTITY = {"train.seed": 0, "data.path (sha256 of the text)": "abc"}
-CASE = Case(
-    world_size=1,
-    ep_size=1,
-    schedule=ScheduleConfig(microbatches=2),
-    model=ModelConfig(num_layers=2, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11),
-    moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=8),
-    batch=2,
+from tests.support.checkpoints import (
+    CASE,
+    IDENTITY,
+    bare,
+    check_equal,
+    loaded_by,
+    saved_by,
+    state_of,
+    train,
+    trained,
 )
-
-
-def bare(
-    rank: int, case: Case, folder: Path, *, keep: int = 2, identity: Mapping[str, object] = IDENTITY
-) -> Checkpoints:
-    """The checkpoints of a fresh run."""
-    stack = stack_of(rank, case)
-    optimizer = build_adamw(stack.model.named_parameters(), case.config.optimizer)
-    initialise_state(optimizer)
-    return Checkpoints(folder, stack, optimizer, keep=keep, identity=identity)
-
-
-def train(run: Checkpoints, rank: int, case: Case, steps: int) -> list[float]:
-    """Losses of so many steps, always of the same batch."""
-    tokens, labels = batch_of(case)
-    mine = slice(rank * case.batch, (rank + 1) * case.batch)
-    losses = []
-    for _ in range(steps):
-        run.optimizer.zero_grad()
-        loss = run.stack(tokens[mine], labels[mine])
-        loss.backward()
-        run.optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def trained(rank: int, case: Case, folder: Path, **settings: Any) -> Checkpoints:
-    run = bare(rank, case, folder, **settings)
-    train(run, rank, case, 2)
-    return run
-
-
-def state_of(run: Checkpoints) -> Weights:
-    """Parameters and optimiser state by logical name."""
-    stack: PipelinedStack = run.stack
-    named = dict(stack.model.named_parameters())
-    found = {f"model.{n}": t for n, t in logical(stack, {n: p.detach() for n, p in named.items()}).items()}
-    for moment in MOMENTS:
-        moments = {name: run.optimizer.state[p][moment] for name, p in named.items()}
-        found |= {f"{moment}.{name}": tensor for name, tensor in logical(stack, moments).items()}
-    found |= {f"step.{name}": run.optimizer.state[p]["step"] for name, p in named.items()}
-    return {name: tensor.clone() for name, tensor in found.items()}
-
-
-def check_equal(ours: Weights, theirs: Weights) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert torch.equal(ours[name], tensor), name
-
+from tests.support.parity import Case
+from tests.support.ranks import Pools
 
 # ---- the round trip ----------------------------------------------------------------------------------------
 
@@ -126,18 +66,6 @@ def test_the_same_step_can_be_saved_again(tmp_path: Path) -> None:
     other = bare(0, CASE, tmp_path)
     other.load(path)
     check_equal(state_of(other), state_of(run))
-
-
-def saved_by(rank: int, case: Case, folder: Path) -> Weights:
-    run = trained(rank, case, folder)
-    run.save(2)
-    return state_of(run)
-
-
-def loaded_by(rank: int, case: Case, path: Path) -> Weights:
-    run = bare(rank, replace(case, seed=5), path.parent)
-    assert run.load(path) == 2
-    return state_of(run)
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])
@@ -186,6 +114,14 @@ def test_older_ones_go(tmp_path: Path, keep: int) -> None:
     kept = [path.name for path in complete_checkpoints(tmp_path)]
     assert kept == ["step-00000009", "step-00000010"], "the one just saved stays, too"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt", *kept]
+
+
+def test_steps_of_nine_digits_are_found(tmp_path: Path) -> None:
+    run = trained(0, CASE, tmp_path, keep=3)
+    for step in (99_999_999, 100_000_000, 1_000_000_000):
+        run.save(step)
+    assert run.newest() == tmp_path / "step-1000000000"
+    assert run.load(tmp_path / "step-1000000000") == 1_000_000_000
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------
@@ -283,132 +219,6 @@ def test_no_room_leaves_nothing_under_a_final_name(
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000002"]
     assert not (tmp_path / "step-00000003").exists()
     ranks(world_size).run(loaded_by, case, tmp_path / "step-00000002")
-
-
-# ---- what has changed since it was written -----------------------------------------------------------------
-
-
-def flip(path: Path, bit: int) -> None:
-    """Flip one bit of a file, counted over all of it and around."""
-    content = bytearray(path.read_bytes())
-    content[bit // 8 % len(content)] ^= 1 << bit % 8
-    path.write_bytes(content)
-
-
-@draws(30)
-@given(number=st.integers(0, 9), bit=st.integers(0, 1 << 30))
-def test_a_flipped_bit_is_noticed_wherever_it_is(
-    saved_run: tuple[Checkpoints, Path], number: int, bit: int
-) -> None:
-    run, path = saved_run
-    before = state_of(run)
-    files = sorted(path.iterdir())
-    damaged = files[number % len(files)]
-    flip(damaged, bit)
-    try:
-        with pytest.raises(DamagedCheckpointError, match=str(path)):
-            run.load(path)
-    finally:
-        flip(damaged, bit)
-    check_equal(state_of(run), before)
-    assert run.load(path) == 2
-
-
-@pytest.fixture(scope="module")
-def saved_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoints, Path]:
-    run = trained(0, CASE, tmp_path_factory.mktemp("saved"))
-    return run, run.save(2)
-
-
-def flipped_by_one(rank: int, case: Case, folder: Path) -> str:
-    run = trained(rank, case, folder)
-    path = run.save(2)
-    if rank == 0:
-        flip(path / "shard-00002.safetensors", 12345)
-    run.stack.machinery.control.barrier("damaging")
-    try:
-        run.load(path)
-    except DamagedCheckpointError as error:
-        return str(error)
-    return ""
-
-
-def test_all_ranks_hear_of_a_flipped_bit(ranks: Pools, tmp_path: Path) -> None:
-    case = replace(CASE, world_size=2, ep_size=2)
-    for error in ranks(2).run(flipped_by_one, case, tmp_path):
-        assert "shard-00002.safetensors has changed since it was written" in error
-
-
-def test_a_list_of_checksums_that_was_cut_is_noticed(tmp_path: Path) -> None:
-    run = trained(0, CASE, tmp_path)
-    path = run.save(2)
-    lines = (path / "SHA256SUMS").read_text().splitlines(keepends=True)
-    for left_out in range(len(lines)):
-        (path / "SHA256SUMS").write_text("".join(lines[:left_out] + lines[left_out + 1 :]))
-        with pytest.raises(DamagedCheckpointError):
-            run.load(path)
-
-
-def test_a_renamed_checkpoint_is_noticed(tmp_path: Path) -> None:
-    run = trained(0, CASE, tmp_path)
-    path = run.save(2).rename(tmp_path / "step-00000005")
-    with pytest.raises(DamagedCheckpointError, match="it holds step 2"):
-        run.load(path)
-
-
-def test_steps_of_nine_digits_are_found(tmp_path: Path) -> None:
-    run = trained(0, CASE, tmp_path, keep=3)
-    for step in (99_999_999, 100_000_000, 1_000_000_000):
-        run.save(step)
-    assert run.newest() == tmp_path / "step-1000000000"
-    assert run.load(tmp_path / "step-1000000000") == 1_000_000_000
-
-
-# ---- what is not finite ------------------------------------------------------------------------------------
-
-
-@pytest.mark.every_value
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("where", ["parameter", "exp_avg", "exp_avg_sq", "step"])
-def test_nothing_is_saved_that_is_not_finite(tmp_path: Path, value: float, where: str) -> None:
-    run = trained(0, CASE, tmp_path, keep=1)
-    good = run.save(2)
-    parameter = list(run.stack.model.parameters())[-1]
-    with torch.no_grad():
-        tensor = parameter if where == "parameter" else run.optimizer.state[parameter][where]
-        tensor.view(-1)[-1] = value
-    with pytest.raises(NotFiniteError, match=r"step 3 refused: \S+ on rank 0 is not finite"):
-        run.save(3)
-    assert list(tmp_path.iterdir()) == [good]
-    run.load(good)
-    assert all(parameter.isfinite().all() for parameter in run.stack.parameters())
-
-
-def test_large_numbers_are_finite(tmp_path: Path) -> None:
-    """Their squares are not."""
-    run = trained(0, CASE, tmp_path)
-    with torch.no_grad():
-        next(run.stack.model.parameters()).fill_(3e38)
-    run.save(3)
-
-
-def poisoned_on_one(rank: int, case: Case, folder: Path) -> str:
-    run = trained(rank, case, folder)
-    if rank == 1:
-        with torch.no_grad():
-            run.stack.parts.expert_parameters(0)[0].view(-1)[0] = float("nan")
-    try:
-        run.save(3)
-    except NotFiniteError as error:
-        return str(error)
-    return ""
-
-
-def test_one_rank_of_two_keeps_both_from_saving(ranks: Pools, tmp_path: Path) -> None:
-    case = replace(CASE, world_size=2, ep_size=2)
-    first, second = ranks(2).run(poisoned_on_one, case, tmp_path)
-    assert first == second and "on rank 1 is not finite" in first
-    assert list(tmp_path.iterdir()) == []
 
 
 # ---- checkpoints of earlier versions -----------------------------------------------------------------------

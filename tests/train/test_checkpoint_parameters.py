@@ -11,8 +11,8 @@ import torch
 from penstock.config import ConfigError
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.optimizer import build_adamw, initialise_state
+from tests.support.checkpoints import CASE, IDENTITY, check_equal, state_of, train, trained
 from tests.support.parity import Case, stack_of
-from tests.train.test_checkpoint import CASE, IDENTITY, check_equal, state_of, train, trained
 
 TIED = replace(CASE, model=replace(CASE.model, tie_word_embeddings=True))
 

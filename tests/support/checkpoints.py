@@ -1,0 +1,92 @@
+"""A small run that can be saved, for tests of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.decision import ScheduleConfig
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.runtime import PipelinedStack
+from penstock.train.checkpoint import (
+    MOMENTS,
+    Checkpoints,
+)
+from penstock.train.optimizer import build_adamw, initialise_state
+from tests.support.parity import Case, batch_of, logical, stack_of
+from tests.support.reference_moe import Weights
+
+IDENTITY = {"train.seed": 0, "data.path (sha256 of the text)": "abc"}
+CASE = Case(
+    world_size=1,
+    ep_size=1,
+    schedule=ScheduleConfig(microbatches=2),
+    model=ModelConfig(num_layers=2, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11),
+    moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=8),
+    batch=2,
+)
+
+
+def bare(
+    rank: int, case: Case, folder: Path, *, keep: int = 2, identity: Mapping[str, object] = IDENTITY
+) -> Checkpoints:
+    """The checkpoints of a fresh run."""
+    stack = stack_of(rank, case)
+    optimizer = build_adamw(stack.model.named_parameters(), case.config.optimizer)
+    initialise_state(optimizer)
+    return Checkpoints(folder, stack, optimizer, keep=keep, identity=identity)
+
+
+def train(run: Checkpoints, rank: int, case: Case, steps: int) -> list[float]:
+    """Losses of so many steps, always of the same batch."""
+    tokens, labels = batch_of(case)
+    mine = slice(rank * case.batch, (rank + 1) * case.batch)
+    losses = []
+    for _ in range(steps):
+        run.optimizer.zero_grad()
+        loss = run.stack(tokens[mine], labels[mine])
+        loss.backward()
+        run.optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(rank: int, case: Case, folder: Path, **settings: Any) -> Checkpoints:
+    run = bare(rank, case, folder, **settings)
+    train(run, rank, case, 2)
+    return run
+
+
+def state_of(run: Checkpoints) -> Weights:
+    """Parameters and optimiser state by logical name."""
+    stack: PipelinedStack = run.stack
+    named = dict(stack.model.named_parameters())
+    found = {f"model.{n}": t for n, t in logical(stack, {n: p.detach() for n, p in named.items()}).items()}
+    for moment in MOMENTS:
+        moments = {name: run.optimizer.state[p][moment] for name, p in named.items()}
+        found |= {f"{moment}.{name}": tensor for name, tensor in logical(stack, moments).items()}
+    found |= {f"step.{name}": run.optimizer.state[p]["step"] for name, p in named.items()}
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def check_equal(ours: Weights, theirs: Weights) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+def saved_by(rank: int, case: Case, folder: Path) -> Weights:
+    run = trained(rank, case, folder)
+    run.save(2)
+    return state_of(run)
+
+
+def loaded_by(rank: int, case: Case, path: Path) -> Weights:
+    run = bare(rank, replace(case, seed=5), path.parent)
+    assert run.load(path) == 2
+    return state_of(run)
