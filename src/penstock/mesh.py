@@ -106,7 +106,7 @@ def ranks_per_node(ranks: int, node_size: int) -> int:
 
 
 def neighbour(rank: int, steps: int, ranks: int) -> int:
-    """The rank so many steps further on in a ring of all."""
+    """The rank a number of steps further on in a ring of all."""
     return (rank + steps) % ranks
 
 

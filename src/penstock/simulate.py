@@ -86,7 +86,7 @@ def simulate(schedule: Schedule, graph: Graph, cost: RankCost, mesh: Mesh | None
 
 
 def iteration_s(schedule: Schedule, graph: Graph, cost: RankCost, mesh: Mesh | None = None) -> float:
-    """Seconds of a simulated iteration: those of `simulate`, quicker where nobody asks for its timeline."""
+    """Seconds of a simulated iteration: those of `simulate`, quicker where its timeline is not wanted."""
     seconds = [cost(task) for task in graph.tasks]
     if any(isinstance(each, np.ndarray) for each in seconds):
         known = dict(zip(graph.tasks, seconds, strict=True))

@@ -15,7 +15,7 @@ from penstock.train.config import RunConfig
 from penstock.train.pilot import CLUSTER_FILE, PLAN_FILE
 from penstock.train.resume import Resumption, Say
 
-ANEW = (
+PLANNING_AGAIN = (
     "planning again instead of continuing the plan of {path} ({why}): "
     "losses agree with an uninterrupted run up to rounding"
 )
@@ -30,7 +30,7 @@ def continued_plan(config: RunConfig, machinery: Machinery, from_: Resumption, s
     try:
         planned = _read(config, machinery, from_)
     except ConfigError as error:
-        say(ANEW.format(path=from_.path, why=error))
+        say(PLANNING_AGAIN.format(path=from_.path, why=error))
         return None
     say(f"{planned.name}, continued from {from_.path.name}: {planned.choice.words}")
     return planned

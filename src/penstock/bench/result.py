@@ -37,7 +37,7 @@ class CaseResult:
     overhead_s: time in which the compute lane stood still although its next task was ready.
     peak_memory_bytes: highest resident memory of any rank above what it held before its step.
     simulated_s: predicted from costs that were measured apart from this schedule's own run.
-    What a peer cannot tell, because it has no tasks, is None; so is a prediction that nobody makes.
+    What a peer cannot tell, because it has no tasks, is None; so is a prediction that was not made.
     """
 
     schedule: str

@@ -1,4 +1,4 @@
-"""Configuration: settings, their bounds, and files that nobody has to trust.
+"""Configuration: settings, their bounds, and files that need not be trusted.
 
 `load.py` turns TOML and `section.key=value` into frozen dataclasses, `bounds.py` says how far a number may go
 and why, `files.py` reads what users and other programs wrote, `error.py` is what they are told.

@@ -1,6 +1,6 @@
 """Reading files that users and other programs wrote: nothing blocks, nothing is read without end.
 
-A path may be a pipe on which nobody writes, /dev/zero, a folder, or a file of many gigabytes; what it holds
+A path may be a pipe without a writer, /dev/zero, a folder, or a file of many gigabytes; what it holds
 may be nested thousands of levels deep or have numbers of thousands of digits. Each is one `ConfigError`.
 """
 
@@ -37,7 +37,7 @@ KINDS = (
 def open_regular(path: Path, key: str, hint: str, value: object = UNSET) -> BinaryIO:
     """The file at `path`, open for reading. Raises ConfigError about `key` if it is none, or cannot be read.
 
-    It is asked what it is after it was opened, and opening does not wait for whoever writes to a pipe.
+    It is asked what it is after it was opened, and opening does not wait for the writer of a pipe.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))

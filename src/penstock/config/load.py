@@ -154,7 +154,7 @@ def _build(cls: type, table: object, key: str, base: object = None) -> Any:
 
 
 def _required(tp: Any, key: str) -> object:
-    """A field nobody set: a section may still consist of defaults, anything else is missing."""
+    """A field that was not set: a section may still consist of defaults, anything else is missing."""
     if is_dataclass(tp):
         return _convert(tp, {}, key)
     raise ConfigError(key, UNSET, f"is missing; it {_expected(tp)}", f"For example {key}={_example(tp)}.")

@@ -129,9 +129,10 @@ class ClusterConfig:
         )
 
     def compute_s(self, op: str, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
-        """A compute task whose forward has so many operations and copies. Backward is twice forward.
+        """A compute task whose forward has these operations and copies. Backward is twice forward.
 
-        pieces: in so many the work is done; by assumption that costs nothing, as published planners have it.
+        pieces: the number of parts in which the work is done; by assumption that costs nothing, as in
+            published planners.
         """
         del op, pieces
         scale = 2 if phase is Phase.BACKWARD else 1  # a split backward is two halves of that
@@ -142,10 +143,10 @@ class ClusterConfig:
         return flops / self.flops_per_s + moved_bytes / self.memory_bytes_per_s
 
     def _busier(self, inside: float, card: float) -> float:
-        """Seconds per byte of which so many shares pass a device's link, and so many a card."""
+        """Seconds per byte of which these shares pass a device's link, and a card."""
         return max(inside / self.intra_bytes_per_s, card / self.link_bytes_per_s)
 
 
 def as_span(group: Span | int) -> Span:
-    """A number of ranks on nodes that nobody knows, as a span."""
+    """A number of ranks on unknown nodes, as a span."""
     return Span.apart(group) if isinstance(group, int) else group

@@ -1,4 +1,4 @@
-"""The cluster file: what was measured of a cluster, or what is known of one that nobody here has.
+"""The cluster file: what was measured of a cluster, or what is known of one that is not at hand.
 
 JSON that people can read and write. `links` and `tasks` may be empty: the rates answer for what is missing.
 """

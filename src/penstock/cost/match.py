@@ -12,8 +12,8 @@ NO_MATTER = ("date",)
 def mismatch(file: ClusterFile, machine: Machine, ranks: int, nodes: int) -> str | None:
     """Why a measured file may not hold here: one line for a warning. None if it fits.
 
-    machine, ranks, nodes: of here and now. A file written by hand describes machines that nobody has, so it
-    is never compared.
+    machine, ranks, nodes: of here and now. A file written by hand describes no measured machine, so it is
+    never compared.
     """
     if file.measured is None:
         return None

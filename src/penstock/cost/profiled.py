@@ -74,8 +74,8 @@ class ProfiledCluster(ClusterConfig):
     def _of_size(
         self, by_rates: Callable[[Any], AlphaBeta], group: Span | int, links: Sequence[LinkModel]
     ) -> AlphaBeta:
-        """The line of a group of so many ranks: as measured, or else of the nearest size, with the start-up
-        and the bytes per rank that the collective has among `ranks`; without any, by the rates."""
+        """The line of a group of this size: as measured, or else of the nearest size, with the start-up and
+        the bytes per rank that the collective has among `ranks`; without any, by the rates."""
         usable = [link for link in links if link.ranks > 1]
         ranks = group if isinstance(group, int) else group.ranks
         if ranks == 1 or not usable:

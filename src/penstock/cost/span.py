@@ -27,13 +27,13 @@ class Span:
 
     @staticmethod
     def regular(nodes: int, per_node: int, at_once: int = 1) -> Span:
-        """So many members on each of so many nodes; at_once: such groups that share these nodes."""
+        """`per_node` members on each of `nodes`; at_once: groups of this kind that share these nodes."""
         members = [node for node in range(nodes) for _ in range(per_node)]
         return Span.of([members] * at_once)
 
     @staticmethod
     def apart(ranks: int) -> Span:
-        """Every member on a node of its own: what is assumed where nobody knows nodes."""
+        """Every member on a node of its own: what is assumed where nodes are unknown."""
         return Span.regular(ranks, 1)
 
     @staticmethod
@@ -61,8 +61,8 @@ class Span:
 def span_of(mesh: Mesh, axes: Axes, node_size: int, at_once: int) -> Span:
     """The groups along `axes`, of a world with `node_size` consecutive ranks in a node.
 
-    node_size 0: not known, every rank counts as a node. at_once: so many groups stand for each, on the same
-    nodes (the shards of a rank that stands for several).
+    node_size 0: not known, every rank counts as a node. at_once: the number of groups that stand for each, on
+    the same nodes (the shards of a rank that stands for several).
     """
     size = node_size or 1
     return Span.of([[node_of(rank, size) for rank in ranks] for ranks in mesh.groups(axes)] * at_once)

@@ -75,7 +75,7 @@ class StepCost:
         return [first.setdefault(kind, i) for i, kind in enumerate(zip(*columns, strict=True))]
 
     def work(self, task: Task) -> Work:
-        """What the task asks of a rank. Raises ScheduleError for an op that nobody registered."""
+        """What the task asks of a rank. Raises ScheduleError for an unregistered op."""
         spec = spec_of(task.op)
         assert spec.work is not None, "an op is registered with its work"
         return spec.work(task, self._sizes)

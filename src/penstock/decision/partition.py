@@ -8,7 +8,7 @@ from typing import Literal
 from penstock.graph import ScheduleError
 
 Part = Literal["moe", "dense", "tail"]
-"""Between the two all-to-all groups of a layer's MoE part; under its attention; behind everything."""
+"""Between the two all-to-all groups of a layer's MoE part; under its attention; after everything."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,7 +143,7 @@ class Cluster:
             links.set_rate(self._device_ports(node), intra)
 
     def cut(self, node: int) -> None:
-        """Take a node's uplink down: its devices reach each other and nobody else."""
+        """Take a node's uplink down: its devices reach only each other."""
         links.set_up(self.wiring.uplink(node)[0], up=False)
 
     def restore(self, node: int) -> None:
@@ -179,7 +179,7 @@ def clusters() -> tuple[ClusterState, ...]:
 
 
 def open_cluster(name: str) -> Cluster:
-    """An existing cluster, whoever made it. Raises `ConfigError` that names those there are."""
+    """An existing cluster, of any process. Raises `ConfigError` that names those there are."""
     states = {each.name: each for each in clusters()}
     if name not in states:
         hint = (
@@ -224,7 +224,7 @@ def _handled(
 ) -> Iterator[None]:
     """`handler` for all signals that end a process, or for those whose present handler is `only`.
 
-    Python lets only the main thread do that; in another one they stay with whoever runs the main one.
+    Python lets only the main thread do that; in another one they stay with the code that runs the main one.
     """
     before = {}
     if threading.current_thread() is threading.main_thread():

@@ -59,7 +59,7 @@ class EmulateConfig:
     network card. intra_rate_bit_per_s: of each device's link to its node, in each direction. Up to 5 Gbit/s
     a link has exactly its rate; beyond, the processors of this machine may be the limit.
     mtu_bytes: the largest packet, without its Ethernet header; 9000 are the jumbo frames of cluster networks,
-    of which headers take 0.7 %, 1500 is what a link has that nobody has set up (4.4 %).
+    of which headers take 0.7 %, 1500 is the default of a link (4.4 %).
     """
 
     nodes: Devices

@@ -49,7 +49,7 @@ class Owner:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterState:
-    """What is recorded about a cluster; `owner` is None for one that stays until somebody removes it."""
+    """What is recorded about a cluster; `owner` is None for one that stays until it is removed."""
 
     name: str
     owner: Owner | None
@@ -88,7 +88,7 @@ def recorded() -> tuple[ClusterState, ...]:
         try:
             found.append(from_dict(ClusterState, read_json(path, HINT, MOST_BYTES), str(path)))
         except ConfigError as error:
-            if not path.exists():  # somebody removed it meanwhile
+            if not path.exists():  # it was removed meanwhile
                 continue
             raise EmulationError(f"{path} is not the record of an emulated cluster: {error}") from error
     return tuple(found)

@@ -50,7 +50,7 @@ def check_state(graph: Graph) -> None:
             found.setdefault(state, _Touching()).adding.append(place)
     for place, task in enumerate(graph.tasks):
         for state in task.reads:
-            if state in found:  # what nobody changes may be read at any time
+            if state in found:  # state that no task changes may be read at any time
                 found[state].reading.append(place)
     for state, touching in found.items():
         check = _Check(state, touching, graph)
@@ -67,7 +67,7 @@ class _Check:
     graph: Graph
 
     def reads(self) -> None:
-        """Whoever reads stands behind all that add, and behind or before each that writes."""
+        """A reader stands after every task that adds, and before or after each that writes."""
         known: set[tuple[int, ...]] = set()  # pieces of one buffer read the same tasks
         writing = _by_part(self.graph, self.touching.writing)
         for reader in self.touching.reading:
@@ -115,7 +115,7 @@ class _Check:
                         f"{task} and {self._task(other)} both write {self.state}, and no edge says which of "
                         "them comes last"
                     )
-            # Whoever reads it, too, stands behind all that add to it.
+            # A task that also reads it stands after every task that adds to it.
             for adder in adding if self.state not in task.reads else ():
                 if not (self._before(writer, adder) or self._before(adder, writer)):
                     raise ScheduleError(

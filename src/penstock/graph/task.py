@@ -123,7 +123,8 @@ Inputs = Mapping[str, tuple[Name, ...]]
 class Task:
     """One cell of a schedule. It has no behaviour; what happens when it runs is its op's handler.
 
-    axes: of the mesh, whom it meets; () = nobody. inputs: names of the tasks whose outputs it reads, by role.
+    axes: of the mesh, along which it meets other ranks; () = it meets none. inputs: names of the tasks whose
+        outputs it reads, by role.
     accumulates, reads, writes: named mutable state that it adds to, reads and changes; of a buffer cut into
     pieces its own piece only. See `graph.state`.
     """

@@ -59,7 +59,7 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Pre-norm block: attention, then an MoE layer or a dense feed-forward part.
 
-    A transfer may cut it behind `attend` and before `add`; see `penstock.runtime.parts`.
+    A transfer may cut it after `attend` and before `add`; see `penstock.runtime.parts`.
     """
 
     def __init__(self, config: ModelConfig, layer: int, make_moe: MakeLayer) -> None:

@@ -65,7 +65,7 @@ def build_layer(
 
 
 def dispatch_of(config: MoEConfig) -> str:
-    """The dispatch by name; `auto` is flat until somebody has measured the links."""
+    """The dispatch by name; `auto` is flat until the links are measured."""
     return "flat" if config.dispatch == "auto" else config.dispatch
 
 

@@ -83,7 +83,7 @@ def placed(choice: Choice, placement: ExpertPlacement, rank: int) -> Choice:
     if placement.is_even:
         return choice
     if isinstance(choice, TokenChoice):
-        # Behind the last expert stands what padding (-1) stays.
+        # After the last expert stands what padding (-1) stays.
         table = torch.tensor((*placement.positions(rank), -1), device=choice.experts_Tk.device)
         return replace(choice, experts_Tk=table[choice.experts_Tk])
     experts = torch.tensor(placement.by_position, device=choice.weights.device)

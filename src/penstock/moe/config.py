@@ -107,7 +107,7 @@ class MoEConfig:
 
     @property
     def warning(self) -> str | None:
-        """What somebody who trains a causal model with this layer should know."""
+        """What to know before training a causal model with this layer."""
         if self.kind == "token":
             return None
         return f"gate {self.gate} looks at later tokens, too: the loss of a causal model will look too good"

@@ -302,7 +302,7 @@ def _tokens_of(x: Tensor, valid: Tensor | None) -> Tokens:
 
 
 def update_expert_biases(model: nn.Module) -> None:
-    """`update_expert_bias` of every MoE layer in `model`: call it behind `optimizer.step()`."""
+    """`update_expert_bias` of every MoE layer in `model`: call it after `optimizer.step()`."""
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.update_expert_bias()

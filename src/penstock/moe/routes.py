@@ -2,7 +2,7 @@
 
 Counts are known by slice, rows travel by chunk: a chunk, forward or backward, is a run of whole slices.
 Shapes: P ranks of the expert group, C slices (the chunks of a plan of an order), N counts per rank and slice:
-one per local expert, and where an order sends fewer rows than expert inputs, the number of rows behind them.
+one per local expert, and where an order sends fewer rows than expert inputs, the rows they stand for.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Tables:
     rows_CPP: Counts
 
     def summed(self, chunks: int) -> _Tables:
-        """The same in so many pieces, each of several of these."""
+        """The same in a number of pieces, each of several of these."""
         return _Tables(
             self.sent_PCN.reshape(len(self.sent_PCN), chunks, -1, self.sent_PCN.shape[2]).sum(axis=2),
             self.received_PCN.reshape(len(self.received_PCN), chunks, -1, self.received_PCN.shape[2]).sum(

@@ -90,7 +90,7 @@ def register(*specs: OpSpec) -> None:
 
 
 def spec_of(name: str) -> OpSpec:
-    """The facts of an op. Raises ScheduleError naming an op that nobody registered."""
+    """The facts of an op. Raises ScheduleError naming an unregistered op."""
     if name not in OPS:
         raise ScheduleError(f"no op is called {name}; there are {', '.join(OPS)}. Add it with ops.register.")
     return OPS[name]

@@ -15,7 +15,7 @@ Collective = Literal["", "all_to_all", "leg", "all_reduce", "all_gather", "reduc
 class Work:
     """Of one rank with even routing, of the forward task; a backward that computes takes twice as much.
 
-    flops, copied_bytes: computation; pieces: in so many it is done. collective: what the task does on its
+    flops, copied_bytes: computation; pieces: its number of parts. collective: what the task does on its
     lane ("leg": one leg of the step's dispatch); sent_bytes: its argument by the convention of ClusterConfig.
     ranks: that take part, where those are not the ranks along the task's axes. follows_rows: whether all of
     it grows with the rows that a rank's experts receive.

@@ -22,7 +22,7 @@ PER_PLANNER = 5_000
 """What a published planner is charged for its formulas and simulations of its own."""
 
 QUICK = 6
-"""A local search places so many tasks in the time of one: it works on plain numbers only."""
+"""Tasks that a local search places in the time of one: it works on plain numbers only."""
 
 MOST_BUDGET = 1000.0
 

@@ -26,7 +26,7 @@ from penstock.simulate import RankCost, Timeline, iteration_s, simulate
 PASSES = 3
 DRAWS = 4
 DRAWN_RANKS = 256
-"""Fewer draws where each has so many ranks already."""
+"""Fewer draws where each has this number of ranks already."""
 
 LEAST_FACTOR = 0.1
 """No task takes less than this part of its mean, however much tasks scatter."""

@@ -36,7 +36,7 @@ from penstock.simulate import LowerBound
 from penstock.words import gib
 
 CHECKPOINT = 20_000
-"""After so many placements in step 5 its best cuts are simulated in full."""
+"""After this number of placements in step 5 its best cuts are simulated in full."""
 
 FINALISTS = 4
 """Cuts of a long model that are simulated in full."""
@@ -46,7 +46,7 @@ SEARCHED = {"low": 0, "usual": 2}
 
 SHOWN = 5
 FEW_LAYERS = 4
-"""A repeating model is looked at through so many of its middle layers, or the next multiple of its period."""
+"""A repeating model is searched through this number of its middle layers, or a multiple of its period."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a search has come. total: at most so many; best_s: seconds of the best plan so far, if any."""
+    """How far a search has come. total: the most it may do; best_s: seconds of the best plan, if any."""
 
     stage: str
     done: int

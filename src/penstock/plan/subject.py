@@ -209,7 +209,7 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
 
 
 def _ep_size(wanted: int | None, groups: int, experts: int) -> int:
-    """Ranks that share a layer's experts: all of them, unless somebody says otherwise."""
+    """Ranks that share a layer's experts: all of them, unless set otherwise."""
     valid = [size for size in group_sizes(groups) if experts % size == 0]
     ep_size = groups if wanted is None else wanted
     if ep_size in valid:

@@ -44,7 +44,7 @@ class SizeRange:
 
     @staticmethod
     def of(all_reduce_bytes: tuple[int, ...]) -> SizeRange:
-        """For layers with so many bytes of gradients: from MOST_CHUNKS pieces of the largest to it whole."""
+        """For layers with these bytes of gradients: from MOST_CHUNKS pieces of the largest to it whole."""
         most = max(*all_reduce_bytes, LEAST_BYTES)
         least = max(LEAST_BYTES, -(-most // MOST_CHUNKS), least_chunk_bytes(all_reduce_bytes))
         return SizeRange(least_bytes=min(least, most), most_bytes=most)

@@ -42,7 +42,7 @@ class Samples:
         )
 
     def filled(self, samples: int, length: int) -> Samples:
-        """The same with padding behind it, [samples, length]."""
+        """The same with padding after it, [samples, length]."""
         more = samples - len(self.tokens_BL)
         if more == 0:
             return self

@@ -160,7 +160,7 @@ def handles(op: str, *phases: Phase) -> Callable[[Handler], Handler]:
 
 
 def check_handlers(tasks: Iterable[Task], handlers: Handlers) -> None:
-    """Raise ScheduleError naming the first task that nothing can run, or whose op nobody registered."""
+    """Raise ScheduleError naming the first task that nothing can run, or whose op is not registered."""
     for task in tasks:
         if task.op not in OPS:
             raise ScheduleError(f"{task}: no op is called {task.op}. Add it with ops.register.")

@@ -52,7 +52,7 @@ class Lanes(Protocol):
 
 
 class ThreadLanes:
-    """CPU lanes. `on_failure` must wake whoever waits inside a collective, so that no thread is left."""
+    """CPU lanes. `on_failure` must wake the threads inside a collective, so that none is left."""
 
     def __init__(self, on_failure: Callable[[], None]) -> None:
         self._on_failure = on_failure

@@ -24,8 +24,8 @@ GRADIENT = "d_"
 class Call:
     """One task, ready to run.
 
-    reads: for every role the slots on its edges. writes: outputs that somebody reads, and their slots.
-    frees: slots that nobody reads after this call. shared: slots whose readers on several lanes agree on who
+    reads: for every role the slots on its edges. writes: outputs that are read, and their slots.
+    frees: slots that are not read after this call. shared: slots whose readers on several lanes agree on who
     is the last. waits: for other lanes, how many of their calls in this span must have ended before.
     """
 

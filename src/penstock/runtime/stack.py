@@ -131,7 +131,7 @@ class PipelinedStack(nn.Module):
         return self._programs.of(self.plan, training=training)
 
     def replan(self) -> StepPlan:
-        """Plan anew for the parameters that are trained now; every rank must call it.
+        """Plan again for the parameters that are trained now; every rank must call it.
 
         Worth it after much was frozen or thawed: a plan reckons with the gradients that there were.
         """

@@ -51,5 +51,5 @@ class FlowMoE(System):
 
 
 def all_to_all_first(task: Task) -> tuple[float, ...]:
-    """Among ready tasks of a lane: program order, every all-reduce chunk behind everything else."""
+    """Among ready tasks of a lane: program order, every all-reduce chunk after everything else."""
     return (int(is_all_reduce(task)),)

@@ -58,7 +58,7 @@ class Penstock(FlowMoE):
 
 
 def evaluations(tasks: int) -> int:
-    """How many orders of so many tasks a search simulates."""
+    """How many orders of this number of tasks a search simulates."""
     return max(LEAST_EVALUATIONS, min(MOST_EVALUATIONS, MOST_PLACEMENTS // tasks))
 
 
@@ -79,7 +79,7 @@ def _starts(graph: Graph, cost: Cost) -> list[dict[Task, float]]:
 
 
 def remaining_path(graph: Graph, cost: Cost) -> Mapping[Task, float]:
-    """For every task the seconds from its start to the end of the step along the longest chain behind it."""
+    """For every task the seconds from its start to the end of the step along the longest chain after it."""
     readers, after_s = graph.readers_at, [0.0] * len(graph.tasks)
     for place in reversed(range(len(graph.tasks))):
         behind_s = max([after_s[reader] for reader in readers[place]], default=0.0)

@@ -23,7 +23,7 @@ class System(ABC):
     """One file, one class: how it cuts the iteration and how it orders the pieces.
 
     reads: the fields of a decision that change anything here; searches try values of them alone, and people
-    are told of no others. usual_chunks: pieces of an MoE layer's tokens where nobody says how many.
+    are told of no others. usual_chunks: pieces of an MoE layer's tokens where none is set.
     """
 
     name: ClassVar[str]

@@ -14,7 +14,7 @@ GRADIENT = "d_"
 
 
 def check_complete(graph: Graph, shape: StepShape) -> None:
-    """Raise ScheduleError naming a gradient that nobody reads, or one that is not reduced over the ranks.
+    """Raise ScheduleError naming a gradient that no task reads, or one that is not reduced over the ranks.
 
     An edge that is meant to have no gradient is `given` in its op; what takes the place of a reduction writes
     the state that it wrote.
@@ -57,7 +57,7 @@ def _piece(task: Task) -> tuple[int, str, int | None]:
 
 
 def _check_sums(graph: Graph) -> None:
-    """Whoever reads a sum as its gradient is among what was summed."""
+    """A task that reads a sum as its gradient must be among the tasks that were summed."""
     for task in graph.tasks:
         for role, names in task.inputs.items():
             output = role.removeprefix(GRADIENT)
@@ -69,7 +69,7 @@ def _check_sums(graph: Graph) -> None:
 
 
 def _check_reduced(graph: Graph, shape: StepShape) -> None:
-    """Every buffer that somebody adds to is reduced over the ranks, all of it."""
+    """Every buffer that a task adds to is reduced over the ranks, all of it."""
     added = {state for task in graph.tasks for state in task.accumulates}
     written = _written(graph)
     for op, reduction in REDUCTIONS.items():

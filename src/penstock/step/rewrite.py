@@ -79,14 +79,14 @@ def _pieces(name: Name, axis: Axis, count: int) -> Names:
 
 
 def _overlapping(ends: Sequence[tuple[int, Names]], mine: int, of: int) -> Names:
-    """What piece `mine` of `of` reads of tasks that are cut into so many pieces each."""
+    """What piece `mine` of `of` reads of tasks cut into `count` pieces each."""
     found: list[Name] = []
     for count, names in ends:
         if not (of and count):
             found += names
         elif of == count:
             found.append(names[mine])
-        else:  # those between the first that ends behind my beginning and the last that begins before my end
+        else:  # those between the first that ends after my beginning and the last that begins before my end
             found += names[mine * count // of : -(-(mine + 1) * count // of)]
     return tuple(found)
 

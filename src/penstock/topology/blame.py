@@ -61,7 +61,7 @@ def _hear() -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of an error without what Gloo puts around it: source file in front, advice behind."""
+    """The first line of an error without what Gloo puts around it: a source file before, advice after."""
     line = (str(error).strip().splitlines() or ["no reason given"])[0]
     return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", line).split(" This is typically")[0]
 

@@ -26,7 +26,7 @@ BufferBytes = Annotated[int, Within(0, 1 << 30, "0 leaves it to the system, whic
 class ParallelConfig:
     """Section `[parallel]`.
 
-    processes: how many local ranks `penstock train` starts, unless somebody else started them.
+    processes: how many local ranks `penstock train` starts, unless another launcher did.
     ep_size: over how many ranks the experts of a layer are spread; none = all ranks.
     ranks_per_node: how many consecutive ranks share a node; none = as found out when the ranks meet.
     timeout_s: how long a rank waits for the others before it gives up with an error.

@@ -1,6 +1,6 @@
 """How this process finds the others: alone, or started by torchrun, by Slurm's srun, or by Penstock itself.
 
-`detect` reads who started us, `join` connects, `leave` disconnects. Whoever started us only says so through
+`detect` reads who started us, `join` connects, `leave` disconnects. A launcher only says so through
 environment variables, and those are read here and nowhere else.
 """
 
@@ -43,7 +43,7 @@ class ProcessInfo:
 
 
 ALONE: Final = ProcessInfo(rank=0, world_size=1, local_rank=0, launcher="alone")
-"""The process that nobody started as one of several."""
+"""The process that was not started as one of several."""
 
 
 def detect(environ: Mapping[str, str]) -> ProcessInfo | None:

@@ -1,4 +1,4 @@
-"""Which ranks share a node: read off the local ranks that whoever started them gave out."""
+"""Which ranks share a node: read off the local ranks that their launcher gave out."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 A transport only knows that its own peer was late or has gone, and that peer is often a survivor that was
 waiting itself. So every rank has a thread that answers on a port of its own, with what the rank is doing. It
 answers while the process runs: not if it is stopped, disconnected or dead. A rank that gives up says so as it
-asks, so that those who ask later do not take it for the culprit. Nobody else is needed for it, neither the
-store nor whoever started the ranks, and it costs nothing until something has failed.
+asks, so that those who ask later do not take it for the culprit. Nothing else is needed for it, neither the
+store nor the launcher of the ranks, and it costs nothing until something has failed.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def _proceed(
         piece = connection.recv(MOST_BYTES)
         heard += piece
         over = not piece
-    except OSError:  # refused or reset: nobody is there
+    except OSError:  # refused or reset: no process is there
         heard.clear()
         over = True
     if over:

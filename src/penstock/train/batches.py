@@ -37,7 +37,7 @@ class Batch:
     `labels_BL`     int64, for every token the byte that follows it
     `sample_ids_B`  int64, different for every sample of a run: the key of counter-based dropout. Training
                       samples count up from 0 through the whole run, held-out samples down from -1
-    `largest_batch`   samples of the rank that has the most of this batch; None if nobody said
+    `largest_batch`   samples of the rank that has the most of this batch; None if not given
     """
 
     tokens_BL: torch.Tensor

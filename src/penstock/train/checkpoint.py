@@ -332,7 +332,7 @@ def _generator_name(rank: int) -> str:
 def _check_fits(
     path: Path, state: Mapping[str, Tensor], saved: Mapping[str, Entry], everyone: set[str]
 ) -> None:
-    """Name the first tensor that the checkpoint lacks, has in another shape, or has and nobody wants."""
+    """Name the first tensor that the checkpoint lacks, has in another shape, or has without being asked."""
     for name, problem in _misfits(state, saved, everyone):
         why = f"checkpoint {path} was made by another model: {name} {problem}"
         hint = "Train with the configuration saved beside it (config.toml), or choose another output.dir."

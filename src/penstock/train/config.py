@@ -99,7 +99,7 @@ class RunConfig:
             raise ConfigError(key, self.schedule.microbatches, why, f"Nearest valid: {samples}.")
 
     def resolved(self, world_size: int) -> RunConfig:
-        """The same with a preset's sizes laid under what the user set, and checked for so many ranks.
+        """The same with a preset's sizes laid under what the user set, and checked for this number of ranks.
 
         A preset's number of experts depends on the ranks. A key with another value than its default wins.
         """

@@ -93,7 +93,7 @@ def load_corpus(config: DataConfig) -> Corpus:
 def _expanded(path: str) -> Path:
     try:
         return Path(path).expanduser()
-    except RuntimeError as error:  # ~somebody whom the system does not know
+    except RuntimeError as error:  # ~user, where the system knows no such user
         raise ConfigError("path", path, "starts with ~USER, but there is no such user", HINT) from error
 
 

@@ -63,7 +63,7 @@ def rank_memory(model: ModelConfig, moe: MoEConfig, batch: int, layout: Layout) 
 
 
 def _bytes(model: ModelConfig, moe: MoEConfig, layout: Layout, layers: int, experts: int) -> tuple[int, int]:
-    """Replicated weights of a model of so many layers, the first `experts` of them MoE; one layer's experts.
+    """Bytes of replicated weights of `layers` layers, the first `experts` of them MoE; of a layer's experts.
 
     Read off the real model, built without memory for its weights.
     """

@@ -22,7 +22,7 @@ class DivergedError(RuntimeError):
 
 
 class StepGuard:
-    """Decides whether a step may change anything. most_in_a_row: so many may be skipped one after another."""
+    """Decides whether a step may change anything. most_in_a_row: consecutive steps that may be skipped."""
 
     def __init__(self, control: Control, most_in_a_row: int) -> None:
         self._control, self._most = control, most_in_a_row

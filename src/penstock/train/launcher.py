@@ -68,7 +68,7 @@ class LaunchOutcome:
     """How every rank ended, in rank order, and why.
 
     `stopped` are the ranks that the launcher had to signal, so their codes are not their own doing;
-    `interrupted_by` is the first signal with which somebody ended the whole run. `silent` are the ranks that
+    `interrupted_by` is the first signal that ended the whole run. `silent` are the ranks that
     did not answer the others, each with whether a signal had stopped it.
     """
 
@@ -209,7 +209,7 @@ class _Ranks:
         self.stop_within(self.grace_s)
 
     def heed_verdict(self) -> None:
-        """Once a rank has failed: kill those that the others call silent, and soon whoever is left."""
+        """Once a rank has failed: kill those that the others call silent, and soon all that are left."""
         if self.first_failure is None or self.silent:
             return
         running = self.running()
@@ -217,7 +217,7 @@ class _Ranks:
             rank: _is_stopped(self.processes[rank].pid) for rank in self.culprits() if rank in running
         }
         if not self.silent and running and all(_is_stopped(self.processes[rank].pid) for rank in running):
-            self.silent = dict.fromkeys(running, True)  # nobody is left to say so
+            self.silent = dict.fromkeys(running, True)  # no rank is left to say so
         for rank in self.silent:
             self.stopped.add(rank)
             self.processes[rank].kill()
@@ -243,7 +243,7 @@ class _Ranks:
             self.processes[rank].send_signal(number)
 
     def kill(self) -> None:
-        """Leave nobody behind; after `wait` there is nobody left."""
+        """Leave no process behind; after `wait` none is left."""
         self.send(signal.SIGKILL)
         for child in self.processes:
             child.wait()
@@ -331,7 +331,7 @@ def _shared_environ(environ: Mapping[str, str], processes: int, store: TCPStore)
 def _recorded_signals() -> Iterator[list[signal.Signals]]:
     """SIGINT and SIGTERM end up in the list instead of ending us, in so far as they were not ignored before.
 
-    Python lets only the main thread handle signals; in another one they stay with whoever runs the main one.
+    Python lets only the main thread handle signals; called in another one, this leaves them as they are.
     """
     received: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():

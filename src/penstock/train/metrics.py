@@ -97,7 +97,7 @@ class ScalarLog(Protocol):
 class MetricsWriter:
     """Appends each step to `metrics.jsonl` in `folder` and, if asked, to TensorBoard events.
 
-    `resume_step` is the number of steps already done: 0 starts the record anew. Lines of later steps, left by
+    `resume_step` is the number of steps already done: 0 starts a new record. Lines of later steps, left by
     a run that was killed after its last checkpoint, are dropped, so that no step appears twice.
 
     A line is JSON and in the file before `write` returns. A number that is not finite is written as null:

@@ -1,4 +1,4 @@
-"""What the training loop asks of whoever decides how steps are cut and ordered: `penstock.autopilot`, say."""
+"""What the training loop asks of the code that decides how steps run, such as `penstock.autopilot`."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ MEANING: Final[Mapping[str, Callable[[Any], object]]] = {
 """Where `none` means what can also be said: what is compared instead."""
 
 UNSAID: Final = ("train.resume", "output.")
-"""Changes that nobody needs to be told of."""
+"""Changes that are not reported."""
 
 MOST_SHOWN: Final = 60
 

@@ -15,7 +15,7 @@ SAME_REQUEST_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Vote:
-    """What all ranks hear behind a step. slowest_s: the step on the slowest rank."""
+    """What all ranks hear after a step. slowest_s: the step on the slowest rank."""
 
     stop: bool
     slowest_s: float

@@ -79,7 +79,7 @@ class Movement:
         return math.cos(angle) * here + math.sin(angle) * self._drawn(changed, index + 1)
 
     def _drawn(self, changed: bool, index: int) -> Logits:
-        """Draw number `index` before or behind the change, its mean over experts brought to zero."""
+        """Draw number `index` before or after the change, its mean over experts brought to zero."""
         logits = self.draw(np.random.default_rng([*self.seed, int(changed), index]))
         centred: Logits = logits - logits.mean(axis=-1, keepdims=True)
         return centred

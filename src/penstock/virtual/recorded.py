@@ -57,7 +57,7 @@ class Recording:
 class RoutingRecorder:
     """Writes the loads of each step; a line is in the file before `write` returns. One rank writes.
 
-    resume_step: steps already done. 0 starts the file anew; otherwise lines up to that step are kept, so
+    resume_step: steps already done. 0 starts a new file; otherwise lines up to that step are kept, so
     that no step of a run that was killed and continued stands twice.
     """
 

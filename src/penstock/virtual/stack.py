@@ -86,7 +86,7 @@ class VirtualStack:
     def prepare(self, number: int) -> None:
         """Draw the routing of step `number` and work out its sizes and durations, before the step is timed.
 
-        Takes some milliseconds up to a tenth of a second with the sizes; `step` does it if nobody has.
+        Takes some milliseconds up to a tenth of a second with the sizes; `step` does it otherwise.
         """
         self._ready(number)
 

@@ -198,7 +198,7 @@ def _rounds(runs: _Runs, budget: Budget) -> int:
 
 
 def _cold(runs: _Runs, rounds: int, machinery: Machinery) -> float:
-    """How many times longer computation takes behind real transfers than where there are none.
+    """How many times longer computation takes beside real transfers than without any.
 
     Transfers leave caches cold and wake other threads up. In a sequential step nothing runs beside them.
     """

@@ -39,7 +39,7 @@ def put(made: Tensor, out: Tensor, *, add: bool) -> None:
 
 
 def is_for_onednn(rows: int, right_KH: Tensor) -> bool:
-    """Whether oneDNN is the faster one for a product of so many rows with a matrix."""
+    """Whether oneDNN is the faster one for a product of this number of rows with a matrix."""
     large = rows * right_KH.shape[-2] * right_KH.shape[-1] >= LARGE
     return large and right_KH.dtype == torch.float32 and right_KH.device.type == "cpu" and onednn_is_faster()
 

@@ -24,8 +24,8 @@ class IndexOrder(RowOrder):
     Where experts choose, they have filled their slots themselves and nothing is dropped; a token then has
     any number of rows.
 
-    num_experts: E. capacity_factor f, min_capacity: an expert has ceil(f k T / E) slots, at least so many,
-    where tokens choose.
+    num_experts: E. capacity_factor f, min_capacity: an expert has ceil(f k T / E) slots, or
+    min_capacity if that is more, where tokens choose.
     """
 
     name, kinds, dynamic = "index", ("token", "expert"), False
@@ -82,7 +82,7 @@ def places(experts_Tk: Tensor, num_experts: int) -> Tensor:
 def slot_rows(experts: Tensor, place: Tensor, sizes: tuple[int, ...], num_experts: int) -> Tensor:
     """Row of each slot: chunk by chunk, inside a chunk expert by expert, inside an expert slot by slot.
 
-    experts, place: of one shape, as the result; -1 where the place is behind the last slot or the expert is
+    experts, place: of one shape, as the result; -1 where the place is beyond the last slot or the expert is
     -1. sizes: slots of one expert in every chunk.
     """
     row = torch.full_like(experts, -1)

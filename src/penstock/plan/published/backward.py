@@ -20,7 +20,7 @@ class Made:
 class GapLayer:
     """An MoE layer with all that follows it on the way back, up to the next one ("generalised layer").
 
-    layer: of its MoE part. part: backward. dense_s: computation behind the MoE part, during which the network
+    layer: of its MoE part. part: backward. dense_s: computation after the MoE part, during which the network
     between nodes rests. made: gradients that are there when the next such layer begins.
     """
 
@@ -44,5 +44,5 @@ class Backward:
         return exact(gap.part, reduce_s, self.degrees)
 
     def tail_s(self, left_bytes: float) -> float:
-        """What is left is exposed behind everything."""
+        """What is left is exposed after everything."""
         return self.all_reduce.seconds(left_bytes)

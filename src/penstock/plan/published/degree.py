@@ -40,7 +40,7 @@ class Linear:
 class MoEPart:
     """What the MoE part of one layer takes in one direction.
 
-    a2a: between nodes, each of the two. ag, rs: inside the node, before and behind the experts.
+    a2a: between nodes, each of the two. ag, rs: inside the node, before and after the experts.
     """
 
     a2a: Linear

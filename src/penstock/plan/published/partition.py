@@ -50,7 +50,7 @@ class Filling:
         return spare_s
 
     def take(self, slot: Slot, size_bytes: int) -> None:
-        """The next `size_bytes` go into `slot`, if so many are left."""
+        """The next `size_bytes` go into `slot`, if that many are left."""
         while size_bytes > 0 and self._queue:
             layer, rest = self._queue[0]
             size = min(rest, size_bytes)

@@ -21,7 +21,7 @@ Array = npt.NDArray[np.float64]
 
 SEED = 20250330
 GENERATIONS, MEMBERS, MOST_MEMBERS = 60, 8, 160
-"""Of the differential evolution: so many members for every layer, but no more than that in all."""
+"""Of the differential evolution: members for every layer, and the most in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Rest:
 
     busy_s: [L, R] the network's own time in the MoE part; floor_s: [L, R] the part's time without reductions.
     filled_s: [L] reductions of step 1 in the MoE part. left_bytes: [L] what is there when the gap is over and
-    fits into no gap behind it either. made_last_bytes: made behind the last gap.
+    fits into no later gap either. made_last_bytes: made after the last gap.
     """
 
     busy_s: Array
@@ -71,7 +71,7 @@ class Rest:
         extra, taken = np.zeros_like(shares), np.zeros(shares.shape[:-1])
         for gap in range(shares.shape[-1]):
             extra[..., gap] = shares[..., gap] * np.maximum(self.left_bytes[gap] - taken, 0.0)
-            taken += extra[..., gap]  # what a gap takes is missing in those behind it, too
+            taken += extra[..., gap]  # what a gap takes is missing in the later ones, too
         return extra
 
     def _reduction_s(self, size_bytes: Array) -> Array:

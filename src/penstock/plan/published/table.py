@@ -23,10 +23,10 @@ FLOWMOE_MICROBATCHES = 2
 """In all of its published runs."""
 
 FLOWMOE_CUTS = (1, 2, 4, 8, 16)
-"""A block's gradients in so many all-reduce chunks: the grid over S_p."""
+"""Numbers of all-reduce chunks of a block's gradients: the grid over S_p."""
 
 TUNED_LAYERS = 4
-"""FlowMoE is tuned on so many of the lowest layers of a long model."""
+"""FlowMoE is tuned on this number of the lowest layers of a long model."""
 
 
 def sequential_choice(problem: Problem) -> Decision:

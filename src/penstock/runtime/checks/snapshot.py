@@ -31,7 +31,7 @@ class Snapshot:
 
 
 def _tree(models: Sequence[nn.Module]) -> list[Any]:
-    """Modules and parameters in order; None behind the last child of a module, so that levels show."""
+    """Modules and parameters in order; None after the last child of a module, so that levels show."""
     found: list[Any] = []
     seen: set[int] = set()
 

@@ -171,7 +171,7 @@ class ExpertParallel:
 def ignore_experts(model: nn.Module) -> nn.Module:
     """Make `model` ready for `DistributedDataParallel(ignore_experts(model))`; returns it.
 
-    DDP averages gradients over all ranks and gives everybody rank 0's values at the start. Experts behind an
+    DDP averages gradients over all ranks and gives every rank rank 0's values at the start. Experts behind an
     `ExpertParallel` finish their gradients themselves and differ by rank: all of theirs is put on DDP's list
     of what to ignore, and their replicas, if any, get equal values here. The same for the choices a gate's
     bias has counted, which are each rank's own. Every rank must call it at the same point, right before DDP.
@@ -201,7 +201,7 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
 class _Finish(torch.autograd.Function):
     """Rows and expert parameters as they are; gradients of the parameters get finished, zeros if missing.
 
-    One node for all: its place in backward is behind the experts and before the rows' way back, on every
+    One node for all: its place in backward is after the experts and before the rows' way back, on every
     rank, whichever experts had rows there. So collectives meet in the same order everywhere.
     """
 

@@ -1,4 +1,4 @@
-"""Which ranks hold an expert: a mark on its parameters, for whoever meets them without their layer.
+"""Which ranks hold an expert: a mark on its parameters, for code that meets them without their layer.
 
 The mark stays with a parameter through `.to()` and in any list. A copy of a parameter or one put in its place
 has none until the layer's next forward.

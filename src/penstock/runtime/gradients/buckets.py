@@ -15,7 +15,7 @@ from penstock.cost.workload import part_sizes
 class FlatGradients:
     """The gradients of parameters of one type and device, back to back in one buffer.
 
-    Between two backward passes the buffer belongs to whoever holds a gradient in it. If somebody does when
+    Between two backward passes the buffer belongs to the code that holds a gradient in it. If any does when
     the next pass begins, that pass gets a new buffer; otherwise it uses the old one again, since memory
     fresh from the system costs several times as much as clearing what is there.
     """

@@ -39,7 +39,7 @@ def clip_grad_norm_(
     parameters in any order; parameters without a gradient count nothing. max_norm: `math.inf` only measures.
     norm_type: p of the p-norm, above 0; `math.inf` for the largest entry. foreach: as in torch.
 
-    With experts on several ranks all of them must call it, when gradients are finished: behind `backward`.
+    With experts on several ranks all of them must call it, when gradients are finished: after `backward`.
     It costs one all-reduce of 16 bytes per rank, and on a GPU the host waits. Raises ValueError for a setting
     that makes no sense, and RuntimeError if gradients that all ranks share differ between them, if not every
     rank takes part, or, with error_if_nonfinite, if the norm is not finite.

@@ -44,7 +44,7 @@ class Transport(Protocol):
         ...
 
     def abort(self) -> None:
-        """Wake whoever waits for this rank, here and on its direct peers; those abort in turn."""
+        """Wake the ranks that wait for this one, here and on its direct peers; those abort in turn."""
         ...
 
 
@@ -90,7 +90,7 @@ class Transports:
         return total
 
     def abort(self) -> None:
-        """Wake whoever waits in any of them."""
+        """Wake the threads that wait in any of them."""
         for transport in self._all:
             transport.abort()
 
@@ -101,7 +101,7 @@ class Transports:
 
 
 class Unconnected:
-    """What transports without a network share: sums stay, nothing is sent, nobody waits."""
+    """What transports without a network share: sums stay as they are, nothing is sent, no rank waits."""
 
     def has(self, group: Axes) -> bool:
         del group

@@ -21,7 +21,7 @@ HIDDEN_WIDTH = 512
 class Load:
     """Exchanges without a pause, the same number on every rank, on a thread as a lane has one.
 
-    Nobody else may use `transport` before `finish`.
+    No other code may use `transport` before `finish`.
     """
 
     def __init__(self, transport: Transport, control: Control) -> None:

@@ -35,7 +35,7 @@ class Sockets:
             self._each(lambda s: s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size_bytes))
 
     def cut(self) -> None:
-        """End both directions of every connection: whoever waits for it wakes, here and at the peer."""
+        """End both directions of every connection: threads that wait for it wake, here and at the peer."""
         self._each(lambda connection: connection.shutdown(socket.SHUT_RDWR))
 
     def _each(self, act: Callable[[socket.socket], None]) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk. Nothing that is read here can run code, whoever wrote it.
+"""What a checkpoint is on disk. Nothing that is read here can run code, no matter who wrote it.
 
 ::
 
