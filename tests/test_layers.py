@@ -37,6 +37,7 @@ PURE = (
 LAYERS = (
     *PURE,
     "topology",
+    "sharding",
     "moe",
     "runtime",
     "models",

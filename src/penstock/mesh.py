@@ -29,7 +29,10 @@ class Group:
     """The kinds of groups that Penstock's own tasks meet in.
 
     EXPERT: the ranks that share a layer's experts. NODE: those of them in one node. RAIL: those with the same
-    place in their nodes. EXPERT_REPLICAS: the replicas of an expert. WORLD: all ranks.
+    place in their nodes. EXPERT_REPLICAS: the replicas of an expert. SHARDS: the ranks that share every one
+    of their experts. EXPERT_SHARDS: all that hold a part of some expert of a layer. TENSOR: the ranks that
+    share attention and see the same samples. DATA: those with the same part of attention and other samples.
+    WORLD: all ranks.
     """
 
     ALONE: Final[Axes] = ()
@@ -37,6 +40,10 @@ class Group:
     NODE: Final[Axes] = ("ep_local",)
     RAIL: Final[Axes] = ("ep_node",)
     EXPERT_REPLICAS: Final[Axes] = ("edp",)
+    SHARDS: Final[Axes] = ("esp",)
+    EXPERT_SHARDS: Final[Axes] = ("ep", "esp")
+    TENSOR: Final[Axes] = ("mp",)
+    DATA: Final[Axes] = ("dp",)
     WORLD: Final[Axes] = ("dp", "mp")
 
     NAMES: Final[dict[str, Axes]] = {
@@ -45,6 +52,10 @@ class Group:
         "rail": RAIL,
         "edp": EXPERT_REPLICAS,
         "world": WORLD,
+        "esp": SHARDS,
+        "ep x esp": EXPERT_SHARDS,
+        "mp": TENSOR,
+        "dp": DATA,
     }
     """What cluster files and messages call them."""
 
@@ -103,6 +114,11 @@ def num_nodes(ranks: int, node_size: int) -> int:
 def ranks_per_node(ranks: int, node_size: int) -> int:
     """Ranks of a group of consecutive ones in one node: all of them unless it fills several whole nodes."""
     return node_size if 0 < node_size < ranks and ranks % node_size == 0 else ranks
+
+
+def holders(ranks: int, shards: int) -> int:
+    """Ranks, or groups of `shards` ranks that share every expert, that can hold different experts."""
+    return ranks // shards
 
 
 def neighbour(rank: int, steps: int, ranks: int) -> int:

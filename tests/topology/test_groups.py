@@ -92,6 +92,10 @@ def test_every_kind_of_group_partitions_the_world(layout: Layout) -> None:
             Group.EXPERT_REPLICAS: layout.edp_size,
             Group.NODE: layout.ep_node_size,
             Group.RAIL: layout.ep_nodes,
+            Group.TENSOR: layout.mp_size,
+            Group.DATA: layout.dp_size,
+            Group.SHARDS: layout.esp_size,
+            Group.EXPERT_SHARDS: layout.ep_size * layout.esp_size,
             Group.ALONE: 1,
         }
         assert {len(ranks) for ranks in members} == {sizes[group]}

@@ -1,18 +1,18 @@
-"""Which ranks form which group: `world = edp x ep`, ranks of one expert group consecutive."""
+"""Which ranks form which group: `world = dp x mp = edp x ep x esp`, see `penstock.mesh`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch.distributed as dist
 
 from penstock.config import ConfigError, Within, check_bounds
 from penstock.config.bounds import Ranks
 from penstock.dispatch import Place
-from penstock.mesh import Axes, Group, Mesh, group_sizes, num_nodes, ranks_per_node
+from penstock.mesh import Axes, Group, Mesh, group_sizes, holders, num_nodes, ranks_per_node
 
 LONGEST_TIMEOUT_S = 1e6
 Processes = Annotated[int, Within(1, 4096, "they all run on this machine")]
@@ -22,12 +22,20 @@ Timeout = Annotated[
 BufferBytes = Annotated[int, Within(0, 1 << 30, "0 leaves it to the system, which takes no more")]
 
 
+TokenLayout = Literal["split", "replicated"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Section `[parallel]`.
 
     processes: how many local ranks `penstock train` starts, unless another launcher did.
-    ep_size: over how many ranks the experts of a layer are spread; none = all ranks.
+    ep_size: over how many ranks the experts of a layer are spread; none = all ranks, after `esp_size`.
+    mp_size: ranks of a node that share attention, dense feed-forward parts and vocabulary (tensor
+    parallelism) and work on the same samples.
+    esp_size: ranks of a node that share every expert, each a part of its hidden width (expert sharding).
+    tokens: what ranks of one `mp` group hold between two blocks: "split" = each its part of every sample
+    (sequence parallelism), "replicated" = all of it.
     ranks_per_node: how many consecutive ranks share a node; none = as found out when the ranks meet.
     timeout_s: how long a rank waits for the others before it gives up with an error.
     send_buffer_bytes: what may wait for the wire in one connection (CPU ranks); 0 leaves it to the system.
@@ -36,6 +44,9 @@ class ParallelConfig:
 
     processes: Processes = 4
     ep_size: Ranks | None = None
+    mp_size: Ranks = 1
+    esp_size: Ranks = 1
+    tokens: TokenLayout = "split"
     ranks_per_node: Ranks | None = None
     timeout_s: Timeout = 60.0
     send_buffer_bytes: BufferBytes = 64 * 1024
@@ -46,39 +57,51 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """World = edp x ep. Every rank holds num_experts / ep_size experts; edp ranks hold the same ones.
+    """World = dp x mp = edp x ep x esp. A rank holds its `1 / esp` part of num_experts / ep_size experts.
 
-    node_size: consecutive ranks in one node; 0 = all, or not known to be equal everywhere.
+    mp_size: ranks that share attention. esp_size: ranks that share every expert. node_size: consecutive ranks
+    in one node; 0 = all, or not known to be equal everywhere.
     """
 
     world_size: int
     ep_size: int
     rank: int
     node_size: int = 0
+    mp_size: int = 1
+    esp_size: int = 1
 
     @staticmethod
     def build(
         config: ParallelConfig, world_size: int, rank: int, num_experts: int, node_size: int = 0
     ) -> Layout:
         """Check that experts and ranks divide; name the nearest size that does. node_size: as found out."""
-        ep_size = world_size if config.ep_size is None else config.ep_size
-        valid = [size for size in group_sizes(world_size) if num_experts % size == 0]
+        if config.ranks_per_node is not None:
+            node_size = config.ranks_per_node
+            _check_divides("ranks_per_node", node_size, world_size, f"the number of ranks ({world_size})")
+        for name in ("mp_size", "esp_size"):
+            _check_inside_node(name, getattr(config, name), world_size, node_size)
+        spread = holders(world_size, config.esp_size)
+        ep_size = spread if config.ep_size is None else config.ep_size
+        valid = [size for size in group_sizes(spread) if num_experts % size == 0]
         if ep_size not in valid:
             nearest = min(valid, key=lambda n: (abs(n - ep_size), n))
             if config.ep_size is None:
-                why = f"cannot be shared evenly by {world_size} ranks"
-                experts = max(1, round(num_experts / world_size)) * world_size
+                shards = f" of {config.esp_size} shards" if config.esp_size > 1 else ""
+                why = f"cannot be shared evenly by {spread} {'groups' if shards else 'ranks'}{shards}"
+                experts = max(1, round(num_experts / spread)) * spread
                 hint = f"Nearest valid: {experts}; or spread experts over fewer: parallel.ep_size={nearest}."
                 raise ConfigError("moe.num_experts", num_experts, why, hint)
-            why = f"must divide the number of ranks ({world_size}) and moe.num_experts ({num_experts})"
+            ranks = f"ranks ({world_size})" if spread == world_size else f"ranks over esp_size ({spread})"
+            why = f"must divide the number of {ranks} and moe.num_experts ({num_experts})"
             raise ConfigError("parallel.ep_size", ep_size, why, f"Nearest valid: {nearest}.")
-        if config.ranks_per_node is not None:
-            node_size = config.ranks_per_node
-            if node_size not in group_sizes(world_size):
-                nearest = min(group_sizes(world_size), key=lambda n: (abs(n - node_size), n))
-                why = f"must divide the number of ranks ({world_size})"
-                raise ConfigError("parallel.ranks_per_node", node_size, why, f"Nearest valid: {nearest}.")
-        return Layout(world_size=world_size, ep_size=ep_size, rank=rank, node_size=node_size)
+        return Layout(
+            world_size=world_size,
+            ep_size=ep_size,
+            rank=rank,
+            node_size=node_size,
+            mp_size=config.mp_size,
+            esp_size=config.esp_size,
+        )
 
     @property
     def nodes(self) -> int:
@@ -98,7 +121,8 @@ class Layout:
     @property
     def ep_node_size(self) -> int:
         """Ranks of an expert group in one node: all of them where it does not span whole nodes."""
-        return ranks_per_node(self.ep_size, self.node_size)
+        here = ranks_per_node(self.ep_size * self.esp_size, self.node_size)
+        return holders(here, self.esp_size)
 
     @property
     def ep_nodes(self) -> int:
@@ -117,6 +141,26 @@ class Layout:
         raise ConfigError(key, dispatch, why, "Use flat, or say parallel.ranks_per_node.")
 
     @property
+    def dp_size(self) -> int:
+        """Groups of ranks that work on samples of their own."""
+        return self.mesh.size(Group.DATA)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of them this rank's is."""
+        return self.mesh.place(self.rank, Group.DATA)
+
+    @property
+    def mp_rank(self) -> int:
+        """Place among the ranks that share attention."""
+        return self.mesh.place(self.rank, Group.TENSOR)
+
+    @property
+    def esp_rank(self) -> int:
+        """Place among the ranks that share every expert."""
+        return self.mesh.place(self.rank, Group.SHARDS)
+
+    @property
     def edp_size(self) -> int:
         """How many replicas every expert has."""
         return self.mesh.size(Group.EXPERT_REPLICAS)
@@ -128,8 +172,24 @@ class Layout:
             world_size=self.world_size,
             ep_size=self.ep_size,
             ep_local_size=self.ep_node_size,
+            mp_size=self.mp_size,
+            esp_size=self.esp_size,
             node_size=self.node_size,
         )
+
+
+def _check_divides(name: str, value: int, total: int, of: str) -> None:
+    if value not in group_sizes(total):
+        nearest = min(group_sizes(total), key=lambda n: (abs(n - value), n))
+        raise ConfigError(f"parallel.{name}", value, f"must divide {of}", f"Nearest valid: {nearest}.")
+
+
+def _check_inside_node(name: str, value: int, world_size: int, node_size: int) -> None:
+    """Shards of attention and of experts exchange all their rows with each other, inside a node."""
+    if node_size:
+        of = f"the ranks of a node ({node_size}), since what it shards is exchanged inside nodes"
+        _check_divides(name, value, node_size, of)
+    _check_divides(name, value, world_size, f"the number of ranks ({world_size})")
 
 
 INTER_GROUPS = (Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS)

@@ -1,0 +1,99 @@
+"""Which part of a whole parameter a rank holds, where ranks share it. Marks stay with the parameter.
+
+A whole parameter has the name and shape that it has on one process: checkpoints, initial weights and exports
+know nothing else. A rank's part is cut from it by `Sharding.part` and put back by `Sharding.join`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.mesh import Axes
+
+MARK = "penstock_sharding"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """One of `count` equal parts of a whole tensor.
+
+    axes: of the mesh, along which the parts are spread; part i is at place i. shape: of the whole. view: the
+    whole, reshaped so that `dim` is the dimension that is cut: a fused matrix of queries, keys and values
+    [3 A K, M] is cut as [3, A K, M] along 1, so that every part has heads of all three. index: this rank's.
+    Of experts it describes one expert's tensor, without the dimension that counts experts.
+    """
+
+    axes: Axes
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    dim: int
+    index: int
+    count: int
+
+    def __post_init__(self) -> None:
+        assert prod(self.shape) == prod(self.view), f"{self.view} is no view of {self.shape}"
+        assert self.view[self.dim] % self.count == 0, f"{self.view} cannot be cut into {self.count} parts"
+        assert 0 <= self.index < self.count, f"part {self.index} of {self.count}"
+
+    @staticmethod
+    def along(dim: int, shape: Sequence[int], axes: Axes, index: int, count: int) -> Sharding:
+        """A tensor that is cut along one of its own dimensions."""
+        whole = tuple(shape)
+        return Sharding(axes=axes, shape=whole, view=whole, dim=dim, index=index, count=count)
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of a part: the whole one's, with the smallest possible change to its dimensions."""
+        if self.view == self.shape:
+            return (*self.shape[: self.dim], self.shape[self.dim] // self.count, *self.shape[self.dim + 1 :])
+        return (self.shape[0] // self.count, *self.shape[1:])
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor of `shape`; a copy unless it lies in one piece."""
+        return self.part_of(whole, self.index)
+
+    def part_of(self, whole: Tensor, index: int) -> Tensor:
+        """The part at another place."""
+        width = self.view[self.dim] // self.count
+        return whole.view(self.view).narrow(self.dim, index * width, width).reshape(self.part_shape)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor of all parts, in the order of their places."""
+        width = self.view[self.dim] // self.count
+        shape = (*self.view[: self.dim], width, *self.view[self.dim + 1 :])
+        return torch.cat([part.reshape(shape) for part in parts], dim=self.dim).reshape(self.shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+        """Itself: a copy of a parameter is the same part."""
+        del memo
+        return self
+
+
+def shardings_of(model: nn.Module) -> dict[str, Sharding]:
+    """Every parameter that is a part of a larger one, by its name in `model`.
+
+    A module says so of its own parameters in an attribute `shardings`, by their names in it.
+    """
+    found: dict[str, Sharding] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, sharding in getattr(module, "shardings", {}).items():
+            found[f"{prefix}.{name}" if prefix else name] = sharding
+    return found
+
+
+def mark_shards(model: nn.Module) -> None:
+    """Put a mark on these parameters, for code that meets them without their module."""
+    for name, sharding in shardings_of(model).items():
+        setattr(model.get_parameter(name), MARK, sharding)
+
+
+def sharding_of(parameter: Tensor) -> Sharding | None:
+    """Which part of a larger parameter this is; None for a whole one, and for one that was never marked."""
+    found: Sharding | None = getattr(parameter, MARK, None)
+    return found
