@@ -33,7 +33,6 @@ DECIDES_BY_NAME: Mapping[str, str] = {
     "runtime/program.py": "the forward half ends with the sums of the loss",
     "runtime/transport/interface.py": "which transport a lane has",
     "cost/cluster.py": "the devices of a node share its link to others, and not those inside",
-    "cost/step.py": "which of a layer's two buffers a reduction has",
     "plan/bound.py": "embedding and head stand outside of the bound's chain of layers",
     "plan/explain.py": "what a faster link of one kind would bring",
     "autopilot/profiling/links.py": "which transport measures a leg",

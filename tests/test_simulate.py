@@ -66,25 +66,45 @@ def test_fsmoe_takes_what_its_exact_formula_says(pieces: int, a: int, g: int, s:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> Mesh:
-    local_size = draw(st.integers(1, 3))
+    local_size, esp_size = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     ep_size = local_size * draw(st.integers(1, 3))
     told = draw(st.booleans()) or local_size != ep_size  # 0 says the same as ep_size
-    world_size = ep_size * draw(st.integers(1, 3))
-    return Mesh(world_size=world_size, ep_size=ep_size, ep_local_size=local_size if told else 0)
+    world_size = ep_size * esp_size * draw(st.integers(1, 3))
+    mp_size = draw(st.sampled_from([n for n in range(1, world_size + 1) if world_size % n == 0]))
+    return Mesh(
+        world_size=world_size,
+        ep_size=ep_size,
+        ep_local_size=local_size if told else 0,
+        mp_size=mp_size,
+        esp_size=esp_size,
+    )
 
 
 def members(group: Axes, rank: int, mesh: Mesh) -> list[int]:
-    """Expert groups and nodes are consecutive ranks; a rail has one of every node of an expert group."""
-    everyone, size, ep_size = range(mesh.world_size), mesh.local_size, mesh.ep_size
-    together = {
-        Group.ALONE: lambda other: other == rank,
-        Group.EXPERT: lambda other: other // ep_size == rank // ep_size,
-        Group.EXPERT_REPLICAS: lambda other: other % ep_size == rank % ep_size,
-        Group.NODE: lambda other: other // size == rank // size,
-        Group.RAIL: lambda other: other // ep_size == rank // ep_size and other % size == rank % size,
-        Group.WORLD: lambda other: True,
-    }
-    return [other for other in everyone if together[group](other)]
+    """Shards of experts are consecutive ranks, then expert groups and nodes; a rail has one of every node."""
+    size, ep_size, esp_size = mesh.local_size, mesh.ep_size, mesh.esp_size
+
+    def place(rank: int) -> dict[str, int]:
+        holder, shard = divmod(rank, esp_size)
+        replica, ep = divmod(holder, ep_size)
+        node, local = divmod(ep, size)
+        data, tensor = divmod(rank, mesh.mp_size)
+        return {
+            "edp": replica,
+            "ep": ep,
+            "ep_node": node,
+            "ep_local": local,
+            "esp": shard,
+            "dp": data,
+            "mp": tensor,
+        }
+
+    dense = set(group) <= {"dp", "mp"} and bool(group)
+    axes = ("dp", "mp") if dense else ("edp", "ep_node", "ep_local", "esp")
+    inside = {"ep_node", "ep_local"} | set(group) if "ep" in group else set(group)
+    fixed = [axis for axis in axes if axis not in inside]
+    mine = place(rank)
+    return [r for r in range(mesh.world_size) if all(place(r)[a] == mine[a] for a in fixed)]
 
 
 @given(worlds(), seeds, st.sampled_from([Group.ALONE, *Group.NAMES.values()]))

@@ -66,8 +66,10 @@ class StepCost:
             shape.moe_layers,
             work.all_reduce_bytes,
             work.expert_all_reduce_bytes,
+            work.gradients[Op.PARTIAL_ALL_REDUCE],
             shape.all_reduce_chunks,
             shape.expert_all_reduce_chunks,
+            shape.partial_all_reduce_chunks,
         ]
         if shape.all_reduce_parts:
             columns.append(shape.all_reduce_parts)
@@ -125,15 +127,15 @@ class StepCost:
         """Token copies that a rank sends to all experts in the task's chunk."""
         assert task.microbatch is not None and task.chunk is not None, task
         cut, microbatch = task.cut, task.microbatch
-        return sum(self.workload.rows(microbatch, cut.microbatches, s, cut.slices) for s in cut.held)
+        rows = sum(self.workload.rows(microbatch, cut.microbatches, s, cut.slices) for s in cut.held)
+        return rows / cut.token_shards
 
     def reduced_bytes(self, task: Task) -> int:
         """Bytes of gradients in one piece of an all-reduce. A layer is cut once, however many its pieces."""
         assert task.piece is not None, task
         whole = self._kinds[task.layer], task.op
         if whole not in self._reduced:
-            replicated = task.op == Op.ALL_REDUCE
-            sizes = self.workload.all_reduce_bytes if replicated else self.workload.expert_all_reduce_bytes
+            sizes = self.workload.gradients[task.op]
             self._reduced[whole] = part_sizes(sizes[task.layer] // FLOAT32_BYTES, task.cut.parts)
         return self._reduced[whole][task.piece] * FLOAT32_BYTES
 
@@ -144,17 +146,19 @@ class StepSizes:
     def __init__(self, step: StepCost) -> None:
         work = step.workload
         self.num_experts, self.top_k, self.shard_size = work.num_experts, work.top_k, work.shard_size
+        self.mp_size, self.esp_size = work.mp_size, work.esp_size
         self.moe_layers = step.shape.moe_layers
         self.rows, self.reduced_bytes = step.rows, step.reduced_bytes
         self.hidden_bytes, self.wire_bytes = work.hidden_bytes, work.wire_bytes
         self.attention_flops, self.dense_flops = work.attention_flops, work.dense_flops
+        self.router_flops = work.router_flops
         self.shared_flops, self.expert_flops = work.shared_flops, work.expert_flops
         self.head_flops, self._tokens = work.head_flops, work.tokens
 
     def tokens(self, task: Task) -> int:
-        """Tokens of the task's microbatch."""
+        """Tokens of the task's microbatch, this rank's part where ranks share them."""
         assert task.microbatch is not None, task
-        return self._tokens(task.microbatch, task.cut.microbatches)
+        return -(-self._tokens(task.microbatch, task.cut.microbatches) // task.cut.token_shards)
 
 
 @dataclass(frozen=True)

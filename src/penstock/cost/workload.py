@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 
 from penstock.cost.span import Span, span_of
 from penstock.mesh import Axes, Mesh, num_nodes
+from penstock.ops import Op
 from penstock.placement import ExpertPlacement
 
 
@@ -48,6 +49,8 @@ class Workload:
     dispatch, node_size: how rows travel, and how many ranks of an expert group are in one node (0 = all).
     devices_per_node: of the cluster, whose ranks are consecutive; 0 = not known, unless node_size tells.
     shared_ffn_hidden_size: of the shared experts, 0 for none.
+    mp_size, esp_size: ranks that share attention, and every expert; `batch` is what the former have
+    together. partial_all_reduce_bytes: gradients of which those have each a part.
     shard_size: ranks that share attention and every expert (FSMoE's N_MP = N_ESP); for planning only. `batch`
     is then what a group of shards has, gradients are those of one shard, and world_size counts groups.
     all_reduce_bytes / expert_all_reduce_bytes: gradients per layer. dense_ffn_hidden_size: of dense blocks.
@@ -76,11 +79,29 @@ class Workload:
     devices_per_node: int = 0
     shared_ffn_hidden_size: int = 0
     shard_size: int = 1
+    mp_size: int = 1
+    esp_size: int = 1
+    partial_all_reduce_bytes: tuple[int, ...] = ()
+
+    @property
+    def gradients(self) -> dict[str, tuple[int, ...]]:
+        """Bytes of every layer's gradients, by the op that reduces them."""
+        return {
+            Op.ALL_REDUCE: self.all_reduce_bytes,
+            Op.PARTIAL_ALL_REDUCE: self.partial_all_reduce_bytes or (0,) * len(self.all_reduce_bytes),
+            Op.EXPERT_ALL_REDUCE: self.expert_all_reduce_bytes,
+        }
 
     @property
     def mesh(self) -> Mesh:
         """The ranks of the step, as its layers share them."""
-        return Mesh(world_size=self.world_size, ep_size=self.ep_size, ep_local_size=self.node_size)
+        return Mesh(
+            world_size=self.world_size,
+            ep_size=self.ep_size,
+            ep_local_size=self.node_size,
+            mp_size=self.mp_size,
+            esp_size=self.esp_size,
+        )
 
     @property
     def placement(self) -> ExpertPlacement:
@@ -123,6 +144,10 @@ class Workload:
         projections = 8 * self.hidden_size**2
         scores = 2 * self.seq_len * self.hidden_size
         return tokens * (projections + scores + 2 * self.hidden_size * self.num_experts)
+
+    def router_flops(self, tokens: int) -> float:
+        """The gate's matrix product."""
+        return tokens * 2 * self.hidden_size * self.num_experts
 
     def expert_flops(self, rows: float) -> float:
         """Forward matrix products of `rows` token copies."""

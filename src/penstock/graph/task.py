@@ -95,6 +95,7 @@ class Cut:
 
     microbatches: of the batch. slices: of a microbatch's rows in an MoE layer; the task has those from
     `first` up to `stop`. parts: relative sizes of the pieces of a buffer; the task has the one its name says.
+    token_shards: ranks that share the tokens of every sample; the task has this rank's part of them.
     """
 
     microbatches: int = 1
@@ -102,17 +103,24 @@ class Cut:
     first: int = 0
     stop: int = 1
     parts: tuple[int, ...] = (1,)
+    token_shards: int = 1
 
     @property
     def text(self) -> str:
         """All of it in one word."""
         parts = ",".join(map(str, self.parts))
-        return f"{self.microbatches}m {self.first}-{self.stop}/{self.slices}s [{parts}]"
+        tokens = f" 1/{self.token_shards}t" if self.token_shards > 1 else ""
+        return f"{self.microbatches}m {self.first}-{self.stop}/{self.slices}s [{parts}]{tokens}"
 
     @property
     def held(self) -> range:
         """The slices that the task has."""
         return range(self.first, self.stop)
+
+    @property
+    def chunks(self) -> int:
+        """Into how many chunks the slices are cut, of which the task has one."""
+        return self.slices // (self.stop - self.first)
 
 
 WHOLE = Cut()

@@ -43,7 +43,7 @@ class OpSpec:
     backward: what its backward is. transpose: the op whose work the backward does, where that is another one
     (a gather's is a reduce-scatter). given: roles that are not differentiated; the backward of an op that
     saves nothing reads them again. indices: axes that its names carry, out of `mcp`. gradients: state that
-    its backward adds to, `{layer}` for the layer's number.
+    its backward adds to, `{layer}` for the layer's number; a task that reads other parameters adds to theirs.
     """
 
     name: str
@@ -54,7 +54,7 @@ class OpSpec:
     transpose: str = ""
     given: frozenset[str] = frozenset()
     indices: str = "m"
-    gradients: str = ""
+    gradients: str | tuple[str, ...] = ""
 
     @property
     def saves(self) -> bool:
@@ -63,8 +63,13 @@ class OpSpec:
 
     def parameters(self, layer: int) -> tuple[str, ...]:
         """State that its tasks read, forward and backward: the parameters whose gradients are `gradients`."""
-        state = self.gradients.format(layer=layer)
-        return (state.replace("gradients", "parameters"),) if "gradients" in state else ()
+        states = self.states(layer)
+        return tuple(state.replace("gradients", "parameters") for state in states if "gradients" in state)
+
+    def states(self, layer: int) -> tuple[str, ...]:
+        """State that its backward adds to."""
+        given = (self.gradients,) if isinstance(self.gradients, str) else self.gradients
+        return tuple(state.format(layer=layer) for state in given if state)
 
 
 OPS: dict[str, OpSpec] = {}

@@ -10,8 +10,10 @@ from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
 
 REPLICATED = "gradients of L{layer}"
+PARTIAL = "partial gradients of L{layer}"
 EXPERTS = "expert gradients of L{layer}"
-"""State: the gradients of a layer's replicated parameters, and those of its experts."""
+"""State: the gradients of a layer's replicated parameters, those of them to which every rank of several that
+share attention adds its part, and those of its experts."""
 
 
 def _copied(task: Task, sizes: Sizes) -> float:

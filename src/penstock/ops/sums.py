@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.graph.task import Task
 from penstock.mesh import Axes, Group
 from penstock.ops.base import Backward, Kind, OpSpec, register
-from penstock.ops.blocks import EXPERTS, REPLICATED
+from penstock.ops.blocks import EXPERTS, PARTIAL, REPLICATED
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
 
@@ -42,6 +42,14 @@ register(
         indices="p",
     ),
     OpSpec(
+        name=Op.PARTIAL_ALL_REDUCE,
+        title="all-reduce of gradients that ranks sharing attention have parts of",
+        kind=Kind.COLLECTIVE,
+        work=_reduction,
+        backward=Backward.NONE,
+        indices="p",
+    ),
+    OpSpec(
         name=Op.EXPERT_ALL_REDUCE,
         title="all-reduce of expert gradients over their replicas",
         kind=Kind.COLLECTIVE,
@@ -54,14 +62,27 @@ register(
 
 @dataclass(frozen=True)
 class Reduction:
-    """How gradients of one kind are synchronised. state: their buffer; axes: the ranks that sum it."""
+    """How gradients of one kind are synchronised.
+
+    state: their buffer; axes: the ranks that sum it. sharing_axes: the same where ranks share attention.
+    """
 
     state: str
     axes: Axes
+    sharing_axes: Axes
+
+    def axes_of(self, *, sharing: bool) -> Axes:
+        """The ranks that sum it. sharing: whether ranks share attention."""
+        return self.sharing_axes if sharing else self.axes
 
 
 REDUCTIONS = {
-    Op.ALL_REDUCE: Reduction(REPLICATED, Group.WORLD),
-    Op.EXPERT_ALL_REDUCE: Reduction(EXPERTS, Group.EXPERT_REPLICAS),
+    Op.ALL_REDUCE: Reduction(REPLICATED, Group.WORLD, Group.DATA),
+    Op.PARTIAL_ALL_REDUCE: Reduction(PARTIAL, Group.WORLD, Group.WORLD),
+    Op.EXPERT_ALL_REDUCE: Reduction(EXPERTS, Group.EXPERT_REPLICAS, Group.EXPERT_REPLICAS),
 }
-"""Every op that synchronises gradients."""
+"""Every op that synchronises gradients.
+
+Ranks that share attention have each their shard of its gradients, or all of what they compute alike: those
+are summed over other samples only. Of the partial ones each has what its heads or its tokens add.
+"""

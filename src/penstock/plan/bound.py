@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from penstock.decision import Decision
 from penstock.graph import Lane, Phase, Task
 from penstock.ops import Op
+from penstock.ops.sums import REDUCTIONS
 from penstock.plan.predict import alone
 from penstock.plan.problem import Problem
 from penstock.schedule import Cost
@@ -121,6 +122,7 @@ class QuickBounds:
             all_reduce_chunks=(0,),
             all_reduce_parts=(),
             expert_all_reduce_chunks=(0,),
+            partial_all_reduce_chunks=(0,),
         )
         graph = build_graph(shape)
         example = self._few.shape.moe_layers.index(is_moe)
@@ -187,9 +189,9 @@ def _part(seconds: Mapping[Task, float], chain_s: float) -> _Part:
 
 
 def _reduce_s(cost: Cost, layer: int, cut: StepShape) -> tuple[float, float]:
-    parts = cut.parts_of(layer)
-    equal = (1,) * (cut.expert_all_reduce_chunks[layer] if cut.moe_layers[layer] else 0)
-    replicated, experts = (
-        [slowest(cost(task)) for task in tasks] for tasks in reductions(layer, parts, equal)
-    )
-    return sum(replicated) + sum(experts), max(replicated, default=0.0)
+    parts = {op: cut.parts_of(layer, op) for op in REDUCTIONS}
+    if not cut.moe_layers[layer]:
+        parts[Op.EXPERT_ALL_REDUCE] = ()
+    made = reductions(layer, parts, sharing=cut.sharing.mp_size > 1)
+    seconds = {op: [slowest(cost(task)) for task in tasks] for op, tasks in made.items()}
+    return sum(map(sum, seconds.values())), max(seconds[Op.ALL_REDUCE], default=0.0)

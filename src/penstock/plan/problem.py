@@ -126,6 +126,7 @@ class Problem:
                 all_reduce_chunks=(),
                 all_reduce_parts=(),
                 expert_all_reduce_chunks=(),
+                partial_all_reduce_chunks=(),
             ),
             workload=replace(
                 work,

@@ -5,20 +5,26 @@ from __future__ import annotations
 from functools import lru_cache
 
 from penstock.graph import Graph
-from penstock.ops import Op
+from penstock.ops.sums import REDUCTIONS
 from penstock.ops.transfers import FLAT
 from penstock.step.complete import check_complete
 from penstock.step.passes import (
     Chunks,
+    DealtSlots,
+    FusedShards,
+    GatheredShards,
     GradientPieces,
     Hierarchical,
     Microbatches,
+    RepeatedRows,
     Settle,
+    SimultaneousPair,
+    TensorParallel,
     Transpose,
     WeightGradients,
 )
 from penstock.step.plain import PlainStep
-from penstock.step.shape import StepShape
+from penstock.step.shape import FORM_TOKENS, StepShape
 from penstock.step.stages import Pass, Stage, apply, in_order
 
 
@@ -27,18 +33,37 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
     found: list[Pass] = [Transpose()]
     if shape.dispatch != FLAT and any(shape.moe_layers):
         found.append(Hierarchical(shape.dispatch))
+    found += _sharing_passes(shape)
     if shape.microbatches > 1:
         found.append(Microbatches(shape.microbatches))
     if shape.slices > 1:
         found.append(Chunks(shape.chunks, shape.backward_chunks))
     if shape.split_experts and any(shape.moe_layers):
         found.append(WeightGradients())
-    layers = range(shape.num_layers)
-    replicated = [shape.parts_of(layer) for layer in layers]
-    experts = [shape.parts_of(layer, Op.EXPERT_ALL_REDUCE) for layer in layers]
-    found.append(GradientPieces(replicated, experts))
+    parts = {op: [shape.parts_of(layer, op) for layer in range(shape.num_layers)] for op in REDUCTIONS}
+    found.append(GradientPieces(parts, shape.sharing.mp_size > 1))
     found.append(Settle())
     return tuple(found)
+
+
+def _sharing_passes(shape: StepShape) -> list[Pass]:
+    """What ranks do that share attention or experts."""
+    sharing, form = shape.sharing, shape.expert_form
+    found: list[Pass] = []
+    if sharing.mp_size > 1:
+        split = sharing.tokens == "split"
+        found.append(TensorParallel(sharing.mp_size, split, FORM_TOKENS[form] == "split"))
+    if not any(shape.moe_layers) or sharing.is_none:
+        return found
+    if form == "baseline":
+        return [*found, RepeatedRows()]
+    if form == "s2" and sharing.mp_size > 1:
+        found.append(DealtSlots(sharing.mp_size))
+        if shape.pair_slices > 1:
+            found.append(SimultaneousPair(shape.pair_slices))
+    if sharing.esp_size > 1:
+        found.append(GatheredShards() if form == "gather" else FusedShards())
+    return found
 
 
 @lru_cache(maxsize=8)

@@ -22,7 +22,7 @@ def check_complete(graph: Graph, shape: StepShape) -> None:
     _check_gradients(graph)
     _check_sums(graph)
     _check_reduced(graph, shape)
-    _check_axes(graph)
+    _check_axes(graph, sharing=shape.sharing.mp_size > 1)
 
 
 def _check_gradients(graph: Graph) -> None:
@@ -82,12 +82,13 @@ def _check_reduced(graph: Graph, shape: StepShape) -> None:
                 )
 
 
-def _check_axes(graph: Graph) -> None:
+def _check_axes(graph: Graph, *, sharing: bool) -> None:
     """A sum over fewer ranks would leave the others with their own; over more, count experts twice."""
     for task in graph.tasks:
         reduction = REDUCTIONS.get(task.op)
-        if reduction is not None and task.axes != reduction.axes:
-            met, wanted = " x ".join(task.axes) or "no axis", " x ".join(reduction.axes)
+        wanted_axes = () if reduction is None else reduction.axes_of(sharing=sharing)
+        if reduction is not None and task.axes != wanted_axes:
+            met, wanted = " x ".join(task.axes) or "no axis", " x ".join(wanted_axes)
             raise ScheduleError(
                 f"{task} sums over {met}, and gradients of that kind are summed over {wanted}: "
                 "give a sum over other ranks an op of its own"

@@ -5,12 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
+from typing import Literal
 
 from penstock.graph.errors import ScheduleError
 from penstock.graph.task import Phase
 from penstock.ops.names import Op
 from penstock.ops.transfers import FLAT, HOME, Hop
 from penstock.step.stages import Pass, check_passes
+
+TokenLayout = Literal["split", "replicated"]
+ExpertForm = Literal["gather", "s1", "s2", "baseline"]
+"""How rows meet all shards of their experts: as FSMoE, as Parm's S1 and S2, and as DeepSpeed-MoE does."""
+
+FORM_TOKENS: dict[ExpertForm, TokenLayout] = {
+    "gather": "split",
+    "s1": "split",
+    "s2": "replicated",
+    "baseline": "replicated",
+}
+"""What ranks that share attention have of every sample's tokens at the gate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """Who shares what. mp_size: ranks that share attention; esp_size: ranks that share every expert.
+
+    tokens: what the former have of every sample's tokens between two blocks.
+    """
+
+    mp_size: int = 1
+    esp_size: int = 1
+    tokens: TokenLayout = "split"
+
+    @property
+    def is_none(self) -> bool:
+        """Whether every rank has attention and experts of its own."""
+        return self.mp_size == self.esp_size == 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +59,10 @@ class StepShape:
     shared_experts: every MoE layer has shared experts, a task that waits for no transfer.
     more: passes beside those that the other fields ask for.
     split_experts: experts' weight gradients are tasks of their own (W), nothing but their update needs them.
+    sharing: ranks that share attention or experts. expert_form: how rows meet all shards of their experts.
+    pair_slices: slices of combine and the gather after it, which run at the same time (Parm's SAA, form s2).
+    partial_all_reduce_chunks: as all_reduce_chunks, of gradients that ranks sharing attention have parts of;
+    empty = one piece per layer where ranks share attention.
     """
 
     moe_layers: tuple[bool, ...]
@@ -42,23 +76,38 @@ class StepShape:
     dispatch: tuple[Hop, ...] = FLAT
     shared_experts: bool = False
     split_experts: bool = False
+    sharing: Sharing = Sharing()
+    expert_form: ExpertForm = "gather"
+    pair_slices: int = 1
+    partial_all_reduce_chunks: tuple[int, ...] = ()
     more: tuple[Pass, ...] = ()
 
     def __post_init__(self) -> None:
         check_passes(self.more)
         if self.all_reduce_parts:
             object.__setattr__(self, "all_reduce_chunks", tuple(map(len, self.all_reduce_parts)))
-        for name in ("all_reduce_chunks", "expert_all_reduce_chunks"):
+        defaults = {
+            "all_reduce_chunks": 1,
+            "expert_all_reduce_chunks": 0,
+            "partial_all_reduce_chunks": int(self.sharing.mp_size > 1),
+        }
+        for name, default in defaults.items():
             if not getattr(self, name):
-                default = 1 if name == "all_reduce_chunks" else 0
                 object.__setattr__(self, name, (default,) * self.num_layers)
             if len(getattr(self, name)) != self.num_layers:
                 raise ScheduleError(f"{name} needs one number per layer ({self.num_layers})")
         if not self.moe_layers or min(self.microbatches, self.chunks, self.backward_chunks) < 1:
             raise ScheduleError("a step needs at least one layer, one microbatch and one chunk")
         ops = [hop.op for hop in self.dispatch]
+        self._check_form()
         if not set(ops) <= set(HOME) or ops.count(Op.DISPATCH) != 1 or len(set(ops)) < len(ops):
             raise ScheduleError(f"the legs of a dispatch are {', '.join(HOME)}, one of them D; got {ops}")
+
+    def _check_form(self) -> None:
+        if self.expert_form not in FORM_TOKENS:
+            raise ScheduleError(f"expert_form = {self.expert_form!r}: use {', '.join(FORM_TOKENS)}")
+        if self.pair_slices > 1 and (self.expert_form != "s2" or self.slices > 1):
+            raise ScheduleError("a simultaneous pair needs expert_form=s2, and no chunks beside it")
 
     @property
     def backward_chunks(self) -> int:
@@ -86,9 +135,11 @@ class StepShape:
     @cached_property
     def _parts(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """Made once: a step asks for them with every piece, and a layer may have thousands."""
-        equal = {n: (1,) * n for n in {*self.all_reduce_chunks, *self.expert_all_reduce_chunks}}
+        numbers = {*self.all_reduce_chunks, *self.expert_all_reduce_chunks, *self.partial_all_reduce_chunks}
+        equal = {n: (1,) * n for n in numbers}
         return {
             Op.ALL_REDUCE: self.all_reduce_parts or tuple(equal[n] for n in self.all_reduce_chunks),
+            Op.PARTIAL_ALL_REDUCE: tuple(equal[n] for n in self.partial_all_reduce_chunks),
             Op.EXPERT_ALL_REDUCE: tuple(equal[n] for n in self.expert_all_reduce_chunks),
         }
 

@@ -1,19 +1,28 @@
 """Graph transformations, one file each."""
 
 from penstock.step.passes.chunks import Chunks
+from penstock.step.passes.expert_shards import DealtSlots, FusedShards, GatheredShards, RepeatedRows
 from penstock.step.passes.gradient_pieces import GradientPieces
 from penstock.step.passes.hierarchical import Hierarchical
 from penstock.step.passes.microbatches import Microbatches
+from penstock.step.passes.pairs import SimultaneousPair
 from penstock.step.passes.settle import Settle
+from penstock.step.passes.tensor_parallel import TensorParallel
 from penstock.step.passes.transpose import Transpose
 from penstock.step.passes.weight_gradients import WeightGradients
 
 __all__ = [
     "Chunks",
+    "DealtSlots",
+    "FusedShards",
+    "GatheredShards",
     "GradientPieces",
     "Hierarchical",
     "Microbatches",
+    "RepeatedRows",
     "Settle",
+    "SimultaneousPair",
+    "TensorParallel",
     "Transpose",
     "WeightGradients",
 ]

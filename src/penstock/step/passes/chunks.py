@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import lcm
 
@@ -36,13 +36,13 @@ class Chunks:
             return self.forward if task.forward else self.backward
 
         @cache
-        def run(microbatches: int, chunk: int, each: int) -> Cut:
-            return Cut(microbatches, slices, chunk * each, (chunk + 1) * each)
+        def run(whole: Cut, chunk: int, each: int) -> Cut:
+            return replace(whole, slices=slices, first=chunk * each, stop=(chunk + 1) * each)
 
         def cut(task: Task, chunk: int) -> Cut:
             if task.layer not in chunked or task.microbatch is None:
                 return task.cut
             each = slices if task.chunk is None else slices // count(task)
-            return run(task.cut.microbatches, chunk, each)
+            return run(task.cut, chunk, each)
 
         return split(graph, "chunk", lambda t: 0 if t.chunk is None else count(t), cut)

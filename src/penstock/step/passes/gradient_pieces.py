@@ -21,43 +21,49 @@ class GradientPieces:
 
     before  AT.m1.B, AT.m0.B
     after   AT.m1.B, AT.m0.B ─gradients─ AR.p0, AR.p1          X.m*.B ─gradients─ XR.p0
+
+    parts: by the op of a reduction. sharing: whether ranks share attention.
     """
 
-    replicated: Parts
-    experts: Parts
+    parts: Mapping[str, Parts]
+    sharing: bool = False
     name = "gradient_pieces"
     stage = Stage.GRADIENTS
 
     def __call__(self, graph: Graph) -> Graph:
         last = _last_to_add(graph)
         added: dict[int, list[Task]] = {}
-        for layer, (parts, expert_parts) in enumerate(zip(self.replicated, self.experts, strict=True)):
-            replicated, experts = reductions(layer, parts, expert_parts, last)
-            added[layer] = [*experts, *replicated]
+        for layer in range(max(map(len, self.parts.values()))):
+            sizes = {op: parts[layer] for op, parts in self.parts.items()}
+            made = reductions(layer, sizes, last, sharing=self.sharing)
+            # Experts first: theirs are complete before those of the layer's attention.
+            added[layer] = [task for op in reversed(made) for task in made[op]]
         return end_layers(graph, added)
 
 
 def reductions(
     layer: int,
-    parts: Sequence[int],
-    expert_parts: Sequence[int],
+    parts: Mapping[str, Sequence[int]],
     last: Mapping[str, Sequence[Name]] | None = None,
-) -> tuple[list[Task], list[Task]]:
-    """The pieces of a layer's replicated gradients, and those of its experts.
+    *,
+    sharing: bool = False,
+) -> dict[str, list[Task]]:
+    """The pieces of a layer's gradients, by the op that reduces them. parts: of every buffer, by op.
 
     last: the tasks after which a buffer is complete; nothing adds to a buffer that it does not name. None =
-    to be priced only, without inputs.
+    to be priced only, without inputs. sharing: whether ranks share attention.
     """
-    found = []
-    for (op, reduction), sizes in zip(REDUCTIONS.items(), (parts, expert_parts), strict=True):
-        buffer = reduction.state.format(layer=layer)
+    found = {}
+    for op, sizes in parts.items():
+        reduction = REDUCTIONS[op]
+        buffer, axes = reduction.state.format(layer=layer), reduction.axes_of(sharing=sharing)
         inputs = {} if last is None else {"gradients": tuple(last.get(buffer, ()))}
         pieces = range(len(sizes) if last is None or inputs["gradients"] else 0)
         names = [Name(layer, op, Phase.BACKWARD, piece=piece) for piece in pieces]
         cut = Cut(parts=tuple(sizes))
         touched = (), (buffer,), (buffer,)  # summed in place
-        found.append([Task(name, Lane.INTER, reduction.axes, inputs, cut, *touched) for name in names])
-    return found[0], found[1]
+        found[op] = [Task(name, Lane.INTER, axes, inputs, cut, *touched) for name in names]
+    return found
 
 
 def _last_to_add(graph: Graph) -> dict[str, list[Name]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.graph import Graph, Name, Task
@@ -57,5 +58,10 @@ def _backward(task: Task, wanted: dict[str, tuple[Name, ...]]) -> Task:
         inputs["saved"] = (task.name,)
     else:
         inputs |= {role: names for role, names in task.inputs.items() if role in spec.given}
-    state = (spec.gradients.format(layer=task.layer),) if spec.gradients else ()
+    state = gradients_of(task.reads) or spec.states(task.layer)
     return Task(task.name.back, task.lane, task.axes, inputs, task.cut, accumulates=state, reads=task.reads)
+
+
+def gradients_of(read: Iterable[str]) -> tuple[str, ...]:
+    """The gradients of the parameters among some state."""
+    return tuple(state.replace("parameters", "gradients") for state in read if "parameters" in state)

@@ -1,0 +1,62 @@
+"""Ops of expert sharding: ranks of a node share every expert, each a part of its hidden width.
+
+A row must meet all shards of its expert, and their outputs are partial sums. FSMoE gathers rows inside the
+node (`XG`, `XS`); Parm sends each row to every shard at once (D and C along both axes); DeepSpeed-MoE gathers
+rows before they leave (`BG`, `BR`, `BS`). Parm's S2 first deals the rows of ranks that have the same tokens
+(`SD`), and gathers the outputs after combine (`SG`).
+"""
+
+from __future__ import annotations
+
+from penstock.graph.task import Task
+from penstock.ops.base import Kind, OpSpec, register
+from penstock.ops.names import Op
+from penstock.ops.work import Collective, Sizes, Work, WorkOf
+
+
+def _over_shards(forward: Collective, backward: Collective) -> WorkOf:
+    """A collective over the shards of an expert, of the rows of all of them; "" = nothing is sent."""
+
+    def work(task: Task, sizes: Sizes) -> Work:
+        rows_bytes = sizes.wire_bytes(sizes.rows(task)) * sizes.esp_size
+        return _either(forward if task.forward else backward, rows_bytes, sizes.esp_size)
+
+    return work
+
+
+def _over_tokens(forward: Collective, backward: Collective) -> WorkOf:
+    """A collective over ranks with the same tokens, of the rows of all of them."""
+
+    def work(task: Task, sizes: Sizes) -> Work:
+        rows_bytes = sizes.wire_bytes(sizes.rows(task)) * sizes.mp_size
+        return _either(forward if task.forward else backward, rows_bytes, sizes.mp_size)
+
+    return work
+
+
+def _either(collective: Collective, rows_bytes: float, ranks: int) -> Work:
+    if not collective:
+        return Work(copied_bytes=rows_bytes / ranks)
+    return Work(collective=collective, sent_bytes=rows_bytes, follows_rows=True)
+
+
+def _spec(name: str, title: str, work: WorkOf, transpose: str) -> OpSpec:
+    given = frozenset({"route"})
+    kind = Kind.COLLECTIVE
+    return OpSpec(
+        name=name, title=title, kind=kind, work=work, transpose=transpose, given=given, indices="mc"
+    )
+
+
+GATHER: Collective = "all_gather"
+SCATTER: Collective = "reduce_scatter"
+
+register(
+    _spec(Op.SHARD_GATHER, "rows to all shards", _over_shards(GATHER, SCATTER), Op.SHARD_SCATTER),
+    _spec(Op.SHARD_SCATTER, "sums of all shards' outputs", _over_shards(SCATTER, GATHER), Op.SHARD_GATHER),
+    _spec(Op.DEAL_SLOTS, "this rank's share of equal rows", _over_tokens("", GATHER), Op.GATHER_SLOTS),
+    _spec(Op.GATHER_SLOTS, "outputs of all ranks' shares", _over_tokens(GATHER, ""), Op.DEAL_SLOTS),
+    _spec(Op.ROWS_GATHER, "rows of all sharing ranks", _over_shards(GATHER, SCATTER), Op.ROWS_KEEP),
+    _spec(Op.ROWS_REDUCE, "sums of outputs, to all", _over_shards("all_reduce", ""), Op.ROWS_REDUCE),
+    _spec(Op.ROWS_KEEP, "this rank's rows", _over_shards("", GATHER), Op.ROWS_GATHER),
+)

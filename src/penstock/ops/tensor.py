@@ -1,0 +1,153 @@
+"""Ops of tensor parallelism: ranks of a node share heads, dense widths and vocabulary, and their samples.
+
+Between blocks every rank holds its part of each sample's tokens ("split") or all of them ("replicated"). What
+computes on shards of weights needs all tokens and leaves a partial sum of them:
+
+    split       gather ─ shard computes ─ scatter        all-gather, reduce-scatter; backward the other way
+    replicated  copy   ─ shard computes ─ reduce         nothing, all-reduce; backward all-reduce, nothing
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.graph.task import Task
+from penstock.mesh import Group
+from penstock.ops.base import Backward, Kind, OpSpec, register
+from penstock.ops.blocks import PARTIAL, REPLICATED
+from penstock.ops.names import Op
+from penstock.ops.work import Collective, Sizes, Work, WorkOf
+
+PEAK_BYTES = 3 * 8
+"""Of a token: the largest logit of a shard, the sum of exponentials, the logit of the label."""
+
+BOTH = (REPLICATED, PARTIAL)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The ops around a computation on shards of weights, by how tokens lie on either side of it."""
+
+    gather: str
+    copy: str
+    scatter: str
+    reduce: str
+
+
+ATTENTION = Ways(Op.TOKEN_GATHER, Op.TOKEN_COPY, Op.TOKEN_SCATTER, Op.TOKEN_REDUCE)
+DENSE = Ways(Op.DENSE_GATHER, Op.DENSE_COPY, Op.DENSE_SCATTER, Op.DENSE_REDUCE)
+EMBED = Ways("", "", Op.EMBED_SCATTER, Op.EMBED_REDUCE)
+HEAD = Ways(Op.HEAD_GATHER, Op.HEAD_COPY, "", "")
+
+
+def all_tokens(task: Task, sizes: Sizes) -> int:
+    """Tokens of the task's microbatch, of all ranks that share them."""
+    return sizes.tokens(task) * task.cut.token_shards
+
+
+def _collective(forward: Collective, backward: Collective) -> WorkOf:
+    """The task's collective over all tokens, by phase; "" = nothing is sent."""
+
+    def work(task: Task, sizes: Sizes) -> Work:
+        size = sizes.hidden_bytes(all_tokens(task, sizes))
+        collective = forward if task.forward else backward
+        if not collective:
+            return Work(copied_bytes=size / sizes.mp_size)
+        return Work(collective=collective, sent_bytes=size)
+
+    return work
+
+
+def _heads(task: Task, sizes: Sizes) -> Work:
+    tokens = sizes.tokens(task)
+    flops = sizes.attention_flops(tokens) - sizes.router_flops(tokens)
+    return Work(flops=flops / sizes.mp_size, copied_bytes=sizes.hidden_bytes(2 * tokens))
+
+
+def _gate(task: Task, sizes: Sizes) -> Work:
+    tokens = sizes.tokens(task)
+    copied = sizes.hidden_bytes(2 * tokens * sizes.top_k)
+    return Work(flops=sizes.router_flops(tokens), copied_bytes=copied)
+
+
+def _passing(task: Task, sizes: Sizes) -> Work:
+    return Work(copied_bytes=sizes.hidden_bytes(2 * sizes.tokens(task)))
+
+
+def _dense(task: Task, sizes: Sizes) -> Work:
+    tokens = sizes.tokens(task)
+    flops = sizes.dense_flops(tokens) / sizes.mp_size
+    return Work(flops=flops, copied_bytes=sizes.hidden_bytes(2 * tokens))
+
+
+def _logits(task: Task, sizes: Sizes) -> Work:
+    tokens = sizes.tokens(task)
+    return Work(flops=sizes.head_flops(tokens) / sizes.mp_size, copied_bytes=sizes.hidden_bytes(tokens))
+
+
+def _loss(task: Task, sizes: Sizes) -> Work:
+    """The logits once more: by their width, a copy."""
+    del task
+    return Work(copied_bytes=sizes.hidden_bytes(0))
+
+
+def _peaks(task: Task, sizes: Sizes) -> Work:
+    size = sizes.tokens(task) * PEAK_BYTES * sizes.mp_size
+    return Work(collective="all_gather", sent_bytes=size)
+
+
+def _transfer(name: str, title: str, forward: Collective, backward: Collective, transpose: str) -> OpSpec:
+    work = _collective(forward, backward)
+    return OpSpec(name=name, title=title, kind=Kind.COLLECTIVE, work=work, transpose=transpose)
+
+
+def _around(what: str, ways: Ways) -> list[OpSpec]:
+    gather: Collective = "all_gather"
+    scatter: Collective = "reduce_scatter"
+    t = ATTENTION
+    specs = [
+        _transfer(ways.gather, f"tokens of all ranks, for {what}", gather, scatter, t.scatter),
+        _transfer(ways.copy, f"tokens for {what}, whose gradients are summed", "", "all_reduce", t.reduce),
+        _transfer(ways.scatter, f"sum of {what}, to every rank its tokens", scatter, gather, t.gather),
+        _transfer(ways.reduce, f"sum of {what}, to all ranks", "all_reduce", "", t.copy),
+    ]
+    return [spec for spec in specs if spec.name]
+
+
+def _computed(name: str, title: str, work: WorkOf, gradients: str | tuple[str, ...]) -> OpSpec:
+    return OpSpec(name=name, title=title, kind=Kind.COMPUTE, work=work, gradients=gradients)
+
+
+register(
+    *_around("attention", ATTENTION),
+    *_around("dense feed-forward parts", DENSE),
+    *_around("the embedding", EMBED),
+    *_around("the output head", HEAD),
+    _computed(Op.HEADS, "attention of this rank's heads", _heads, BOTH),
+    _computed(Op.GATE, "residual, norm, router and order", _gate, REPLICATED),
+    _computed(Op.DENSE_NORM, "residual and norm of a dense block", _passing, REPLICATED),
+    _computed(Op.DENSE, "this rank's part of a dense feed-forward part", _dense, REPLICATED),
+    _computed(Op.DENSE_ADD, "output of a dense block", _passing, ""),
+    _computed(Op.LOGITS, "final norm, logits of this rank's vocabulary", _logits, BOTH),
+    OpSpec(
+        name=Op.PEAKS,
+        title="what all shards of the vocabulary know of a token's logits",
+        kind=Kind.COLLECTIVE,
+        work=_peaks,
+        backward=Backward.NONE,
+    ),
+    OpSpec(
+        name=Op.LOSS,
+        title="loss over all shards of the vocabulary",
+        kind=Kind.COMPUTE,
+        work=_loss,
+        given=frozenset({"peaks"}),
+    ),
+    _transfer(Op.KEEP_TOKENS, "this rank's tokens, before the gate", "", "all_gather", Op.GATHER_TOKENS),
+    _transfer(Op.GATHER_TOKENS, "tokens of all ranks, before the gate", "all_gather", "", Op.KEEP_TOKENS),
+    _transfer(Op.KEEP_OUTPUT, "this rank's tokens, after un-order", "", "all_gather", Op.GATHER_OUTPUT),
+    _transfer(Op.GATHER_OUTPUT, "tokens of all ranks, after un-order", "all_gather", "", Op.KEEP_OUTPUT),
+)
+
+AXES = Group.TENSOR
+"""All of them meet the ranks that share attention."""

@@ -1,0 +1,128 @@
+"""How rows meet all shards of their experts: FSMoE's way, Parm's two, and DeepSpeed-MoE's.
+
+Every pass begins with a flat dispatch, `AT ─rows─ D ─rows─ X ─rows─ C ─rows─ U`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from penstock.graph import Graph, Lane, Name, ScheduleError, Task
+from penstock.mesh import Axes, Group
+from penstock.ops.names import Op
+from penstock.ops.transfers import TRANSFERS
+from penstock.step.rewrite import insert_after, insert_before
+from penstock.step.stages import Stage
+
+BETWEEN = (Op.DISPATCH, Op.COMBINE)
+
+
+@dataclass(frozen=True)
+class GatheredShards:
+    """FSMoE: a row crosses nodes once, is gathered inside the node by all shards, whose outputs are summed.
+
+    after  D ─rows─ XG ─rows─ X ─rows─ XS ─rows─ C          XG, XS intra
+    """
+
+    name = "gathered_shards"
+    stage = Stage.INSERT
+
+    def __call__(self, graph: Graph) -> Graph:
+        graph = insert_before(graph, Op.EXPERTS, "rows", _beside(Op.SHARD_GATHER, Group.SHARDS).before)
+        graph = insert_after(graph, Op.EXPERTS, "rows", _beside(Op.SHARD_SCATTER, Group.SHARDS).after)
+        return _counts_known_to_all(graph)
+
+
+@dataclass(frozen=True)
+class FusedShards:
+    """Parm: one all-to-all brings a row to every shard of its expert; partial outputs are summed at home.
+
+    after  D and C meet ranks along both axes, (ep, esp)
+    """
+
+    name = "fused_shards"
+    stage = Stage.INSERT
+
+    def __call__(self, graph: Graph) -> Graph:
+        _refuse_legs(graph, self.name)
+        fused = Graph.of(
+            replace(task, axes=Group.EXPERT_SHARDS) if task.op in BETWEEN else task for task in graph.tasks
+        )
+        return _counts_known_to_all(fused)
+
+
+@dataclass(frozen=True)
+class DealtSlots:
+    """Parm's S2: ranks that share attention have the same rows, and each sends its share of every expert's.
+
+    after  AT ─rows─ SD ─rows─ D ... C ─rows─ SG ─rows─ U          SD, SG intra
+
+    ranks: that share attention.
+    """
+
+    ranks: int
+    name = "dealt_slots"
+    stage = Stage.INSERT
+
+    def __call__(self, graph: Graph) -> Graph:
+        _refuse_legs(graph, self.name)
+        graph = insert_before(graph, Op.DISPATCH, "rows", _beside(Op.DEAL_SLOTS, Group.TENSOR).before)
+        graph = insert_after(graph, Op.COMBINE, "rows", _beside(Op.GATHER_SLOTS, Group.TENSOR).after)
+        shared = (*BETWEEN, Op.DEAL_SLOTS, Op.GATHER_SLOTS, Op.EXPERTS)
+        return Graph.of(
+            replace(task, cut=replace(task.cut, token_shards=self.ranks)) if task.op in shared else task
+            for task in graph.tasks
+        )
+
+
+@dataclass(frozen=True)
+class RepeatedRows:
+    """DeepSpeed-MoE: rows are gathered by all shards before they leave, and come home to all of them.
+
+    Ranks that share attention have the same rows, so all of it is sent and computed once for each of them: it
+    is here to be compared with.
+
+    after  AT ─rows─ BG ─rows─ D ─rows─ X ─rows─ BR ─rows─ C ─rows─ BS ─rows─ U          BG, BR, BS intra
+    """
+
+    name = "repeated_rows"
+    stage = Stage.INSERT
+
+    def __call__(self, graph: Graph) -> Graph:
+        _refuse_legs(graph, self.name)
+        graph = insert_before(graph, Op.DISPATCH, "rows", _beside(Op.ROWS_GATHER, Group.SHARDS).before)
+        graph = insert_after(graph, Op.EXPERTS, "rows", _beside(Op.ROWS_REDUCE, Group.SHARDS).after)
+        graph = insert_after(graph, Op.COMBINE, "rows", _beside(Op.ROWS_KEEP, Group.SHARDS).after)
+        return _counts_known_to_all(graph)
+
+
+@dataclass(frozen=True)
+class _beside:  # noqa: N801  # reads as a function
+    """Makes tasks of an op on the rows of another, with the same route."""
+
+    op: str
+    axes: Axes
+
+    def before(self, task: Task, rows: tuple[Name, ...]) -> Task:
+        name = task.name._replace(op=self.op)
+        inputs = {"rows": rows, "route": task.inputs["route"]}
+        return Task(name, Lane.INTRA, self.axes, inputs, task.cut)
+
+    def after(self, task: Task) -> Task:
+        return self.before(task, (task.name,))
+
+
+def _counts_known_to_all(graph: Graph) -> Graph:
+    """Every shard must know what the others receive."""
+    return Graph.of(
+        replace(task, axes=Group.EXPERT_SHARDS) if task.op == Op.COUNTS else task for task in graph.tasks
+    )
+
+
+def _refuse_legs(graph: Graph, name: str) -> None:
+    legs = {task.op for task in graph.tasks if task.op in TRANSFERS and task.op not in BETWEEN}
+    if legs:
+        raise ScheduleError(
+            f"{name} sends rows to all shards in one flat all-to-all; a dispatch with legs inside nodes "
+            f"({', '.join(sorted(legs))}) goes with expert_form=gather"
+        )

@@ -1,0 +1,147 @@
+"""Attention, dense feed-forward parts and vocabulary on ranks that share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from penstock.graph import Graph, Lane, Name, Task
+from penstock.mesh import Group
+from penstock.ops import spec_of, tensor
+from penstock.ops.blocks import PARTIAL, REPLICATED
+from penstock.ops.names import Op
+from penstock.ops.tensor import Ways
+from penstock.step.stages import Stage
+
+Names = tuple[Name, ...]
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """A computation on shards of weights gets all tokens before it; its partial sums are added after it.
+
+    ranks: that share attention. split: whether between blocks each has its part of every sample's tokens;
+    moe_split: the same for the MoE part, gate to un-order. Where the two differ, tokens are gathered (`MG`,
+    `UG`) or all but this rank's are left out (`MS`, `US`).
+
+    before         EM ─hidden─ AT ─rows, ...─ D        U ─hidden─ HD ─loss─ ST
+    after          EM ─hidden─ ES ─hidden─ TG ─hidden─ TA ─attended─ TS ─attended─ GT ─rows, ...─ D
+                               └──hidden──────────────────────────────────────────── GT
+                   U ─hidden─ HG ─hidden─ HV ─peaks─ HX ─peaks─ HL ─loss─ ST
+                                          └──logits──────────── HL
+    a dense block  AT becomes TG, TA, TS, FN ─tokens─ FG ─tokens─ FF ─out─ FS ─out─ FA;  FN ─residual─ FA
+    replicated     TC, TR for TG, TS; FC, FR for FG, FS; ER for ES; HC for HG
+    """
+
+    ranks: int
+    split: bool
+    moe_split: bool
+    name = "tensor_parallel"
+    stage = Stage.INSERT
+
+    def __call__(self, graph: Graph) -> Graph:
+        chunked = {task.layer for task in graph.tasks if task.chunk is not None}
+        return Graph.of(_Rewriting(self, chunked).tasks(graph))
+
+
+class _Rewriting:
+    """One pass over a graph. moved: by whom what a task leaves is left now."""
+
+    def __init__(self, how: TensorParallel, moe_layers: set[int]) -> None:
+        self._how, self._moe_layers = how, moe_layers
+        self._moved: dict[Name, Name] = {}
+        self._rules: dict[str, Callable[[Task], Iterator[Task]]] = {
+            Op.EMBED: self._embedding,
+            Op.ATTENTION: self._block,
+            Op.UNORDER: self._unorder,
+            Op.HEAD: self._head,
+        }
+
+    def tasks(self, graph: Graph) -> Iterator[Task]:
+        for task in graph.tasks:
+            moved = {r: tuple(self._moved.get(n, n) for n in names) for r, names in task.inputs.items()}
+            made = list(self._rules.get(task.op, self._inside)(task.reading(moved)))
+            if made[-1].name != task.name:
+                self._moved[task.name] = made[-1].name
+            yield from made
+
+    def _embedding(self, task: Task) -> Iterator[Task]:
+        """A sum of the shards' rows; one of them adds positions, whose gradients are its alone."""
+        partial = parameters(PARTIAL, task.layer)
+        yield replace(task, reads=(*task.reads, *partial))
+        yield self._after(task, tensor.EMBED, "hidden", split=self._how.split)
+
+    def _block(self, task: Task) -> Iterator[Task]:
+        """The attention part; then the rest of a dense block, or the router of another."""
+        how, hidden = self._how, task.inputs["hidden"]
+        moe = task.layer in self._moe_layers
+        yield (before := self._before(task, tensor.ATTENTION, hidden=hidden))
+        yield (heads := self._computing(task, Op.HEADS, hidden=(before.name,)))
+        split = how.moe_split if moe else how.split
+        yield (after := self._after(heads, tensor.ATTENTION, "attended", split=split))
+        if not moe:
+            yield from self._dense(task, after)
+            return
+        if how.split != how.moe_split:
+            op = Op.GATHER_TOKENS if how.split else Op.KEEP_TOKENS
+            yield (converted := self._transfer(task, op, split=how.moe_split, hidden=hidden))
+            hidden = (converted.name,)
+        yield self._computing(task, Op.GATE, split=split, hidden=hidden, attended=(after.name,))
+
+    def _dense(self, task: Task, attended: Task) -> Iterator[Task]:
+        read = {"hidden": task.inputs["hidden"], "attended": (attended.name,)}
+        split = self._how.split
+        yield (norm := self._computing(task, Op.DENSE_NORM, split=split, **read))
+        yield (before := self._before(task, tensor.DENSE, tokens=(norm.name,)))
+        yield (wide := self._computing(task, Op.DENSE, tokens=(before.name,)))
+        yield (after := self._after(wide, tensor.DENSE, "out", split=split))
+        last = {"residual": (norm.name,), "out": (after.name,)}
+        yield self._computing(task, Op.DENSE_ADD, split=split, **last)
+
+    def _unorder(self, task: Task) -> Iterator[Task]:
+        how = self._how
+        yield (inside := next(self._inside(task)))
+        if how.split != how.moe_split:
+            op = Op.KEEP_OUTPUT if how.split else Op.GATHER_OUTPUT
+            yield self._transfer(task, op, split=how.split, hidden=(inside.name,))
+
+    def _head(self, task: Task) -> Iterator[Task]:
+        yield (before := self._before(task, tensor.HEAD, hidden=task.inputs["hidden"]))
+        yield (logits := self._computing(task, Op.LOGITS, hidden=(before.name,)))
+        yield (peaks := self._transfer(task, Op.PEAKS, split=False, peaks=(logits.name,)))
+        yield self._computing(task, Op.LOSS, logits=(logits.name,), peaks=(peaks.name,))
+
+    def _inside(self, task: Task) -> Iterator[Task]:
+        """A task of an MoE part, on this rank's tokens or on all of them."""
+        inside = task.layer in self._moe_layers and task.op != Op.STATISTICS
+        yield self._on_part(task) if inside and self._how.moe_split else task
+
+    # ---- making tasks --------------------------------------------------------------------------------------
+
+    def _before(self, task: Task, ways: Ways, **inputs: Names) -> Task:
+        op = ways.gather if self._how.split else ways.copy
+        return self._transfer(task, op, split=False, **inputs)
+
+    def _after(self, task: Task, ways: Ways, role: str, *, split: bool) -> Task:
+        op = ways.scatter if split else ways.reduce
+        return self._transfer(task, op, split=split, **{role: (task.name,)})
+
+    def _transfer(self, task: Task, op: str, *, split: bool, **inputs: Names) -> Task:
+        made = Task(task.name._replace(op=op), Lane.INTRA, Group.TENSOR, inputs)
+        return self._on_part(made) if split else made
+
+    def _computing(self, task: Task, op: str, *, split: bool = False, **inputs: Names) -> Task:
+        reads = spec_of(op).parameters(task.layer)
+        made = Task(task.name._replace(op=op), Lane.COMPUTE, (), inputs, reads=reads)
+        return self._on_part(made) if split else made
+
+    def _on_part(self, task: Task) -> Task:
+        """The task on this rank's tokens: what it adds to gradients of whole parameters is partial."""
+        whole, partial = (parameters(state, task.layer)[0] for state in (REPLICATED, PARTIAL))
+        reads = tuple(partial if state == whole else state for state in task.reads)
+        return replace(task, cut=replace(task.cut, token_shards=self._how.ranks), reads=reads)
+
+
+def parameters(state: str, layer: int) -> tuple[str, ...]:
+    """The parameters of a layer whose gradients are `state`."""
+    return (state.replace("gradients", "parameters").format(layer=layer),)
