@@ -227,7 +227,8 @@ def test_no_room_leaves_nothing_under_a_final_name(
 def saved_as_before(run: Checkpoints, step: int) -> Path:
     """A checkpoint in the format of earlier versions: torch's own, with a pickle and without checksums."""
     path = run.folder / f"step-{step:08d}"
-    torch_save({**run._state(), "train.step": torch.tensor(step)}, checkpoint_id=path, no_dist=True)
+    tensors = {name: held.tensor for name, held in run._state().items()}
+    torch_save({**tensors, "train.step": torch.tensor(step)}, checkpoint_id=path, no_dist=True)
     (path / "data.json").write_text(json.dumps(run.identity))
     return path
 

@@ -48,7 +48,7 @@ def break_steps(broken: Trainer, *steps: int) -> None:
 
 
 def state_of(broken: Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in broken.checkpoints._state().items()}
+    return {name: held.tensor.clone() for name, held in broken.checkpoints._state().items()}
 
 
 def broken_run(folder: Path, steps: tuple[int, ...], *overrides: str) -> RunSummary:

@@ -180,7 +180,8 @@ def test_every_earlier_configuration_is_kept(copied: Path) -> None:
 
 def as_before(run_: Trainer, folder: Path, step: int, *, poison: bool = False) -> None:
     """A checkpoint in the format of earlier versions."""
-    state = {**run_.checkpoints._state(), "train.step": torch.tensor(step)}
+    state = {name: held.tensor for name, held in run_.checkpoints._state().items()}
+    state["train.step"] = torch.tensor(step)
     if poison:
         name = next(name for name in state if name.startswith("model."))
         state[name] = torch.full_like(state[name], float("nan"))

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from penstock.topology.blame import explain
 from penstock.topology.rollcall import ACTIVITY
@@ -48,6 +49,24 @@ class Control:
         with self.naming(purpose):
             dist.all_gather_object(everyone, mine, group=self._group)
         return everyone
+
+    def collect(self, part: Tensor, ranks: Sequence[int], at: int, purpose: str) -> list[Tensor]:
+        """The tensors of these ranks, in this order, at rank `at`, which is one of them; nothing elsewhere.
+
+        part: on the CPU, of the same shape and type on all of them. They, and no others, must call it.
+        """
+        raw = part.contiguous().reshape(-1).view(torch.uint8)  # Gloo does not know every type of numbers
+        with self.naming(purpose):
+            if self.rank != at:
+                dist.send(raw, at, group=self._group)
+                return []
+            found = [raw if rank == at else torch.empty_like(raw) for rank in ranks]
+            pairs = list(zip(ranks, found, strict=True))
+            coming = [dist.irecv(each, rank, group=self._group) for rank, each in pairs if rank != at]
+            for work in coming:
+                assert work is not None, "this rank belongs to the group"
+                work.wait()
+        return [each.view(part.dtype).view(part.shape) for each in found]
 
     def barrier(self, purpose: str) -> None:
         """Wait for all ranks."""

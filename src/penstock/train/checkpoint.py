@@ -1,6 +1,7 @@
 """Checkpoints by `torch.distributed.checkpoint`, under logical names: saved on one layout, loaded on another.
 
-An expert is saved under its number in the whole model, with its optimiser state, by the rank that owns it.
+An expert is saved under its number in the whole model, with its optimiser state. A tensor of which several
+ranks have a part is saved as a whole, and every rank takes its part out of it again.
 A checkpoint appears under its final name only when all of it is on disk, and the old ones go after that.
 Nothing is saved of which a number is not finite, and nothing is loaded that has changed since it was written.
 """
@@ -24,11 +25,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.config import ConfigError
 from penstock.runtime import PipelinedStack
+from penstock.sharding import Sharding, shardings_of
 from penstock.topology import Control
 from penstock.topology.blame import explain, reason
 from penstock.topology.rollcall import ACTIVITY
 from penstock.train.finite import first_not_finite
 from penstock.train.storage.files import DamagedError, make_durable
+from penstock.train.storage.held import Held
+from penstock.train.storage.joining import Joining
 from penstock.train.storage.old_format import METADATA, OldShards
 from penstock.train.storage.record import RECORD, Record
 from penstock.train.storage.shards import SUFFIX, Shards, ShardWriter
@@ -36,6 +40,7 @@ from penstock.train.storage.stored import Entry, Stored, StoredReader
 from penstock.train.storage.sums import SUMS, compare, digest_of, read_sums, write_sums
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+STEP = "train.step"
 PREFIX, UNFINISHED, DAMAGED = "step-", ".unfinished-", "damaged-"
 
 T = TypeVar("T")
@@ -98,7 +103,7 @@ class Checkpoints:
         """
         final, work = self.folder / f"{PREFIX}{step:08d}", self.folder / f"{UNFINISHED}{step:08d}"
         purpose = f"saving the checkpoint of step {step}"
-        state = {**self._state(), "train.step": torch.tensor(step)}
+        state = self._state() | {STEP: Held(torch.tensor(step))}
         self._check_finite(state, f"{purpose} refused")
         record = Record(
             step=step,
@@ -108,8 +113,9 @@ class Checkpoints:
             plan_settled=plan_settled,
         )
         self._together(purpose, lambda: self._clear(work), rank=0)
-        writer = ShardWriter(work)
-        self._torch(purpose, lambda: save(state, storage_writer=writer, no_dist=not dist.is_initialized()))
+        joining = Joining(state, self.stack.machinery.layout.mesh, self._control)
+        writer, tensors = ShardWriter(work, joining), _stand_ins(state)
+        self._torch(purpose, lambda: save(tensors, storage_writer=writer, no_dist=not dist.is_initialized()))
         digests: dict[str, str] = {}
         for each in self._control.gather(writer.digests, purpose):
             digests |= each
@@ -161,22 +167,30 @@ class Checkpoints:
         record.check_identity(path, self.identity)
         purpose = f"reading {path}"
         stored = self._together(purpose, lambda: open_stored(path))
-        state = {**self._state(), "train.step": torch.tensor(0)}
+        state = self._state() | {STEP: Held(torch.tensor(0))}
         generator = _generator_name(self._control.rank)
-        if (
-            generator not in stored.entries
-        ):  # saved on fewer ranks: this rank's generator starts from the seed
+        if generator not in stored.entries:  # saved on fewer ranks: this one's starts from the seed
             del state[generator]
-        names = self._control.gather(list(state), "comparing the checkpoint with the model")
-        _check_fits(path, state, stored.entries, {name for rank in names for name in rank})
-        reader = StoredReader(stored)
-        self._torch(purpose, lambda: load(state, storage_reader=reader, no_dist=not dist.is_initialized()))
+        self._check_fits(path, state, stored.entries)
+        reader, tensors = StoredReader(stored, state), _stand_ins(state)
+        self._torch(purpose, lambda: load(tensors, storage_reader=reader, no_dist=not dist.is_initialized()))
         self._together(purpose, lambda: self._accept(path, state))
         return step_of(path)
 
-    def _accept(self, path: Path, state: Mapping[str, Tensor]) -> None:
+    def _check_fits(self, path: Path, state: Mapping[str, Held], saved: Mapping[str, Entry]) -> None:
+        """Name, on all ranks, the first tensor that the checkpoint lacks, has otherwise, or has unasked."""
+        purpose = "comparing the checkpoint with the model"
+        everyone = {name for names in self._control.gather(list(state), purpose) for name in names}
+        mine = next(_misfits(state, saved, everyone), None)
+        found = next(filter(None, self._control.gather(mine, purpose)), None)
+        if found is not None:
+            why = f"checkpoint {path} was made by another model: {found}"
+            hint = "Train with the configuration saved beside it (config.toml), or choose another output.dir."
+            raise ConfigError("train.resume", True, why, hint)
+
+    def _accept(self, path: Path, state: Mapping[str, Held]) -> None:
         """Judge what has been read: without it, what comes next would be nonsense."""
-        step, broken = int(state["train.step"]), first_not_finite(state)
+        step, broken = int(state[STEP].tensor), first_not_finite(_tensors(state))
         if step != step_of(path):
             raise DamagedError(f"it holds step {step}")
         if broken is not None:
@@ -184,7 +198,7 @@ class Checkpoints:
         generator = _generator_name(self._control.rank)
         if generator in state:
             try:
-                torch.set_rng_state(state[generator])
+                torch.set_rng_state(state[generator].tensor)
             except (RuntimeError, TypeError) as error:
                 raise DamagedError(f"its {generator} is no state of a generator") from error
 
@@ -194,32 +208,35 @@ class Checkpoints:
 
     # ---- the state -----------------------------------------------------------------------------------------
 
-    def _state(self) -> dict[str, Tensor]:
+    def _state(self) -> dict[str, Held]:
         """Everything that belongs to the run, as views: loading writes through them."""
-        state = {_generator_name(self._control.rank): torch.get_rng_state()}
-        kept = self.stack.model.state_dict().keys()
-        for name, buffer in self.stack.model.named_buffers():
+        state = {_generator_name(self._control.rank): Held(torch.get_rng_state())}
+        model, shardings = self.stack.model, shardings_of(self.stack.model)
+        kept = model.state_dict().keys()
+        for name, buffer in model.named_buffers():
             if name in kept:  # the others are not worth keeping
-                state |= self._named(f"model.{name}", buffer)
-        for name, parameter in self.stack.model.named_parameters():
-            state |= self._named(f"model.{name}", parameter.data)
+                state |= self._named(f"model.{name}", buffer, None)
+        for name, parameter in model.named_parameters():
+            sharding = shardings.get(name)
+            state |= self._named(f"model.{name}", parameter.data, sharding)
             moments = self.optimizer.state.get(parameter)
             if moments:  # a frozen parameter has none
-                state[f"optimizer.{name}.step"] = moments["step"]
+                state[f"optimizer.{name}.step"] = Held(moments["step"])
                 for moment in MOMENTS:
-                    state |= self._named(f"optimizer.{name}.{moment}", moments[moment])
+                    state |= self._named(f"optimizer.{name}.{moment}", moments[moment], sharding)
         return state
 
-    def _named(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def _named(self, name: str, tensor: Tensor, sharding: Sharding | None) -> dict[str, Held]:
         if ".experts." not in name:
-            return {name: tensor}
+            return {name: Held(tensor, sharding)}
         layer = int(name.split(".blocks.", 1)[1].split(".", 1)[0])
         moe = self.stack.parts.parts[layer].moe
         assert moe is not None, name
-        return dict(moe.by_number(name, tensor))
+        return {logical: Held(part, sharding) for logical, part in moe.by_number(name, tensor)}
 
-    def _check_finite(self, state: Mapping[str, Tensor], purpose: str) -> None:
-        found = self._control.gather(first_not_finite(state), "checking that all numbers are finite")
+    def _check_finite(self, state: Mapping[str, Held], purpose: str) -> None:
+        mine = first_not_finite(_tensors(state))
+        found = self._control.gather(mine, "checking that all numbers are finite")
         for rank, name in enumerate(found):
             if name is not None:
                 raise NotFiniteError(f"{purpose}: {name} on rank {rank} is not finite")
@@ -329,27 +346,23 @@ def _generator_name(rank: int) -> str:
     return f"generator.rank{rank}"
 
 
-def _check_fits(
-    path: Path, state: Mapping[str, Tensor], saved: Mapping[str, Entry], everyone: set[str]
-) -> None:
-    """Name the first tensor that the checkpoint lacks, has in another shape, or has without being asked."""
-    for name, problem in _misfits(state, saved, everyone):
-        why = f"checkpoint {path} was made by another model: {name} {problem}"
-        hint = "Train with the configuration saved beside it (config.toml), or choose another output.dir."
-        raise ConfigError("train.resume", True, why, hint)
+def _tensors(state: Mapping[str, Held]) -> dict[str, Tensor]:
+    return {name: held.tensor for name, held in state.items()}
 
 
-def _misfits(
-    state: Mapping[str, Tensor], saved: Mapping[str, Entry], everyone: set[str]
-) -> Iterator[tuple[str, str]]:
-    for name, tensor in state.items():
+def _stand_ins(state: Mapping[str, Held]) -> dict[str, Tensor]:
+    return {name: held.stand_in for name, held in state.items()}
+
+
+def _misfits(state: Mapping[str, Held], saved: Mapping[str, Entry], everyone: set[str]) -> Iterator[str]:
+    for name, held in state.items():
         entry = saved.get(name)
         if entry is None:
-            yield name, "is missing in it"
-        elif entry.shape != tensor.shape:
-            yield name, f"has shape {list(entry.shape)} there and {list(tensor.shape)} here"
-        elif entry.dtype != tensor.dtype:
-            yield name, f"has numbers of type {entry.dtype} there and {tensor.dtype} here"
+            yield f"{name} is missing in it"
+        elif entry.shape != held.shape:
+            yield f"{name} has shape {list(entry.shape)} there and {list(held.shape)} here"
+        elif entry.dtype != held.tensor.dtype:
+            yield f"{name} has numbers of type {entry.dtype} there and {held.tensor.dtype} here"
     for name in saved.keys() - everyone:
         if not name.startswith("generator"):  # of a rank that this run does not have
-            yield name, "exists there and not here"
+            yield f"{name} exists there and not here"

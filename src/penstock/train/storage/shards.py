@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from penstock.train.storage.files import DamagedError, open_regular
-from penstock.train.storage.stored import Entry, Stored
+from penstock.train.storage.joining import Joining
+from penstock.train.storage.stored import Entry, Stored, writing_order
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -69,8 +70,7 @@ def write_shard(path: Path, tensors: Iterable[Outgoing]) -> str:
     The digest is of what was to be written, so a disk that writes something else is noticed, too. Needs
     memory for one tensor.
     """
-    # The widest numbers first, so that every tensor begins at a multiple of its own width.
-    ordered = sorted(tensors, key=lambda each: (-each.entry.dtype.itemsize, each.name))
+    ordered = sorted(tensors, key=lambda each: writing_order(each.name, each.entry.dtype))
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for piece in (_header(ordered), *map(_raw, ordered)):
@@ -107,11 +107,12 @@ def _raw(each: Outgoing) -> Callable[[], Buffer]:
 class ShardWriter(StorageWriter):
     """Writes what `torch.distributed.checkpoint.save` deals to this rank into one file in `folder`.
 
-    digests: SHA-256 by name of what this rank has written.
+    joining: brings the parts of those tensors that ranks share. digests: SHA-256 by name of what this rank
+    has written.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, joining: Joining) -> None:
+        self._folder, self._joining = folder, joining
         self.digests: dict[str, str] = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -123,11 +124,12 @@ class ShardWriter(StorageWriter):
         return [replace(plan, storage_data=number) for number, plan in enumerate(plans, start=1)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file; a rank without a part writes none."""
-        if plan.items:
-            name = f"shard-{plan.storage_data:05d}{SUFFIX}"
-            outgoing = [_outgoing(item, planner) for item in plan.items]
-            self.digests[name] = write_shard(self._folder / name, outgoing)
+        """Write this rank's file; a rank without a part writes none, and may have to send all the same."""
+        outgoing = [self._outgoing(item, planner) for item in plan.items]
+        with self._joining.on_behalf_of(each.name for each in outgoing):
+            if outgoing:
+                name = f"shard-{plan.storage_data:05d}{SUFFIX}"
+                self.digests[name] = write_shard(self._folder / name, outgoing)
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, 0, None) for item in plan.items])
         return done
@@ -147,18 +149,17 @@ class ShardWriter(StorageWriter):
         del checkpoint_id
         return True
 
+    def _outgoing(self, item: WriteItem, planner: SavePlanner) -> Outgoing:
+        name, data = item.index.fqn, item.tensor_data
+        assert data is not None and data.chunk.sizes == data.size, f"{name} is no whole tensor"
+        entry = Entry(shape=tuple(data.size), dtype=data.properties.dtype)
 
-def _outgoing(item: WriteItem, planner: SavePlanner) -> Outgoing:
-    data = item.tensor_data
-    assert data is not None and data.chunk.sizes == data.size, f"{item.index.fqn} is no whole tensor"
-    entry = Entry(shape=tuple(data.size), dtype=data.properties.dtype)
+        def load() -> Tensor:
+            tensor = self._joining.take(name) if self._joining.joins(name) else planner.resolve_data(item)
+            assert isinstance(tensor, Tensor), name
+            return tensor
 
-    def load() -> Tensor:
-        tensor = planner.resolve_data(item)
-        assert isinstance(tensor, Tensor), item.index.fqn
-        return tensor
-
-    return Outgoing(name=item.index.fqn, entry=entry, load=load)
+        return Outgoing(name=name, entry=entry, load=load)
 
 
 # ---- reading -----------------------------------------------------------------------------------------------

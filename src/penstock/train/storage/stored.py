@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from penstock.train.storage.files import DamagedError
+from penstock.train.storage.held import Held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,11 @@ class Entry:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def writing_order(name: str, dtype: torch.dtype) -> tuple[int, str]:
+    """The key of a place in a file: wide numbers first, so that each begins at a multiple of its width."""
+    return -dtype.itemsize, name
 
 
 class Stored(ABC):
@@ -43,10 +49,13 @@ class Stored(ABC):
 
 
 class StoredReader(StorageReader):
-    """Gives `torch.distributed.checkpoint.load` what a `Stored` holds; every tensor is stored as a whole."""
+    """Gives `torch.distributed.checkpoint.load` what a `Stored` holds; every tensor is stored as a whole.
 
-    def __init__(self, stored: Stored) -> None:
-        self._stored = stored
+    held: the state that is read into. Torch sees stand-ins for tensors of which this rank has a part.
+    """
+
+    def __init__(self, stored: Stored, held: Mapping[str, Held]) -> None:
+        self._stored, self._held = stored, held
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What there is. All ranks have looked already, so nothing is read here."""
@@ -55,14 +64,13 @@ class StoredReader(StorageReader):
         return Metadata(state_dict_metadata=tensors, storage_meta=StorageMeta())
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what the plan asks for into the planner's tensors."""
-        wanted = {item.storage_index.fqn: item for item in plan.items}
-        for name, tensor in self._stored.read(wanted.keys()):
-            target = planner.resolve_tensor(wanted[name]).detach()
-            if (target.shape, target.dtype) != (tensor.shape, tensor.dtype):
+        """Take what the plan asks for: this rank's part of every tensor."""
+        del planner
+        for name, tensor in self._stored.read({item.storage_index.fqn for item in plan.items}):
+            target = self._held[name]
+            if (target.shape, target.tensor.dtype) != (tuple(tensor.shape), tensor.dtype):
                 raise DamagedError(f"{name} is not of the shape and type that were announced")
-            target.copy_(tensor)
-            planner.commit_tensor(wanted[name], target)
+            target.fill(tensor)
         done: Future[None] = Future()
         done.set_result(None)
         return done

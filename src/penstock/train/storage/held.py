@@ -1,0 +1,34 @@
+"""What a rank has of the tensors of a run: all of one, or one of equal parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of the run's state on this rank. sharding: which part of the whole it is; None: all of it."""
+
+    tensor: Tensor
+    sharding: Sharding | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        return tuple(self.tensor.shape) if self.sharding is None else self.sharding.shape
+
+    @property
+    def stand_in(self) -> Tensor:
+        """For code that asks for size and type alone: as large as the whole, without its memory."""
+        if self.sharding is None:
+            return self.tensor
+        return torch.empty((), dtype=self.tensor.dtype).expand(self.sharding.shape)
+
+    def fill(self, whole: Tensor) -> None:
+        """Take from the whole tensor what belongs to this rank."""
+        self.tensor.copy_(whole if self.sharding is None else self.sharding.part(whole))

@@ -1,0 +1,108 @@
+"""Parts of whole parameters: cut, joined, named and marked."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from penstock.mesh import Group
+from penstock.sharding import Sharding, mark_shards, sharding_of, shardings_of
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A sharding and a whole tensor for it."""
+
+    sharding: Sharding
+    whole: torch.Tensor
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> Cut:
+    """Along any dimension of any view that splits or joins the whole's first dimensions."""
+    count, width = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    before = draw(st.lists(st.integers(1, 3), max_size=2))
+    after = draw(st.lists(st.integers(1, 3), max_size=2))
+    view = (*before, count * width, *after)
+    shape = (prod(view[: len(before) + 1]), *after) if draw(st.booleans()) else view
+    sharding = Sharding(
+        axes=Group.TENSOR,
+        shape=shape,
+        view=view,
+        dim=len(before),
+        index=draw(st.integers(0, count - 1)),
+        count=count,
+    )
+    whole = torch.arange(prod(shape), dtype=draw(st.sampled_from([torch.int64, torch.float32])))
+    return Cut(sharding, whole.view(shape))
+
+
+@given(cuts())
+def test_the_parts_together_are_the_whole(cut: Cut) -> None:
+    parts = [cut.sharding.part_of(cut.whole, index) for index in range(cut.sharding.count)]
+    assert all(tuple(part.shape) == cut.sharding.part_shape for part in parts)
+    assert torch.equal(cut.sharding.join(parts), cut.whole)
+    assert torch.equal(cut.sharding.part(cut.whole), parts[cut.sharding.index])
+
+
+@given(cuts())
+def test_every_number_is_in_one_part(cut: Cut) -> None:
+    parts = [cut.sharding.part_of(cut.whole, index).flatten() for index in range(cut.sharding.count)]
+    assert sorted(torch.cat(parts).tolist()) == sorted(cut.whole.flatten().tolist())
+
+
+@given(cuts(), st.data())
+def test_what_is_joined_can_be_cut_otherwise(cut: Cut, data: st.DataObject) -> None:
+    """As a checkpoint does that is written by `count` ranks and read by another number of them."""
+    width = cut.sharding.view[cut.sharding.dim]
+    count = data.draw(st.sampled_from([n for n in range(1, width + 1) if width % n == 0]))
+    other = replace(cut.sharding, count=count, index=0)
+    parts = [cut.sharding.part_of(cut.whole, index) for index in range(cut.sharding.count)]
+    again = [other.part_of(cut.sharding.join(parts), index) for index in range(count)]
+    assert torch.equal(other.join(again), cut.whole)
+
+
+def test_a_fused_matrix_is_cut_by_heads() -> None:
+    """Queries, keys and values of 4 heads of 2 numbers: part 1 of 2 has heads 2 and 3 of all three."""
+    whole_QM = torch.arange(24).unsqueeze(1).expand(24, 3)
+    sharding = Sharding(axes=Group.TENSOR, shape=(24, 3), view=(3, 8, 3), dim=1, index=1, count=2)
+    rows = [*range(4, 8), *range(12, 16), *range(20, 24)]
+    assert sharding.part_shape == (12, 3)
+    assert sharding.part(whole_QM)[:, 0].tolist() == rows
+
+
+@pytest.mark.parametrize("wrong", [{"view": (3, 8, 4)}, {"count": 3}, {"index": 2}, {"index": -1}])
+def test_what_cannot_be_cut_is_refused(wrong: dict[str, object]) -> None:
+    fields = {"axes": Group.TENSOR, "shape": (24, 3), "view": (3, 8, 3), "dim": 1, "index": 1, "count": 2}
+    with pytest.raises(AssertionError):
+        Sharding(**{**fields, **wrong})  # type: ignore[arg-type]  # the fields have several types
+
+
+class Half(nn.Linear):
+    """A linear map of which this rank has the first half of the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.shardings = {
+            "weight": Sharding.along(0, (4, 3), Group.TENSOR, 0, 2),
+            "bias": Sharding.along(0, (4,), Group.TENSOR, 0, 2),
+        }
+
+
+def test_modules_name_their_parts_and_parameters_are_marked() -> None:
+    tied = Half()
+    model = nn.ModuleDict({"first": tied, "norm": nn.LayerNorm(3), "again": tied})
+    assert sorted(shardings_of(model)) == ["again.bias", "again.weight", "first.bias", "first.weight"]
+    assert sharding_of(tied.weight) is None, "not yet"
+    mark_shards(model)
+    assert sharding_of(tied.weight) == tied.shardings["weight"]
+    assert sharding_of(model["norm"].weight) is None  # type: ignore[arg-type]  # a parameter
+    copied = copy.deepcopy(model)
+    assert copied["first"].shardings["bias"] is tied.shardings["bias"]  # type: ignore[index]  # a dictionary
