@@ -37,9 +37,9 @@ from tests.support.parity import (
     machinery,
     merge,
     prepare,
-    settings_of,
 )
 from tests.support.ranks import Pools
+from tests.support.reference_step import settings_of
 
 WIDTH = 12
 

@@ -5,31 +5,32 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
-from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from penstock.cost import split_sizes
 from penstock.decision import ScheduleConfig
-from penstock.dispatch import DISPATCHES
+from penstock.mesh import Group, Mesh, holders
 from penstock.models import ModelConfig
-from penstock.moe import ModuleExperts, MoEConfig, MoELayer
-from penstock.moe.build import GATES, build_layer, build_order, build_shared, dispatch_of
+from penstock.moe import MoEConfig
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.schedule import penstock as searching
+from penstock.sharding import Sharding, shardings_of
 from penstock.topology import Layout, ParallelConfig
+from penstock.topology.groups import TokenLayout
 from penstock.train.assemble import build_machinery, build_stack
 from penstock.train.clip import clip_grad_norm
 from penstock.train.config import RunConfig, TrainConfig
 from penstock.train.corpus import DataConfig
 from penstock.train.optimizer import OptimizerConfig, build_adamw
-from tests.support.placed import placement_of
-from tests.support.reference import Settings, reference_loss
+from tests.support.joining import joined
+from tests.support.layers import module_layer, scattered_layer
+from tests.support.reference import reference_loss
 from tests.support.reference_moe import Weights
+from tests.support.reference_step import adamw_step, cuts_batches, settings_of
 
 CLIP = 0.05
 LEARNING_RATE = 1e-2
@@ -37,15 +38,21 @@ LEARNING_RATE = 1e-2
 # of an almost-zero gradient into a full step. A larger eps keeps the comparison well-conditioned.
 EPS = 1e-3
 
+SPLIT_AT_THE_GATE = ("gather", "s1")
+"""Forms of the MoE part in which every rank of an mp group routes tokens of its own."""
+OWN_FORMS = {"baseline_esp": "baseline", "parm_s1": "s1", "parm_s2": "s2", "fsmoe": "gather"}
+"""Schedules that are a form of the MoE part."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One step to compare.
 
-    batch: samples of every rank. batches: of each rank, where they differ. padding: some
-    tokens are padding. module_experts: experts are modules of their own. node_size: ranks per emulated node.
-    idle_expert, busy_experts: gets no tokens, get all of them. scattered: experts are on the ranks in another
-    order than that of their numbers, in every layer another.
+    batch: samples of every rank (ranks of an mp group have the same). batches: of each mp group, where they
+    differ. padding: some tokens are padding. module_experts: experts are modules of their own. node_size:
+    ranks per emulated node. idle_expert, busy_experts: gets no tokens, get all of them. scattered: experts
+    are on the ranks in another order than that of their numbers, in every layer another. tokens: what ranks
+    of an mp group hold between blocks; the form of the MoE part is the schedule's.
     """
 
     world_size: int
@@ -64,20 +71,60 @@ class Case:
     idle_expert: int | None = None
     busy_experts: tuple[int, ...] = ()
     scattered: bool = False
+    mp_size: int = 1
+    esp_size: int = 1
+    tokens: TokenLayout = "split"
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.double else torch.float32
 
     @property
+    def holders(self) -> int:
+        """Over how many ranks, or groups of shards, experts are spread."""
+        return self.ep_size or holders(self.world_size, self.esp_size)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The dense view of the ranks."""
+        return Mesh(world_size=self.world_size, mp_size=self.mp_size)
+
+    @property
     def samples(self) -> tuple[int, ...]:
-        """Of every rank."""
-        return self.batches or (self.batch,) * self.world_size
+        """Of every mp group."""
+        return self.batches or (self.batch,) * self.mesh.size(Group.DATA)
 
     def mine(self, rank: int) -> slice:
         """The samples of a rank in the whole batch."""
-        before = sum(self.samples[:rank])
-        return slice(before, before + self.samples[rank])
+        place = self.mesh.place(rank, Group.DATA)
+        before = sum(self.samples[:place])
+        return slice(before, before + self.samples[place])
+
+    @property
+    def form(self) -> str:
+        """How the MoE part uses ranks that share attention and experts."""
+        return OWN_FORMS.get(self.schedule.name, getattr(self.schedule, "expert_form", "gather"))
+
+    @property
+    def fixed_slots(self) -> bool:
+        """Whether the number of rows does not depend on the routing."""
+        return self.moe.capacity_factor is not None or self.moe.gate == "soft"
+
+    @property
+    def gate_shares(self) -> int:
+        """Into how many parts the positions of a sample are cut of which each has slots of its own."""
+        return self.mp_size if self.fixed_slots and self.form in SPLIT_AT_THE_GATE else 1
+
+    @property
+    def valid(self) -> Tensor | None:
+        """Which tokens of the whole batch are no padding: unevenly many per sample, sometimes a whole one."""
+        if not self.padding:
+            return None
+        length = self.model.seq_len
+        generator = torch.Generator().manual_seed(self.seed + 2)
+        ends = torch.randint(0, length + 1, (sum(self.samples), 1), generator=generator)
+        ends[0] = length
+        return torch.arange(length) < ends
 
     @property
     def config(self) -> RunConfig:
@@ -86,7 +133,12 @@ class Case:
             moe=self.moe,
             schedule=self.schedule,
             parallel=ParallelConfig(
-                processes=self.world_size, ep_size=self.ep_size, ranks_per_node=self.node_size
+                processes=self.world_size,
+                ep_size=self.ep_size,
+                mp_size=self.mp_size,
+                esp_size=self.esp_size,
+                tokens=self.tokens,
+                ranks_per_node=self.node_size,
             ),
             data=DataConfig(batch_per_device=self.batch),
             optimizer=OptimizerConfig(lr=LEARNING_RATE, eps=EPS),
@@ -96,13 +148,17 @@ class Case:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step left behind, by logical name; experts as `name.EXPERT`."""
+    """What a step left behind, by logical name; experts as `name.EXPERT`.
+
+    parts: of the tensors that are parts of whole ones, which.
+    """
 
     loss: float
     norm: float
     gradients: Weights
     parameters: Weights
     executed_as_simulated: bool
+    parts: dict[str, Sharding] = field(default_factory=dict)
 
 
 def batch_of(case: Case) -> tuple[Tensor, Tensor]:
@@ -114,17 +170,6 @@ def batch_of(case: Case) -> tuple[Tensor, Tensor]:
     if case.ignore_labels:  # unevenly over ranks: a mean of local means would be wrong
         labels[0, : shape[1] // 2] = -100
     return tokens, labels
-
-
-def valid_of(case: Case) -> Tensor | None:
-    """Which tokens of the whole batch are no padding: unevenly many per sample, sometimes a whole sample."""
-    if not case.padding:
-        return None
-    length = case.model.seq_len
-    generator = torch.Generator().manual_seed(case.seed + 2)
-    ends = torch.randint(0, length + 1, (sum(case.samples), 1), generator=generator)
-    ends[0] = length
-    return torch.arange(length) < ends
 
 
 def prepare(stack: PipelinedStack, case: Case) -> None:
@@ -146,24 +191,40 @@ def _steer(gate_EM: Tensor, case: Case) -> None:
         gate_EM[expert] += 2.0
 
 
-def machinery(world_size: int, ep_size: int, rank: int, node_size: int = 0) -> Machinery:
+def machinery(
+    world_size: int, ep_size: int, rank: int, node_size: int = 0, *, mp_size: int = 1, esp_size: int = 1
+) -> Machinery:
     """Groups and lanes of a rank; kept, since a pool runs many cases."""
-    return _machinery(world_size, ep_size, rank, node_size)
+    return _machinery(world_size, ep_size, rank, node_size, mp_size, esp_size)
 
 
 @cache
-def _machinery(world_size: int, ep_size: int, rank: int, node_size: int) -> Machinery:
-    layout = Layout(world_size=world_size, ep_size=ep_size, rank=rank, node_size=node_size)
+def _machinery(
+    world_size: int, ep_size: int, rank: int, node_size: int, mp_size: int, esp_size: int
+) -> Machinery:
+    layout = Layout(
+        world_size=world_size,
+        ep_size=ep_size,
+        rank=rank,
+        node_size=node_size,
+        mp_size=mp_size,
+        esp_size=esp_size,
+    )
     return build_machinery(layout, torch.device("cpu"), ParallelConfig(), "float32")
 
 
+def machinery_of(rank: int, case: Case) -> Machinery:
+    """The same for a case."""
+    shared = {"mp_size": case.mp_size, "esp_size": case.esp_size}
+    return machinery(case.world_size, case.holders, rank, case.node_size or 0, **shared)
+
+
 def stack_of(rank: int, case: Case) -> PipelinedStack:
-    ep_size = case.ep_size or case.world_size
-    found = machinery(case.world_size, ep_size, rank, case.node_size or 0)
+    found = machinery_of(rank, case)
     place = found.layout.ep_rank
-    make_moe = partial(module_layer, case, ep_size, place) if case.module_experts else None
+    make_moe = partial(module_layer, case, case.holders, place) if case.module_experts else None
     if case.scattered and not case.module_experts:
-        make_moe = partial(scattered_layer, case, ep_size, place)
+        make_moe = partial(scattered_layer, case, case.holders, place)
     with short_search():
         stack = build_stack(case.config, found, case.dtype, make_moe)
     prepare(stack, case)
@@ -181,40 +242,6 @@ def short_search() -> Iterator[None]:
         searching.MOST_EVALUATIONS = most
 
 
-def module_layer(case: Case, ep_size: int, ep_rank: int, layer: int) -> MoELayer:
-    """The case's layer with experts that nobody knows."""
-    config, hidden = case.moe, case.model.hidden_size
-    return MoELayer(
-        gate=GATES[config.gate](hidden, config, layer),
-        order=build_order(config, ep_size),
-        expert=ModuleExperts(partial(Tanh, hidden), config.num_experts // ep_size),
-        dispatch=DISPATCHES[dispatch_of(config)],
-        shared=build_shared(hidden, config),
-        ep_size=ep_size,
-        ep_rank=ep_rank,
-        placement=placement_of(config.num_experts, ep_size, layer, scattered=case.scattered),
-    )
-
-
-def scattered_layer(case: Case, ep_size: int, ep_rank: int, layer: int) -> MoELayer:
-    """The case's layer, with experts elsewhere than by default."""
-    placement = placement_of(case.moe.num_experts, ep_size, layer, scattered=True)
-    place = {"ep_size": ep_size, "ep_rank": ep_rank, "layer": layer}
-    return build_layer(case.model.hidden_size, case.moe, **place, placement=placement)
-
-
-class Tanh(nn.Module):
-    """An expert of one matrix, with a bias that every process would draw for itself."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size, hidden_size))
-        self.bias = nn.Parameter(torch.rand(hidden_size))
-
-    def forward(self, rows_RM: Tensor) -> Tensor:
-        return torch.tanh(rows_RM @ self.weight.T + self.bias)
-
-
 def run_step(rank: int, case: Case) -> StepResult:
     """One step on this rank, as a training loop would do it."""
     return result_of(stack_of(rank, case), rank, case)
@@ -225,7 +252,7 @@ def result_of(stack: PipelinedStack, rank: int, case: Case) -> StepResult:
     tokens, labels = batch_of(case)
     mine = case.mine(rank)
     optimizer = build_adamw(stack.model.named_parameters(), case.config.optimizer)
-    valid = valid_of(case)
+    valid = case.valid
     ids = torch.arange(len(tokens))
     loss = stack(tokens[mine], labels[mine], ids[mine], None if valid is None else valid[mine])
     loss.backward()
@@ -239,6 +266,7 @@ def result_of(stack: PipelinedStack, rank: int, case: Case) -> StepResult:
         gradients=logical(stack, gradients),
         parameters=logical(stack, parameters),
         executed_as_simulated=executed_as_planned(stack),
+        parts=parts_of(stack),
     )
 
 
@@ -262,22 +290,37 @@ def logical(stack: PipelinedStack, tensors: Weights) -> Weights:
     return found
 
 
+def parts_of(stack: PipelinedStack) -> dict[str, Sharding]:
+    """Which parts of whole tensors this rank has, by logical name."""
+    shardings = shardings_of(stack.model)
+    local = {name: p for name, p in stack.model.named_parameters() if name in shardings}
+    return {
+        logical_name: shardings[name]
+        for name, parameter in local.items()
+        for logical_name in logical(stack, {name: parameter})
+    }
+
+
 def reference_step(case: Case) -> StepResult:
-    """The same step by the reference, in one process. Of a schedule it has only the pieces to know."""
-    dispatch = replace(case.moe, dispatch="flat")
-    alone = replace(case, ep_size=None, node_size=None, moe=dispatch, scattered=False)
+    """The same step by the reference, in one process. Of a layout it has only the shares of the gate."""
+    flat = replace(case.moe, dispatch="flat")
+    alone = replace(case, ep_size=None, node_size=None, moe=flat, scattered=False, esp_size=1, tokens="split")
+    if case.gate_shares == 1:
+        groups = case.mesh.size(Group.DATA)
+        alone = replace(alone, world_size=groups, mp_size=1)
     return _reference_step(replace(alone, schedule=_pieces(case)))
 
 
 def _pieces(case: Case) -> ScheduleConfig:
-    if case.schedule.name in ("flowmoe", "penstock"):
+    if cuts_batches(case):
         return ScheduleConfig(name="flowmoe", microbatches=case.schedule.microbatches)
     return ScheduleConfig(name="sequential")
 
 
 @lru_cache(maxsize=16)
 def _reference_step(case: Case) -> StepResult:
-    alone = replace(case, world_size=1, ep_size=1, batches=(), schedule=ScheduleConfig(name="sequential"))
+    sequential = ScheduleConfig(name="sequential")
+    alone = replace(case, world_size=1, mp_size=1, ep_size=1, batches=(), schedule=sequential)
     stack = stack_of(0, alone)
     weights = {n: p.detach().clone().requires_grad_() for n, p in stack.model.named_parameters()}
     tokens, labels = batch_of(case)
@@ -285,72 +328,22 @@ def _reference_step(case: Case) -> StepResult:
     loss.backward()
     gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in weights.items()}
     norm = torch.cat([g.flatten().double() for g in gradients.values()]).norm()
-    after = _adamw(weights, gradients, min(1.0, CLIP / (float(norm) + 1e-6)), case.config.optimizer)
+    after = adamw_step(weights, gradients, min(1.0, CLIP / (float(norm) + 1e-6)), case.config.optimizer)
     return StepResult(loss.item(), float(norm), logical(stack, gradients), logical(stack, after), True)
-
-
-def settings_of(case: Case) -> Settings:
-    pieces = case.schedule.microbatches if case.schedule.name in ("flowmoe", "penstock") else 1
-    fixed = case.moe.capacity_factor is not None or case.moe.gate == "soft"
-    cuts: list[list[int]] = []
-    seats: list[int] = []
-    for rank, batch in enumerate(case.samples):
-        sizes = split_sizes(max(case.samples) if fixed else batch, pieces)
-        samples = iter(range(case.mine(rank).start, case.mine(rank).stop))
-        cuts += [list(islice(samples, size)) for size in sizes]
-        seats += sizes
-    layers = range(case.model.num_layers)
-    groups, limit, valid = case.moe.num_groups, case.moe.group_top_k, valid_of(case)
-    return Settings(
-        num_layers=case.model.num_layers,
-        num_heads=case.model.num_heads,
-        moe_layers=frozenset(layer for layer in layers if case.model.is_moe(layer)),
-        num_experts=case.moe.num_experts,
-        top_k=case.moe.top_k,
-        swiglu=case.moe.expert == "swiglu",
-        renormalise=case.moe.top_k > 1 if case.moe.norm_topk_prob is None else case.moe.norm_topk_prob,
-        gate=case.moe.gate,
-        scale=case.moe.routed_scaling_factor,
-        groups=None if groups is None or limit is None else (groups, limit),
-        slots_per_expert=case.moe.slots_per_expert,
-        modules=case.module_experts,
-        seed=case.seed,
-        padding=None if valid is None else ~valid,
-        capacity_factor=case.moe.capacity_factor,
-        min_capacity=case.moe.min_capacity,
-        aux_coeff=case.moe.aux_loss_coeff,
-        aux_group=case.moe.aux_loss_group,
-        z_coeff=case.moe.z_loss_coeff,
-        pieces=cuts,
-        seats=seats,
-    )
-
-
-def _adamw(weights: Weights, gradients: Weights, scale: float, config: OptimizerConfig) -> Weights:
-    """The first AdamW step written out: both moments are bias-corrected back to g and g^2."""
-    after: Weights = {}
-    for name, weight in weights.items():
-        g = gradients[name] * scale
-        decays = weight.dim() >= 2 and "embed" not in name
-        decayed = weight * (1 - config.lr * config.weight_decay) if decays else weight
-        after[name] = (decayed - config.lr * g / (g.abs() + config.eps)).detach()
-    return after
 
 
 def merge(results: list[StepResult]) -> StepResult:
     """One result of all ranks; asserts that what should be equal on several ranks is."""
     first = results[0]
-    gradients, parameters = dict(first.gradients), dict(first.parameters)
     for result in results:
         assert result.loss == first.loss, "the loss differs between ranks"
         assert result.norm == first.norm, "the gradient norm differs between ranks"
         assert result.executed_as_simulated, "a lane ran another order than its list"
-        for mine, all_ranks in ((result.gradients, gradients), (result.parameters, parameters)):
-            for name, tensor in mine.items():
-                assert torch.equal(all_ranks.setdefault(name, tensor), tensor), (
-                    f"{name} differs between ranks"
-                )
-    return StepResult(first.loss, first.norm, gradients, parameters, True)
+    gradients, parameters = (
+        joined([(getattr(result, what), result.parts) for result in results])
+        for what in ("gradients", "parameters")
+    )
+    return StepResult(first.loss, first.norm, gradients, parameters, True, first.parts)
 
 
 def check_parity(pools: Any, case: Case) -> StepResult:

@@ -1,13 +1,14 @@
 """The reference: a plain single-process PyTorch decoder with an MoE layer, none of Penstock's parts.
 
-It sees the whole batch of all ranks. Microbatches matter to it only where they matter to the mathematics:
-capacity is counted per microbatch, and so is the balance loss of the group "microbatch".
+It sees the whole batch of all ranks. Microbatches and layouts matter to it only where they matter to the
+mathematics: capacity is counted per microbatch, and by every rank that routes tokens of its own; the balance
+loss of the group "microbatch" is judged by microbatch.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,8 @@ from tests.support.reference_moe import Weights, moe_layer
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What the mathematics depends on. pieces: lists of sample numbers that form one microbatch. seats: the
-    samples by which slots of each are counted.
+    samples by which slots of each are counted. shares: the positions of a sample that are routed together;
+    none = all.
 
     gate: its name. groups: how many, and how many a token may use. modules: experts are modules of their own.
     padding: bool [B, L], True where a token counts for nothing.
@@ -46,6 +48,7 @@ class Settings:
     z_coeff: float
     pieces: list[list[int]]
     seats: list[int]
+    shares: list[range] = field(default_factory=list)
 
 
 def reference_loss(weights: Weights, settings: Settings, tokens_BL: Tensor, labels_BL: Tensor) -> Tensor:
@@ -62,7 +65,8 @@ def reference_loss(weights: Weights, settings: Settings, tokens_BL: Tensor, labe
             h, extra = h + out, extra + more
         else:
             h = h + F.gelu(x @ w["feed_forward.up.weight"].T) @ w["feed_forward.down.weight"].T
-    logits = _norm(h, weights, "final_norm") @ weights["output.weight"].T
+    head = weights.get("output.weight", weights["token_embedding.weight"])  # they may be one matrix
+    logits = _norm(h, weights, "final_norm") @ head.T
     return F.cross_entropy(logits.flatten(0, 1), labels_BL.flatten(), ignore_index=-100) + extra
 
 

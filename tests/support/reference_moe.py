@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from decimal import Decimal
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,15 +30,17 @@ def moe_layer(x: Tensor, w: Weights, s: Settings, layer: int) -> tuple[Tensor, T
     out, chosen = torch.zeros_like(x), torch.zeros(x.shape[0], s.num_experts, dtype=torch.float64)
     logits = _logits(x, w, s, layer)
     valid = torch.ones(x.shape[:2], dtype=torch.bool) if s.padding is None else ~s.padding
-    for samples, seats in zip(s.pieces, s.seats, strict=True):
-        places = [(b, t) for b in samples for t in range(x.shape[1]) if valid[b, t]]
+    shares = s.shares or [range(x.shape[1])]
+    for (samples, seats), share in product(zip(s.pieces, s.seats, strict=True), shares):
+        places = [(b, t) for b in samples for t in share if valid[b, t]]
+        slots = _slots(seats * len(shares[0]), s)
         if s.gate == "soft":
-            _mix_slots(x, logits, out, samples, valid, w, s)
+            _mix_slots(x, logits, out, places, samples, w, s)
             chosen[samples] = s.slots_per_expert
         elif s.gate == "expert_choice":
-            _experts_choose(x, logits, out, chosen, seats, places, w, s)
+            _experts_choose(x, logits, out, chosen, int(slots), places, w, s)
         else:
-            _tokens_choose(x, logits, out, chosen, seats, places, w, s)
+            _tokens_choose(x, logits, out, chosen, slots, places, w, s)
     for b, t in [(b, t) for b in range(x.shape[0]) for t in range(x.shape[1])]:
         if any(name.startswith("shared.") for name in w):
             out[b, t] = out[b, t] + _feed_forward(x[b, t], _shared(w), s)
@@ -83,14 +86,14 @@ def _tokens_choose(
     logits: Tensor,
     out: Tensor,
     chosen: Tensor,
-    seats: int,
+    slots: float,
     places: list[Place],
     w: Weights,
     s: Settings,
 ) -> None:
     scores = _scores(logits, s)
     best = {place: _best(scores[place].detach(), s) for place in places}
-    slots, taken = _slots(out, seats, s), [0] * s.num_experts
+    taken = [0] * s.num_experts
     for choice in range(s.top_k):
         for place in places:
             expert = best[place][choice]
@@ -118,11 +121,11 @@ def _best(scores: Tensor, s: Settings) -> list[int]:
     return sorted(allowed, key=lambda e: -float(scores[e]))[: s.top_k]
 
 
-def _slots(out: Tensor, seats: int, s: Settings) -> float:
-    """Slots per expert, counted with padding: a microbatch's size is the same on all ranks."""
+def _slots(tokens: int, s: Settings) -> float:
+    """Slots per expert, counted with padding and for the longest share: they are as many on all ranks."""
     if s.capacity_factor is None:
         return math.inf
-    wanted = Decimal(str(s.capacity_factor)) * s.top_k * seats * out.shape[1] / s.num_experts
+    wanted = Decimal(str(s.capacity_factor)) * s.top_k * tokens / s.num_experts
     return max(s.min_capacity, math.ceil(wanted))
 
 
@@ -131,13 +134,12 @@ def _experts_choose(
     logits: Tensor,
     out: Tensor,
     chosen: Tensor,
-    seats: int,
+    slots: int,
     places: list[Place],
     w: Weights,
     s: Settings,
 ) -> None:
     probability = logits.softmax(-1)
-    slots = int(_slots(out, seats, s))
     for expert in range(s.num_experts):
         for place in sorted(places, key=lambda p: -float(probability[p][expert].detach()))[:slots]:
             chosen[place[0], expert] += 1
@@ -146,10 +148,10 @@ def _experts_choose(
 
 
 def _mix_slots(
-    x: Tensor, logits: Tensor, out: Tensor, samples: list[int], valid: Tensor, w: Weights, s: Settings
+    x: Tensor, logits: Tensor, out: Tensor, places: list[Place], samples: list[int], w: Weights, s: Settings
 ) -> None:
     for b in samples:
-        tokens = [t for t in range(x.shape[1]) if valid[b, t]]
+        tokens = [t for sample, t in places if sample == b]
         for expert in range(s.num_experts):
             for slot in range(s.slots_per_expert):
                 mix = logits[b, tokens, expert, slot].softmax(0)

@@ -18,9 +18,10 @@ from penstock.train.batches import Batch
 from penstock.train.config import RunConfig
 from penstock.train.metrics import StepMetrics
 from penstock.train.trainer import Trainer
-from tests.support.parity import Case, settings_of
+from tests.support.parity import Case
 from tests.support.reference import Settings, reference_loss
 from tests.support.reference_moe import Weights
+from tests.support.reference_step import settings_of
 from tests.support.runs import write_config
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,51 @@
+"""MoE layers of a case that its settings have no words for."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from penstock.dispatch import DISPATCHES
+from penstock.moe import ModuleExperts, MoELayer
+from penstock.moe.build import GATES, build_layer, build_order, build_shared, dispatch_of
+from tests.support.placed import placement_of
+
+if TYPE_CHECKING:
+    from tests.support.parity import Case
+
+
+def module_layer(case: Case, ep_size: int, ep_rank: int, layer: int) -> MoELayer:
+    """The case's layer with experts that nobody knows."""
+    config, hidden = case.moe, case.model.hidden_size
+    return MoELayer(
+        gate=GATES[config.gate](hidden, config, layer),
+        order=build_order(config, ep_size),
+        expert=ModuleExperts(partial(Tanh, hidden), config.num_experts // ep_size),
+        dispatch=DISPATCHES[dispatch_of(config)],
+        shared=build_shared(hidden, config),
+        ep_size=ep_size,
+        ep_rank=ep_rank,
+        placement=placement_of(config.num_experts, ep_size, layer, scattered=case.scattered),
+    )
+
+
+def scattered_layer(case: Case, ep_size: int, ep_rank: int, layer: int) -> MoELayer:
+    """The case's layer, with experts elsewhere than by default."""
+    placement = placement_of(case.moe.num_experts, ep_size, layer, scattered=True)
+    place = {"ep_size": ep_size, "ep_rank": ep_rank, "layer": layer}
+    return build_layer(case.model.hidden_size, case.moe, **place, placement=placement)
+
+
+class Tanh(nn.Module):
+    """An expert of one matrix, with a bias that every process would draw for itself."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size, hidden_size))
+        self.bias = nn.Parameter(torch.rand(hidden_size))
+
+    def forward(self, rows_RM: Tensor) -> Tensor:
+        return torch.tanh(rows_RM @ self.weight.T + self.bias)
