@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -106,3 +108,15 @@ def test_modules_name_their_parts_and_parameters_are_marked() -> None:
     assert sharding_of(model["norm"].weight) is None  # type: ignore[arg-type]  # a parameter
     copied = copy.deepcopy(model)
     assert copied["first"].shardings["bias"] is tied.shardings["bias"]  # type: ignore[index]  # a dictionary
+
+
+def test_a_marked_parameter_can_be_saved_and_a_module_keeps_what_it_knows() -> None:
+    model = Half()
+    mark_shards(model)
+    file = io.BytesIO()
+    torch.save(model.weight, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=True)
+    assert torch.equal(read, model.weight) and sharding_of(read) is None
+    again = pickle.loads(pickle.dumps(model))
+    assert again.shardings == model.shardings

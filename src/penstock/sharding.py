@@ -6,6 +6,7 @@ know nothing else. A rank's part is cut from it by `Sharding.part` and put back 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -75,6 +76,17 @@ class Sharding:
         return self
 
 
+@dataclass(frozen=True, eq=False)
+class _Mark:
+    """What a marked parameter carries."""
+
+    sharding: Sharding
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """In a file nothing is left of it but an empty mark, of a type that torch.load always accepts."""
+        return OrderedDict, ()
+
+
 def shardings_of(model: nn.Module) -> dict[str, Sharding]:
     """Every parameter that is a part of a larger one, by its name in `model`.
 
@@ -90,10 +102,10 @@ def shardings_of(model: nn.Module) -> dict[str, Sharding]:
 def mark_shards(model: nn.Module) -> None:
     """Put a mark on these parameters, for code that meets them without their module."""
     for name, sharding in shardings_of(model).items():
-        setattr(model.get_parameter(name), MARK, sharding)
+        setattr(model.get_parameter(name), MARK, _Mark(sharding))
 
 
 def sharding_of(parameter: Tensor) -> Sharding | None:
     """Which part of a larger parameter this is; None for a whole one, and for one that was never marked."""
-    found: Sharding | None = getattr(parameter, MARK, None)
-    return found
+    mark = getattr(parameter, MARK, None)
+    return mark.sharding if isinstance(mark, _Mark) else None

@@ -37,7 +37,7 @@ from penstock.runtime.checks.misuse import (
     refuse_pickle,
 )
 from penstock.runtime.executor import Execution
-from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts
+from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts, mark_parts
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.gradients.model_gradients import Gradients
 from penstock.runtime.handlers import HANDLERS
@@ -48,6 +48,7 @@ from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.step import Step
 from penstock.runtime.transport import Transports
 from penstock.schedule import StepPlan
+from penstock.sharding import mark_shards
 from penstock.step import StepShape
 from penstock.topology import Control, Layout
 from penstock.trace import TaskRecord
@@ -185,9 +186,11 @@ class PipelinedStack(nn.Module):
         self.machinery.lanes.close()
 
     def mark_experts(self) -> None:
-        """Say of every expert parameter where it lives, for `penstock.clip_grad_norm_`."""
+        """Say of every expert and of every part of a parameter where it lives, for `clip_grad_norm_`."""
         for layer in range(len(self.parts.parts)):
             mark_experts(self.parts.expert_parameters(layer), self._expert_ranks)
+        mark_shards(self.model)
+        mark_parts(self.model.parameters(), self._expert_ranks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A stack with a copy of the model, on the same machinery: for averages of weights, say."""

@@ -1,4 +1,4 @@
-"""Which ranks hold an expert: a mark on its parameters, for code that meets them without their layer.
+"""Which ranks hold an expert, or the other parts of a parameter: marks, for code that meets them alone.
 
 The mark stays with a parameter through `.to()` and in any list. A copy of a parameter or one put in its place
 has none until the layer's next forward.
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from penstock.mesh import Group
 from penstock.runtime.transport import Transport
+from penstock.sharding import sharding_of
 from penstock.topology import Layout
 
-MARK = "penstock_ranks"
+MARK, PARTS_MARK = "penstock_ranks", "penstock_ranks_of_parts"
 _numbers = itertools.count()
 
 
@@ -78,6 +79,29 @@ def ranks_of(parameter: Tensor) -> ExpertRanks | None:
             f"a parameter of shape {list(parameter.shape)} has allreduce = False, so it is an expert's, but "
             "which ranks hold the other experts is not known: pass the module that it belongs to, or run its "
             "layer's forward before"
+        )
+    return ranks
+
+
+def mark_parts(parameters: Iterable[Tensor], ranks: ExpertRanks) -> None:
+    """Say of those that `penstock.sharding` has marked as parts with which ranks the others are."""
+    for parameter in parameters:
+        if sharding_of(parameter) is not None:
+            setattr(parameter, PARTS_MARK, ranks)
+
+
+def ranks_of_parts(parameter: Tensor) -> ExpertRanks | None:
+    """Where the other parts of a parameter are; None for a whole one.
+
+    Raises ValueError for a part whose ranks are not known.
+    """
+    if sharding_of(parameter) is None:
+        return None
+    ranks = getattr(parameter, PARTS_MARK, None)
+    if not isinstance(ranks, ExpertRanks):
+        raise ValueError(
+            f"a parameter of shape {list(parameter.shape)} is a part of a larger one, and which ranks hold "
+            "the others is not known: pass the stack that it belongs to"
         )
     return ranks
 

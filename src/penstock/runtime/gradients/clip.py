@@ -1,4 +1,9 @@
-"""The gradient norm of a model whose experts are spread over ranks, and clipping by it."""
+"""The gradient norm of a model whose experts are spread over ranks, and clipping by it.
+
+A rank has three kinds of gradients: of its experts, which count where they are the first of their replicas;
+of parameters that it shares with other ranks of a node, whose parts count once each; and of those that it
+holds whole, as all ranks do.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from penstock.mesh import Group
 from penstock.moe import MoELayer
-from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of
+from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of, ranks_of_parts
 from penstock.runtime.stack import PipelinedStack
+from penstock.topology import Layout
 
 TINY = 1e-6
 EQUAL = 1e-5
@@ -32,15 +39,16 @@ def clip_grad_norm_(
     """Scale all gradients so that their norm is at most `max_norm`; returns the norm before, float64 scalar.
 
     Like `torch.nn.utils.clip_grad_norm_`, and right where experts are spread over ranks: every expert counts
-    once, whatever the layout; so does a parameter that stands in the list twice, or is sharded (DTensor).
-    Every rank gets the same norm to the last bit, so what ranks share stays equal.
+    once, whatever the layout; so does a parameter that stands in the list twice, of which ranks have parts
+    (tensor parallelism), or that is sharded (DTensor). Every rank gets the same norm to the last bit, so what
+    ranks share stays equal.
 
     model_or_parameters: a module (a `PipelinedStack`, one in `DistributedDataParallel`, any other), or
     parameters in any order; parameters without a gradient count nothing. max_norm: `math.inf` only measures.
     norm_type: p of the p-norm, above 0; `math.inf` for the largest entry. foreach: as in torch.
 
     With experts on several ranks all of them must call it, when gradients are finished: after `backward`.
-    It costs one all-reduce of 16 bytes per rank, and on a GPU the host waits. Raises ValueError for a setting
+    It costs one all-reduce of 24 bytes per rank, and on a GPU the host waits. Raises ValueError for a setting
     that makes no sense, and RuntimeError if gradients that all ranks share differ between them, if not every
     rank takes part, or, with error_if_nonfinite, if the norm is not finite.
     """
@@ -105,38 +113,60 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _total_norm(parameters: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
-    homes = [ranks_of(parameter) for parameter in parameters]
-    pairs = list(zip(parameters, homes, strict=True))
-    counted = [p for p, home in pairs if home is not None and home.is_first_replica]
-    shared = [p for p, home in pairs if home is None]
+    experts = [(p, home) for p in parameters if (home := ranks_of(p)) is not None]
+    dense = [(p, ranks_of_parts(p)) for p in parameters if ranks_of(p) is None]
+    kinds = (
+        [p for p, home in experts if home.is_first_replica],
+        [p for p, home in dense if home is not None],
+        [p for p, home in dense if home is None],
+    )
     device = parameters[0].device if parameters else torch.device("cpu")
-    row = torch.stack([_norm(_gradients(part), order, foreach).to(device) for part in (counted, shared)])
+    row = torch.stack([_norm(_gradients(kind), order, foreach).to(device) for kind in kinds])
     # Ranks may list their parameters in different orders, and still choose the same way to meet.
-    spread = [home for home in homes if home is not None and home.layout.world_size > 1]
+    homes = (home for _, home in (*experts, *dense) if home is not None)
+    spread = [home for home in homes if home.layout.world_size > 1]
     if not spread:
         return _p_norm(row, order)
-    table = _meet(row, min(spread, key=lambda home: home.number))
-    # All ranks hold the same there; should one alone hold something that is not finite, all must hear of it.
-    return _p_norm(torch.cat([table[:, 0], table[:, 1].amax(0, keepdim=True)]), order).to(device)
+    ranks = min(spread, key=lambda home: home.number)
+    return _p_norm(_counted_once(_meet(row, ranks), ranks.layout), order).to(device)
 
 
 def _meet(row: Tensor, ranks: ExpertRanks) -> Tensor:
-    """Norms of what only one rank holds and of what all share, [ranks, 2]."""
+    """Norms of experts, parts and what is whole, [ranks, 3], the same bits on all ranks."""
     try:
-        table = ranks.gather(row)
+        return ranks.gather(row)
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {ranks.layout.rank}: clip_grad_norm_ waited in vain for the others. Every rank must call "
             "it, with its experts, trained or not: pass the module, or all of model.parameters()"
         ) from error
-    shared = table[:, 1].tolist()
-    if all(map(math.isfinite, shared)) and max(shared) - min(shared) > EQUAL * max(shared):
-        norms = ", ".join(f"{norm:.6g}" for norm in shared)
+
+
+def _counted_once(table: Tensor, layout: Layout) -> Tensor:
+    """The norms that make up that of the whole model, of the norms of all ranks [ranks, 3].
+
+    Where several ranks hold the same, the largest counts: should one alone hold something that is not finite,
+    all must hear of it.
+    """
+    experts, parts, whole = table.unbind(1)
+    _check_equal(whole, "parameters that all ranks hold")
+    found = [experts, whole.amax(0, keepdim=True)]
+    for same in layout.mesh.groups(Group.DATA):
+        part = parts[list(same)]
+        _check_equal(part, f"the part of parameters that ranks {', '.join(map(str, same))} hold")
+        found.append(part.amax(0, keepdim=True))
+    return torch.cat(found)
+
+
+def _check_equal(norms: Tensor, of: str) -> None:
+    """Raise RuntimeError if norms of the same gradients differ between ranks."""
+    found = norms.tolist()
+    if all(map(math.isfinite, found)) and max(found) - min(found) > EQUAL * max(found):
+        shown = ", ".join(f"{norm:.6g}" for norm in found)
         raise RuntimeError(
-            f"gradients of parameters that all ranks hold differ: their norms by rank are {norms}. Clip when "
-            "they have been averaged (not inside no_sync), and give every rank the same parameters"
+            f"gradients of {of} differ: their norms by rank are {shown}. Clip when they have been averaged "
+            "(not inside no_sync), and give every rank the same parameters"
         )
-    return table
 
 
 def _norm(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
