@@ -92,6 +92,15 @@ def test_output_losses_and_gradients_equal_loops(kind: str, padded: bool) -> Non
         )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_with_parts_of_all_samples_have_slots_of_their_own(kind: str) -> None:
+    """What the loops make of shares is what the layer makes of every share alone."""
+    layer, x, valid = layer_of(config_of(kind)), states()[:, :4], padding()[:, :4]
+    settings = replace(settings_of(config_of(kind), SAMPLES, valid), shares=[range(2), range(2, 4)])
+    wanted, _ = moe_layer(x, weights_of(layer), settings, 0)
+    close(torch.cat([layer(x[:, :2], valid[:, :2]), layer(x[:, 2:], valid[:, 2:])], dim=1), wanted)
+
+
 def test_the_balance_groups_differ() -> None:
     """Or the test above would not tell them apart."""
     values = []

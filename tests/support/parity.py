@@ -19,6 +19,7 @@ from penstock.moe import MoEConfig
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.schedule import penstock as searching
 from penstock.sharding import Sharding, shardings_of
+from penstock.step.shape import FORM_TOKENS, ExpertForm
 from penstock.topology import Layout, ParallelConfig
 from penstock.topology.groups import TokenLayout
 from penstock.train.assemble import build_machinery, build_stack
@@ -38,9 +39,12 @@ LEARNING_RATE = 1e-2
 # of an almost-zero gradient into a full step. A larger eps keeps the comparison well-conditioned.
 EPS = 1e-3
 
-SPLIT_AT_THE_GATE = ("gather", "s1")
-"""Forms of the MoE part in which every rank of an mp group routes tokens of its own."""
-OWN_FORMS = {"baseline_esp": "baseline", "parm_s1": "s1", "parm_s2": "s2", "fsmoe": "gather"}
+OWN_FORMS: dict[str, ExpertForm] = {
+    "baseline_esp": "baseline",
+    "parm_s1": "s1",
+    "parm_s2": "s2",
+    "fsmoe": "gather",
+}
 """Schedules that are a form of the MoE part."""
 
 
@@ -101,7 +105,7 @@ class Case:
         return slice(before, before + self.samples[place])
 
     @property
-    def form(self) -> str:
+    def form(self) -> ExpertForm:
         """How the MoE part uses ranks that share attention and experts."""
         return OWN_FORMS.get(self.schedule.name, getattr(self.schedule, "expert_form", "gather"))
 
@@ -113,7 +117,8 @@ class Case:
     @property
     def gate_shares(self) -> int:
         """Into how many parts the positions of a sample are cut of which each has slots of its own."""
-        return self.mp_size if self.fixed_slots and self.form in SPLIT_AT_THE_GATE else 1
+        split = FORM_TOKENS[self.form] == "split"
+        return self.mp_size if split and self.fixed_slots else 1
 
     @property
     def valid(self) -> Tensor | None:
