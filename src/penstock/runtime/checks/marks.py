@@ -2,23 +2,27 @@
 
 Every rank adds five numbers to the sums of the statistics task, weighted so that they cancel where ranks
 agree. A rank that froze, replaced or added something by itself is seen before any gradient is reduced.
+
+All ranks must have parameters of the same names and shapes; values are compared between ranks that hold the
+same: what is whole between all, a part of a larger parameter between those with the same part, an expert
+between its replicas.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from penstock.mesh import Group
+from penstock.mesh import Axes, Group
 from penstock.runtime.errors import ParameterMismatchError
 from penstock.topology import Control, Layout
 
 FIELDS = 5
-"""A one (to count ranks), then layout and values of replicated parameters, and of experts."""
+"""A one (to count ranks), then names with shapes, and values, of what is no expert's, and of experts."""
 PIECE = 1 << 20
 TOLERANCE = 1e-3
 """Values drawn apart differ by about one; those of the same seed on different processors by rounding."""
@@ -26,7 +30,10 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Entry:
-    """What all ranks must have alike of one parameter. value: of its values when it was taken up."""
+    """What all ranks must have alike of one parameter.
+
+    value: of its values when it was taken up. part: whether other ranks hold other parts of a larger one.
+    """
 
     name: str
     layer: int
@@ -34,6 +41,7 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     value: float
+    part: bool = False
 
     @property
     def line(self) -> str:
@@ -55,23 +63,53 @@ class Entry:
 
 @dataclass(frozen=True)
 class Marks:
-    """The entries of one rank: of replicated parameters, and of experts that have replicas."""
+    """The entries of one rank: of what is not an expert's, and of experts that have replicas."""
 
     replicated: tuple[Entry, ...]
     experts: tuple[Entry, ...]
 
     def numbers(self, layout: Layout) -> list[float]:
         """What this rank adds to the sums, [FIELDS]. What must cancel exactly is whole and below 2**53."""
-        world = 1 - layout.world_size if layout.rank == 0 else 1
-        first = layout.mesh.place(layout.rank, Group.EXPERT_REPLICAS) == 0
-        replicas = (1 - layout.edp_size if first else 1) * (2 * layout.ep_rank + 1)
+        world, replicas = _weight_among(Group.WORLD, layout), _weight_among(Group.EXPERT_REPLICAS, layout)
+        of_parts = _weight_among(Group.DATA, layout) * _values(self.parts)
         return [
             1.0,
             float(world * _digest(self.replicated)),
-            world * _values(self.replicated),
+            world * _values(self.whole) + of_parts,
             float(replicas * _digest(self.experts)),
             replicas * _values(self.experts),
         ]
+
+    @property
+    def whole(self) -> tuple[Entry, ...]:
+        """Of parameters whose values all ranks have alike."""
+        return tuple(entry for entry in self.replicated if not entry.part)
+
+    @property
+    def parts(self) -> tuple[Entry, ...]:
+        """Of parts of larger parameters: only ranks with other samples have the same values."""
+        return tuple(entry for entry in self.replicated if entry.part)
+
+    @property
+    def outlines(self) -> tuple[Entry, ...]:
+        """All that is not an expert's, without the values of parts."""
+        return tuple(replace(entry, value=0.0) if entry.part else entry for entry in self.replicated)
+
+
+COMPARED: Mapping[str, Axes] = {
+    "outlines": Group.WORLD,
+    "parts": Group.DATA,
+    "experts": Group.EXPERT_REPLICAS,
+}
+"""Which of a rank's entries must be alike along which axes."""
+
+
+def _weight_among(axes: Axes, layout: Layout) -> int:
+    """With such weights equal numbers of a group add up to 0, and those of two groups do not make up for each
+    other."""
+    mesh, rank = layout.mesh, layout.rank
+    alike = 1 - mesh.size(axes) if mesh.place(rank, axes) == 0 else 1
+    return alike * (2 * mesh.group(rank, axes) + 1)
 
 
 def agree(total: Sequence[float], layout: Layout) -> bool:
@@ -96,11 +134,9 @@ def raise_mismatch(mine: Marks, layout: Layout, control: Control) -> None:
     """Raise ParameterMismatchError that names a parameter. Every rank must call it."""
     everyone = control.gather(mine, "comparing parameters")
     for rank, theirs in enumerate(everyone):
-        replica = layout.mesh.members(rank, Group.EXPERT_REPLICAS)[0]
-        pairs = ((theirs.replicated, 0, "replicated"), (theirs.experts, replica, "experts"))
-        for entries, first, kind in pairs:
-            reference: tuple[Entry, ...] = getattr(everyone[first], kind)
-            found = _difference(entries, reference)
+        for kind, axes in COMPARED.items():
+            first = layout.mesh.members(rank, axes)[0]
+            found = _difference(getattr(theirs, kind), getattr(everyone[first], kind))
             if found is not None:
                 raise mismatch(f"on rank {rank} against rank {first}: {found}")
     raise mismatch("they differ in more ways than one message can say")

@@ -14,6 +14,7 @@ from penstock.runtime.checks.snapshot import Snapshot
 from penstock.runtime.gradients.assignment import Assignment, Layers, assign, names_of
 from penstock.runtime.gradients.buckets import Buckets, GradientBucket
 from penstock.runtime.parts import ModelParts
+from penstock.sharding import sharding_of
 from penstock.step import StepShape
 from penstock.topology import Layout
 
@@ -140,7 +141,8 @@ class Gradients:
             for p in parameters:
                 known = self._known[id(p)]
                 kind = str(p.dtype).removeprefix("torch.")
-                found.append(Entry(known.name, layer, p.requires_grad, kind, tuple(p.shape), known.value))
+                shape, part = tuple(p.shape), sharding_of(p) is not None
+                found.append(Entry(known.name, layer, p.requires_grad, kind, shape, known.value, part))
         return tuple(found)
 
 

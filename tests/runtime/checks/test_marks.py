@@ -1,0 +1,97 @@
+"""Marks of parameters: they cancel where ranks agree, and name what differs, on every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.mesh import Axes, Group
+from penstock.runtime.checks.marks import Entry, Marks, agree, raise_mismatch
+from penstock.runtime.errors import ParameterMismatchError
+from penstock.topology import Control, Layout
+from tests.support.ranks import Pools
+
+NAMES = {"norm": Group.WORLD, "gate": Group.WORLD, "qkv": Group.DATA, "out": Group.DATA}
+EXPERTS = {"w_up": Group.EXPERT_REPLICAS, "w_down": Group.EXPERT_REPLICAS}
+
+
+def marks_of(layout: Layout) -> Marks:
+    """Values that ranks have alike exactly where they hold the same."""
+
+    def entry(name: str, axes: Axes) -> Entry:
+        value = 0.1 * sum(map(ord, name)) + layout.mesh.group(layout.rank, axes)
+        return Entry(name, 0, True, "float32", (2, 3), value, part=axes == Group.DATA)
+
+    experts = tuple(entry(*each) for each in EXPERTS.items()) if layout.edp_size > 1 else ()
+    return Marks(tuple(entry(*each) for each in NAMES.items()), experts)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> list[Layout]:
+    """The layouts of all ranks of a world of 2 to 32."""
+    mp, esp, ep = (draw(st.sampled_from([1, 2, 4])) for _ in range(3))
+    size = max(2, mp, ep * esp) * draw(st.integers(1, 2))
+    return [Layout(world_size=size, rank=rank, mp_size=mp, esp_size=esp, ep_size=ep) for rank in range(size)]
+
+
+def total(marks: list[Marks], world: list[Layout]) -> list[float]:
+    rows = [mine.numbers(layout) for mine, layout in zip(marks, world, strict=True)]
+    return [sum(column) for column in zip(*rows, strict=True)]
+
+
+@given(worlds())
+def test_marks_of_equal_parameters_cancel(world: list[Layout]) -> None:
+    sums = total([marks_of(layout) for layout in world], world)
+    assert sums[0] == len(world)
+    assert all(agree(sums, layout) for layout in world)
+
+
+@given(worlds(), st.data())
+def test_a_difference_of_one_rank_is_seen(world: list[Layout], data: st.DataObject) -> None:
+    marks = [marks_of(layout) for layout in world]
+    rank = data.draw(st.integers(0, len(world) - 1))
+    mine = marks[rank]
+    name = data.draw(st.sampled_from([e.name for e in (*mine.replicated, *mine.experts)]))
+    alone = world[0].mesh.size({**NAMES, **EXPERTS}[name]) == 1
+    what: list[dict[str, object]] = [{"trained": False}, {"shape": (3, 2)}]
+    if not alone:  # what one rank alone has it may have as it likes
+        what.append({"value": -3.0})
+    changed = data.draw(st.sampled_from(what))
+    marks[rank] = Marks(changed_in(mine.replicated, name, changed), changed_in(mine.experts, name, changed))
+    assert not any(agree(total(marks, world), layout) for layout in world)
+
+
+def changed_in(entries: tuple[Entry, ...], name: str, change: dict[str, object]) -> tuple[Entry, ...]:
+    return tuple(
+        replace(entry, **change) if entry.name == name else entry  # type: ignore[arg-type]  # any field
+        for entry in entries
+    )
+
+
+def said_about(rank: int, name: str, only: int, change: dict[str, object]) -> str:
+    layout = Layout(world_size=4, rank=rank, mp_size=2, esp_size=2, ep_size=1)
+    mine = marks_of(layout)
+    if rank == only:
+        mine = Marks(changed_in(mine.replicated, name, change), changed_in(mine.experts, name, change))
+    with pytest.raises(ParameterMismatchError) as caught:
+        raise_mismatch(mine, layout, Control(rank, 4))
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("norm", {"value": 9.0}, "on rank 3 against rank 0: norm got other values"),
+        ("qkv", {"value": 9.0}, "on rank 3 against rank 1: qkv got other values"),
+        ("qkv", {"trained": False}, "on rank 3 against rank 0: qkv is frozen there and trained here"),
+        ("w_up", {"value": 9.0}, "on rank 3 against rank 1: w_up got other values"),
+    ],
+)
+def test_a_difference_is_named_between_ranks_that_hold_the_same(
+    ranks: Pools, name: str, change: dict[str, object], words: str
+) -> None:
+    assert all(words in text for text in ranks(4).run(said_about, name, 3, change))
