@@ -96,6 +96,8 @@ class Cut:
     microbatches: of the batch. slices: of a microbatch's rows in an MoE layer; the task has those from
     `first` up to `stop`. parts: relative sizes of the pieces of a buffer; the task has the one its name says.
     token_shards: ranks that share the tokens of every sample; the task has this rank's part of them.
+    row_copies: how many times the rows of one rank it has: as many as an expert has shards, where each sends
+    its own to all of them or has those of all.
     """
 
     microbatches: int = 1
@@ -104,13 +106,15 @@ class Cut:
     stop: int = 1
     parts: tuple[int, ...] = (1,)
     token_shards: int = 1
+    row_copies: int = 1
 
     @property
     def text(self) -> str:
         """All of it in one word."""
         parts = ",".join(map(str, self.parts))
         tokens = f" 1/{self.token_shards}t" if self.token_shards > 1 else ""
-        return f"{self.microbatches}m {self.first}-{self.stop}/{self.slices}s [{parts}]{tokens}"
+        rows = f" {self.row_copies}r" if self.row_copies > 1 else ""
+        return f"{self.microbatches}m {self.first}-{self.stop}/{self.slices}s [{parts}]{tokens}{rows}"
 
     @property
     def held(self) -> range:

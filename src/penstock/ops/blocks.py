@@ -56,9 +56,10 @@ def _shared(task: Task, sizes: Sizes) -> Work:
 
 
 def _experts(task: Task, sizes: Sizes) -> Work:
-    rows = sizes.rows(task)
+    """Of every row a shard computes its part of the hidden width."""
+    rows = sizes.rows(task) * task.cut.row_copies
     return Work(
-        flops=sizes.expert_flops(rows),
+        flops=sizes.expert_flops(rows) / sizes.esp_size,
         copied_bytes=2 * sizes.hidden_bytes(rows),
         pieces=len(task.cut.held),
         follows_rows=True,

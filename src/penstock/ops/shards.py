@@ -56,7 +56,7 @@ register(
     _spec(Op.SHARD_SCATTER, "sums of all shards' outputs", _over_shards(SCATTER, GATHER), Op.SHARD_GATHER),
     _spec(Op.DEAL_SLOTS, "this rank's share of equal rows", _over_tokens("", GATHER), Op.GATHER_SLOTS),
     _spec(Op.GATHER_SLOTS, "outputs of all ranks' shares", _over_tokens(GATHER, ""), Op.DEAL_SLOTS),
-    _spec(Op.ROWS_GATHER, "rows of all sharing ranks", _over_shards(GATHER, SCATTER), Op.ROWS_KEEP),
+    _spec(Op.ROWS_GATHER, "rows of all sharing ranks", _over_shards(GATHER, SCATTER), Op.SHARD_SCATTER),
     _spec(Op.ROWS_REDUCE, "sums of outputs, to all", _over_shards("all_reduce", ""), Op.ROWS_REDUCE),
     _spec(Op.ROWS_KEEP, "this rank's rows", _over_shards("", GATHER), Op.ROWS_GATHER),
 )

@@ -36,7 +36,7 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
     found += _sharing_passes(shape)
     if shape.microbatches > 1:
         found.append(Microbatches(shape.microbatches))
-    if shape.slices > 1:
+    if max(shape.degrees) > 1:
         found.append(Chunks(shape.chunks, shape.backward_chunks))
     if shape.split_experts and any(shape.moe_layers):
         found.append(WeightGradients())
@@ -56,13 +56,14 @@ def _sharing_passes(shape: StepShape) -> list[Pass]:
     if not any(shape.moe_layers) or sharing.is_none:
         return found
     if form == "baseline":
-        return [*found, RepeatedRows()]
+        return [*found, RepeatedRows(sharing.esp_size)]
     if form == "s2" and sharing.mp_size > 1:
         found.append(DealtSlots(sharing.mp_size))
         if shape.pair_slices > 1:
             found.append(SimultaneousPair(shape.pair_slices))
     if sharing.esp_size > 1:
-        found.append(GatheredShards() if form == "gather" else FusedShards())
+        shards = GatheredShards if form == "gather" else FusedShards
+        found.append(shards(sharing.esp_size))
     return found
 
 

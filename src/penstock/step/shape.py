@@ -106,8 +106,11 @@ class StepShape:
     def _check_form(self) -> None:
         if self.expert_form not in FORM_TOKENS:
             raise ScheduleError(f"expert_form = {self.expert_form!r}: use {', '.join(FORM_TOKENS)}")
-        if self.pair_slices > 1 and (self.expert_form != "s2" or self.slices > 1):
-            raise ScheduleError("a simultaneous pair needs expert_form=s2, and no chunks beside it")
+        paired = self.expert_form == "s2" and self.sharing.mp_size > 1 and max(self.degrees) == 1
+        if self.pair_slices > 1 and not paired:
+            raise ScheduleError(
+                "a simultaneous pair needs expert_form=s2, ranks that share attention, and no chunks"
+            )
 
     @property
     def backward_chunks(self) -> int:
@@ -117,7 +120,7 @@ class StepShape:
     @property
     def slices(self) -> int:
         """Pieces that every chunk, forward or backward, is made of: what is saved is addressed by slice."""
-        return lcm(self.chunks, self.backward_chunks)
+        return self.pair_slices * lcm(self.chunks, self.backward_chunks)
 
     def chunks_of(self, phase: Phase) -> int:
         """Chunks of an MoE layer in this phase."""

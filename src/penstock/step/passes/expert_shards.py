@@ -5,6 +5,7 @@ Every pass begins with a flat dispatch, `AT ─rows─ D ─rows─ X ─rows─
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from penstock.graph import Graph, Lane, Name, ScheduleError, Task
@@ -21,13 +22,18 @@ BETWEEN = (Op.DISPATCH, Op.COMBINE)
 class GatheredShards:
     """FSMoE: a row crosses nodes once, is gathered inside the node by all shards, whose outputs are summed.
 
-    after  D ─rows─ XG ─rows─ X ─rows─ XS ─rows─ C          XG, XS intra
+    before  D ─rows─ X ─rows─ C
+    after   D ─rows─ XG ─rows─ X ─rows─ XS ─rows─ C          XG, XS intra
+
+    shards: of every expert.
     """
 
+    shards: int
     name = "gathered_shards"
     stage = Stage.INSERT
 
     def __call__(self, graph: Graph) -> Graph:
+        graph = _copied(graph, (Op.EXPERTS,), self.shards)
         graph = insert_before(graph, Op.EXPERTS, "rows", _beside(Op.SHARD_GATHER, Group.SHARDS).before)
         graph = insert_after(graph, Op.EXPERTS, "rows", _beside(Op.SHARD_SCATTER, Group.SHARDS).after)
         return _counts_known_to_all(graph)
@@ -37,9 +43,10 @@ class GatheredShards:
 class FusedShards:
     """Parm: one all-to-all brings a row to every shard of its expert; partial outputs are summed at home.
 
-    after  D and C meet ranks along both axes, (ep, esp)
+    D and C meet ranks along both axes, (ep, esp). shards: of every expert.
     """
 
+    shards: int
     name = "fused_shards"
     stage = Stage.INSERT
 
@@ -48,14 +55,15 @@ class FusedShards:
         fused = Graph.of(
             replace(task, axes=Group.EXPERT_SHARDS) if task.op in BETWEEN else task for task in graph.tasks
         )
-        return _counts_known_to_all(fused)
+        return _counts_known_to_all(_copied(fused, (*BETWEEN, Op.EXPERTS), self.shards))
 
 
 @dataclass(frozen=True)
 class DealtSlots:
     """Parm's S2: ranks that share attention have the same rows, and each sends its share of every expert's.
 
-    after  AT ─rows─ SD ─rows─ D ... C ─rows─ SG ─rows─ U          SD, SG intra
+    before  AT ─rows─ D ... C ─rows─ U
+    after   AT ─rows─ SD ─rows─ D ... C ─rows─ SG ─rows─ U          SD, SG intra
 
     ranks: that share attention.
     """
@@ -82,14 +90,19 @@ class RepeatedRows:
     Ranks that share attention have the same rows, so all of it is sent and computed once for each of them: it
     is here to be compared with.
 
-    after  AT ─rows─ BG ─rows─ D ─rows─ X ─rows─ BR ─rows─ C ─rows─ BS ─rows─ U          BG, BR, BS intra
+    before  AT ─rows─ D ... X ─rows─ C ─rows─ U
+    after   AT ─rows─ BG ─rows─ D ... X ─rows─ BR ─rows─ C ─rows─ BS ─rows─ U          BG, BR, BS intra
+
+    shards: of every expert.
     """
 
+    shards: int
     name = "repeated_rows"
     stage = Stage.INSERT
 
     def __call__(self, graph: Graph) -> Graph:
         _refuse_legs(graph, self.name)
+        graph = _copied(graph, (*BETWEEN, Op.EXPERTS), self.shards)
         graph = insert_before(graph, Op.DISPATCH, "rows", _beside(Op.ROWS_GATHER, Group.SHARDS).before)
         graph = insert_after(graph, Op.EXPERTS, "rows", _beside(Op.ROWS_REDUCE, Group.SHARDS).after)
         graph = insert_after(graph, Op.COMBINE, "rows", _beside(Op.ROWS_KEEP, Group.SHARDS).after)
@@ -110,6 +123,14 @@ class _beside:  # noqa: N801  # reads as a function
 
     def after(self, task: Task) -> Task:
         return self.before(task, (task.name,))
+
+
+def _copied(graph: Graph, ops: Collection[str], shards: int) -> Graph:
+    """Tasks of these ops have the rows of all shards, or send theirs to all of them."""
+    return Graph.of(
+        replace(task, cut=replace(task.cut, row_copies=shards)) if task.op in ops else task
+        for task in graph.tasks
+    )
 
 
 def _counts_known_to_all(graph: Graph) -> Graph:

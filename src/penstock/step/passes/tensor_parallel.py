@@ -24,13 +24,12 @@ class TensorParallel:
     moe_split: the same for the MoE part, gate to un-order. Where the two differ, tokens are gathered (`MG`,
     `UG`) or all but this rank's are left out (`MS`, `US`).
 
-    before         EM ─hidden─ AT ─rows, ...─ D        U ─hidden─ HD ─loss─ ST
-    after          EM ─hidden─ ES ─hidden─ TG ─hidden─ TA ─attended─ TS ─attended─ GT ─rows, ...─ D
-                               └──hidden──────────────────────────────────────────── GT
-                   U ─hidden─ HG ─hidden─ HV ─peaks─ HX ─peaks─ HL ─loss─ ST
-                                          └──logits──────────── HL
-    a dense block  AT becomes TG, TA, TS, FN ─tokens─ FG ─tokens─ FF ─out─ FS ─out─ FA;  FN ─residual─ FA
-    replicated     TC, TR for TG, TS; FC, FR for FG, FS; ER for ES; HC for HG
+    before  EM ─hidden─ AT ─rows─ D ... U ─hidden─ HD ─loss─ ST
+    after   EM ─hidden─ ES ─hidden─ TG ─hidden─ TA ─attended─ TS ─attended─ GT ─rows─ D
+            ES ─hidden─ GT ... U ─hidden─ HG ─hidden─ HV ─peaks─ HX ─peaks─ HL ─loss─ ST ... HV ─logits─ HL
+
+    AT of a dense block becomes TG, TA, TS, FN ─tokens─ FG ─tokens─ FF ─out─ FS ─out─ FA, FN ─residual─ FA.
+    With replicated tokens TC and TR stand for TG and TS, FC and FR for FG and FS, ER for ES, HC for HG.
     """
 
     ranks: int
