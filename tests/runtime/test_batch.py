@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.runtime.batch import SampleNumbers
 from penstock.schedule import SCHEDULES
+from penstock.topology import Layout
 from tests.runtime.test_moe_parity import ACCEPTED, DISPATCHES, case
 from tests.support.parity import Case, batch_of, check_parity, merge, result_of, run_step, stack_of
 from tests.support.ranks import Pools
@@ -31,6 +33,20 @@ def uneven(
     base = case(len(batches), gate, order, dispatch, "swiglu", schedule)
     cut = replace(base.schedule, microbatches=microbatches)
     return replace(base, schedule=cut, batches=batches, batch=4, moe=replace(base.moe, **moe))
+
+
+@pytest.mark.parametrize("mp_size", [1, 2, 4])
+@pytest.mark.parametrize("training", [True, False])
+def test_numbers_of_samples_are_unique_among_those_that_differ(mp_size: int, training: bool) -> None:
+    seen: dict[int, list[int]] = {}
+    for rank in range(4):
+        layout = Layout(world_size=4, ep_size=1, rank=rank, mp_size=mp_size)
+        numbers = SampleNumbers(layout)
+        mine = [int(n) for _ in range(3) for n in numbers.take(2, torch.device("cpu"), training=training)]
+        assert seen.setdefault(layout.dp_rank, mine) == mine, "ranks that share attention count alike"
+    found = sorted(number for mine in seen.values() for number in mine)
+    count = 6 * 4 // mp_size
+    assert found == (list(range(count)) if training else list(range(-count, 0)))
 
 
 @pytest.mark.every_value

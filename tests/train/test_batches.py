@@ -38,8 +38,8 @@ class Case:
             random_corpus(self.windows * self.seq_len + 1),
             seq_len=self.seq_len,
             batch_per_device=self.global_batch // world_size,
-            rank=rank,
-            world_size=world_size,
+            dp_rank=rank,
+            dp_size=world_size,
             seed=self.seed,
             held_out_fraction=self.held_out_fraction,
         )

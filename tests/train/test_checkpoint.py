@@ -161,6 +161,15 @@ def test_another_identity_is_refused(tmp_path: Path, key: str) -> None:
     check_equal(state_of(run), before)
 
 
+def test_what_earlier_versions_called_the_same_is_the_same(tmp_path: Path) -> None:
+    before = {**IDENTITY, "data.batch_per_device x processes": 8}
+    path = trained(0, CASE, tmp_path, identity=before).save(2)
+    now = "data.batch_per_device x (processes / mp_size)"
+    assert bare(0, CASE, tmp_path, identity={**IDENTITY, now: 8}).load(path) == 2
+    with pytest.raises(ConfigError, match="was made with 8, and samples would be repeated"):
+        bare(0, CASE, tmp_path, identity={**IDENTITY, now: 16}).load(path)
+
+
 @pytest.mark.every_value
 @pytest.mark.parametrize("pattern", ["*.safetensors", "SHA256SUMS", "checkpoint.json"])
 @pytest.mark.parametrize("share", [0.0, 0.5])

@@ -6,14 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from penstock.config import ConfigError
+from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.topology import Control, Layout
 from penstock.train.config import RunConfig, TrainConfig
 from penstock.train.corpus import DataConfig
 from penstock.train.source import open_source
 from tests.support.ranks import Pools
+
+LONELY = Layout(world_size=1, ep_size=1, rank=0)
 
 
 def config_of(path: Path, batch: int = 4, seq_len: int = 16) -> RunConfig:
@@ -76,6 +80,30 @@ def test_one_rank_and_two_see_the_same_samples(ranks: Pools, tmp_path: Path) -> 
         assert alone.stream.batch(step).tokens_BL.tolist() == top[step] + bottom[step]
 
 
+@pytest.mark.parametrize("mp_size", [1, 2, 4])
+def test_ranks_that_share_attention_read_the_same(tmp_path: Path, mp_size: int) -> None:
+    """All groups together read what one process reads, in training and in evaluation."""
+    config = config_of(write_text(tmp_path / "text.txt", "line"), batch=2 * mp_size)
+    everyone = [Layout(world_size=4, ep_size=2, rank=rank, mp_size=mp_size) for rank in range(4)]
+    sources = [open_source(config, layout, Control(0, 1)) for layout in everyone]
+    whole = open_source(config_of(tmp_path / "text.txt", batch=8), LONELY, Control(0, 1))
+    assert all(source.identity == whole.identity for source in sources)
+    for batches in (
+        [[source.stream.batch(1)] for source in sources],
+        [list(source.stream.held_out_batches(9)) for source in sources],
+    ):
+        for layout, mine in zip(everyone, batches, strict=True):
+            first = batches[layout.mesh.members(layout.rank, Group.TENSOR)[0]]
+            for one, other in zip(mine, first, strict=True):
+                assert torch.equal(one.tokens_BL, other.tokens_BL)
+                assert torch.equal(one.sample_ids_B, other.sample_ids_B)
+    wanted = whole.stream.batch(1)
+    leaders = [s for s, layout in zip(sources, everyone, strict=True) if layout.mp_rank == 0]
+    found = [source.stream.batch(1) for source in leaders]
+    assert torch.equal(torch.cat([batch.tokens_BL for batch in found]), wanted.tokens_BL)
+    assert torch.equal(torch.cat([batch.sample_ids_B for batch in found]), wanted.sample_ids_B)
+
+
 def test_what_moves_the_samples_changes_the_identity(tmp_path: Path) -> None:
     path = write_text(tmp_path / "text.txt", "line")
     config = config_of(path)
@@ -84,10 +112,10 @@ def test_what_moves_the_samples_changes_the_identity(tmp_path: Path) -> None:
         "train.seed": replace(config, train=TrainConfig(seed=1)),
         "model.seq_len": config_of(path, seq_len=8),
         "data.held_out_fraction": replace(config, data=replace(data, held_out_fraction=0.2)),
-        "data.batch_per_device x processes": config_of(path, batch=3),
+        "data.batch_per_device x (processes / mp_size)": config_of(path, batch=3),
         "data.path (sha256 of the text)": config_of(write_text(tmp_path / "other.txt", "else")),
     }
-    layout, control = Layout(world_size=1, ep_size=1, rank=0), Control(0, 1)
+    layout, control = LONELY, Control(0, 1)
     identity = open_source(config, layout, control).identity
     assert others.keys() == identity.keys()
     for key, other in others.items():
@@ -99,5 +127,5 @@ def test_what_moves_the_samples_changes_the_identity(tmp_path: Path) -> None:
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path, lines: int, seq_len: int, key: str) -> None:
     path = write_text(tmp_path / "text.txt", "line", lines)
     with pytest.raises(ConfigError) as caught:
-        open_source(config_of(path, seq_len=seq_len), Layout(world_size=1, ep_size=1, rank=0), Control(0, 1))
+        open_source(config_of(path, seq_len=seq_len), LONELY, Control(0, 1))
     assert caught.value.key.startswith(key)

@@ -63,8 +63,9 @@ class Samples:
 
 
 class SampleNumbers:
-    """Numbers for samples that come without: unique over the run, dealt to the ranks in turn.
+    """Numbers for samples that come without: unique over the run, dealt in turn to ranks with other samples.
 
+    Ranks that share attention work on the same samples and give them the same numbers.
     Training counts up from 0, everything else down from -1: an evaluation between two steps does not change
     the dropout of the second.
     """
@@ -78,7 +79,7 @@ class SampleNumbers:
         first = self._next[training]
         self._next[training] += count
         mine = torch.arange(first, first + count, device=device)
-        ids_B = mine * self._layout.world_size + self._layout.rank
+        ids_B = mine * self._layout.dp_size + self._layout.dp_rank
         return ids_B if training else -1 - ids_B
 
 

@@ -9,8 +9,9 @@ from training text. With period 4, and a block of windows per cell::
 
 Training windows are visited in a new random order every epoch, and epochs follow one another without a gap.
 What all ranks together see at a step depends on the size of the global batch, not on how many ranks share it.
+Ranks that share attention see the same samples, so a batch is dealt to groups of ranks (`dp_size` of them).
 
-Shapes: B samples per rank, L sequence length, G samples over all ranks, W windows.
+Shapes: B samples per rank, L sequence length, G samples over all groups, W windows.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Batch:
     `labels_BL`     int64, for every token the byte that follows it
     `sample_ids_B`  int64, different for every sample of a run: the key of counter-based dropout. Training
                       samples count up from 0 through the whole run, held-out samples down from -1
-    `largest_batch`   samples of the rank that has the most of this batch; None if not given
+    `largest_batch`   samples of the group that has the most of this batch; None if not given
     """
 
     tokens_BL: torch.Tensor
@@ -47,8 +48,9 @@ class Batch:
 
 
 class BatchStream:
-    """The batches of one rank.
+    """The batches of the ranks of one group.
 
+    `dp_rank`, `dp_size`  which of the groups that have samples of their own, and how many there are
     `steps_per_epoch`  global batches in one pass over the training windows, rounded down
 
     Raises `ConfigError` when the corpus is too short for one global batch of training, or holds out nothing.
@@ -60,12 +62,12 @@ class BatchStream:
         *,
         seq_len: int,
         batch_per_device: int,
-        rank: int,
-        world_size: int,
+        dp_rank: int,
+        dp_size: int,
         seed: int,
         held_out_fraction: float,
     ) -> None:
-        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+        assert 0 <= dp_rank < dp_size, f"group {dp_rank} of {dp_size}"
         if seq_len < 1:
             raise ConfigError("seq_len", seq_len, "must be at least 1", "Try 128.")
         if seed < 0:
@@ -73,9 +75,9 @@ class BatchStream:
         self._text = corpus.text
         self._seq_len = seq_len
         self._batch_per_device = batch_per_device
-        self._global_batch = batch_per_device * world_size
-        self._rank, self._world_size = rank, world_size
-        self._mine = np.array(SamplePlacement.even(self._global_batch, world_size).held(rank), dtype=np.int64)
+        self._global_batch = batch_per_device * dp_size
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._mine = np.array(SamplePlacement.even(self._global_batch, dp_size).held(dp_rank), dtype=np.int64)
         self._seed = seed
         window_count = max(0, (corpus.text.size - 1) // seq_len)
         self._split = Split.of(window_count, held_out_fraction)
@@ -106,16 +108,16 @@ class BatchStream:
         """At most `max_batches` batches of held-out text, as many on every rank so that collectives match.
 
         They are the same at every call and for every seed, and come from all over the corpus. The last one
-        holds what is left: ranks may have one sample more or less, or none.
+        holds what is left: groups may have one sample more or less, or none.
         """
         held_out = self._split.held_out
         for index in range(min(max_batches, -(-held_out // self._global_batch))):
             start = index * self._global_batch
             places_G = np.arange(start, min(start + self._global_batch, held_out), dtype=np.int64)
-            homes = SamplePlacement.even(places_G.size, self._world_size)
-            places_B = places_G[np.array(homes.held(self._rank), dtype=np.int64)]
+            homes = SamplePlacement.even(places_G.size, self._dp_size)
+            places_B = places_G[np.array(homes.held(self._dp_rank), dtype=np.int64)]
             windows_B = self._split.held_out_windows(self._held_out_order.at(places_B))
-            yield self._cut(windows_B, -1 - places_B, -(-places_G.size // self._world_size))
+            yield self._cut(windows_B, -1 - places_B, -(-places_G.size // self._dp_size))
 
     def _places(self, index: int) -> Indices:
         """Places of this rank's samples when global batches are laid one after another, [B]."""

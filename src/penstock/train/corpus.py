@@ -40,7 +40,7 @@ class DataConfig:
     """Where the text comes from and how much of it a step takes.
 
     `path`               a file, a folder, or None for the standard library of the running Python
-    `batch_per_device`   samples per rank and step
+    `batch_per_device`   samples per rank and step; ranks that share attention (mp_size) have the same ones
     `held_out_fraction`  share of the text kept for evaluation, at most 0.5
     `suffixes`           which files of a folder are text; a path to one file ignores it
 

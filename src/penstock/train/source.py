@@ -13,6 +13,7 @@ from penstock.train.batches import BatchStream
 from penstock.train.config import RunConfig
 from penstock.train.corpus import Corpus, load_corpus
 from penstock.train.scan import Scan, Scanned
+from penstock.train.storage.record import GLOBAL_BATCH
 from penstock.train.text import HINT, Text, TextError
 
 T = TypeVar("T")
@@ -114,8 +115,8 @@ def _open(config: RunConfig, layout: Layout) -> tuple[Corpus, BatchStream]:
             corpus,
             seq_len=config.model.seq_len,
             batch_per_device=config.data.batch_per_device,
-            rank=layout.rank,
-            world_size=layout.world_size,
+            dp_rank=layout.dp_rank,
+            dp_size=layout.dp_size,
             seed=config.train.seed,
             held_out_fraction=config.data.held_out_fraction,
         )
@@ -130,7 +131,7 @@ def _identity(config: RunConfig, layout: Layout, stream: BatchStream, scanned: S
         "train.seed": config.train.seed,
         "model.seq_len": config.model.seq_len,
         "data.held_out_fraction": config.data.held_out_fraction,
-        "data.batch_per_device x processes": config.data.batch_per_device * layout.world_size,
+        GLOBAL_BATCH: config.data.batch_per_device * layout.dp_size,
         "data.path (sha256 of the text)": scanned.digest,
         **computed,
     }

@@ -12,6 +12,9 @@ from penstock.train.storage.files import DamagedError, read_table, to_json, writ
 
 RECORD, OLD_RECORD = "checkpoint.json", "data.json"
 FORMAT = 1
+GLOBAL_BATCH = "data.batch_per_device x (processes / mp_size)"
+FORMER_KEYS = {"data.batch_per_device x processes": GLOBAL_BATCH}
+"""What the identity of earlier versions calls the same."""
 MOST_BYTES = 1 << 22
 
 
@@ -63,9 +66,10 @@ class Record:
 
     def check_identity(self, path: Path, identity: Mapping[str, object]) -> None:
         """Raise ConfigError for the first key that must be the same and is not."""
+        mine = {FORMER_KEYS.get(key, key): value for key, value in self.identity.items()}
         for key, value in identity.items():
-            if self.identity.get(key) != value:
-                was = str(self.identity.get(key))[:80]
+            if mine.get(key) != value:
+                was = str(mine.get(key))[:80]
                 why = f"{path} was made with {was}, and samples would be repeated or left out"
                 raise ConfigError(
                     key, value, why, "Use the same value, or start a new run in another output.dir."
