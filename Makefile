@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.peers
-TWO_AT_ONCE := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+TWO_AT_ONCE := --numprocesses 2 --no-loadscope-reorder
 
 .PHONY: run test quick soak lint bench clean
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.pairwise import leave_to_soak
 from tests.support.ranks import Pools
+from tests.support.workers import GroupScheduling
 
 settings.register_profile(
     "penstock",
@@ -33,14 +35,15 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(kind)
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs in one process, if there are several: a file, whose tests share runs; all namespaces."""
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        emulated = file.startswith("tests/emulate/") or "emulation" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("namespaces" if emulated else file))
+    """Leave to `make soak` what repeats values of a test marked `every_value`."""
     leave_to_soak(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    """Of several processes, one runs all tests of a group."""
+    return GroupScheduling(config, log)
 
 
 @pytest.fixture(scope="session")
