@@ -57,7 +57,9 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="train a model",
         description="Trains the model that CONFIG describes. Starts local processes, or joins those that "
         "torchrun or Slurm started.",
-        epilog="Example: penstock train configs/tiny.toml optimizer.lr=1e-3 train.steps=50",
+        epilog="Examples: penstock train configs/tiny.toml optimizer.lr=1e-3 train.steps=50; with tensor "
+        "parallelism and sharded experts: penstock train configs/tiny.toml parallel.mp_size=2 "
+        "parallel.esp_size=2. docs/training.md lists all settings.",
     )
     train.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file such as configs/tiny.toml")
     train.add_argument(

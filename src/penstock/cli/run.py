@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
-from penstock.config import ConfigError
+from penstock.config import ConfigError, OtherNameWarning
 from penstock.emulate import EmulationError, EmulationUnavailable
 from penstock.graph import ScheduleError
 
@@ -23,9 +27,10 @@ def parse(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Nam
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """What the command returns; an error that a user can mend is told in one line."""
+    """What the command returns; an error that a user can mend is told in one line, and so is a hint."""
     try:
-        return command()
+        with _telling_hints():
+            return command()
     except (ConfigError, ScheduleError, EmulationUnavailable) as error:
         print(f"penstock: {error}", file=sys.stderr)
         return BAD_USAGE
@@ -37,3 +42,28 @@ def exit_code(command: Callable[[], int]) -> int:
     except BrokenPipeError:  # `penstock schedule ... | head` is no failure of ours
         sys.stderr.close()
         return 0
+
+
+@contextmanager
+def _telling_hints() -> Iterator[None]:
+    """Hints about settings go to stderr, once: other ranks read the same settings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", OtherNameWarning)
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+            if not issubclass(category, OtherNameWarning):
+                usual(message, category, *rest, **more)
+            elif _speaks():
+                print(f"penstock: {message}", file=sys.stderr)
+
+        warnings.showwarning = show
+        yield
+
+
+def _speaks() -> bool:
+    """Whether this process is the one that tells what all ranks find."""
+    from penstock.topology import detect  # loads torch, which commands that only plan do without
+
+    info = detect(os.environ)
+    return info is None or (info.rank == 0 and info.launcher != "penstock")

@@ -21,6 +21,7 @@ from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 from penstock.config.bounds import bare, bounded_fields, check_length, check_type
 from penstock.config.error import UNSET, ConfigError, dotted, shorten, shown, toml_value
 from penstock.config.files import MOST_TOML_BYTES, parse_toml, read_text
+from penstock.config.other_names import own_name, rename
 from penstock.config.table import Table
 
 T = TypeVar("T")
@@ -89,7 +90,8 @@ def _split(cls: type, override: str) -> tuple[str, str]:
 
 def _apply(cls: type, table: dict[str, Any], path: Sequence[str], text: str, here: str = "") -> None:
     """Put `text` at `path` into `table`, which holds the section `cls` whose own dotted key is `here`."""
-    name, *rest = path
+    rename(cls, table, here)
+    name, *rest = own_name(cls, path[0], here), *path[1:]
     if name not in _types(cls):
         raise _unknown(cls, here, name, _parse(text))
     key, tp = dotted(here, name), _types(cls)[name]
@@ -141,7 +143,7 @@ def _build(cls: type, table: object, key: str, base: object = None) -> Any:
     if not isinstance(table, dict):
         raise _not_a_section(cls, key, table)
     types, values = _types(cls), _defaults(cls, base)
-    for name, raw in table.items():
+    for name, raw in rename(cls, dict(table), key).items():
         if name not in types:
             raise _unknown(cls, key, name, raw)
         values[name] = _convert(types[name], raw, dotted(key, name), values.get(name))

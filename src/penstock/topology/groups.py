@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch.distributed as dist
 
@@ -41,6 +42,14 @@ class ParallelConfig:
     send_buffer_bytes: what may wait for the wire in one connection (CPU ranks); 0 leaves it to the system.
     Too much delays the other side's announcements, less than rate times round trip slows the link down.
     """
+
+    ALSO_CALLED: ClassVar[Mapping[str, str]] = {
+        "tensor_parallel_size": "mp_size",
+        "tensor_model_parallel_size": "mp_size",
+        "expert_tensor_parallel_size": "esp_size",
+        "expert_model_parallel_size": "ep_size",
+    }
+    """Megatron's names."""
 
     processes: Processes = 4
     ep_size: Ranks | None = None

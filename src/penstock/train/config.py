@@ -17,6 +17,7 @@ from penstock.plan.plan_config import GIVEN, PlanConfig
 from penstock.topology import ParallelConfig
 from penstock.train.corpus import VOCABULARY_SIZE, DataConfig
 from penstock.train.optimizer import OptimizerConfig
+from penstock.train.shares import check_shares
 
 Section = TypeVar("Section", ModelConfig, MoEConfig, DataConfig)
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -103,6 +104,11 @@ class RunConfig:
 
         A preset's number of experts depends on the ranks. A key with another value than its default wins.
         """
+        found = self._with_preset(world_size)
+        check_shares(found.model, found.moe, found.parallel, world_size)
+        return found
+
+    def _with_preset(self, world_size: int) -> RunConfig:
         if self.model.vocab_size < VOCABULARY_SIZE:
             why = f"text is read as bytes, which have {VOCABULARY_SIZE} values"
             raise ConfigError("model.vocab_size", self.model.vocab_size, why, f"Use {VOCABULARY_SIZE}.")

@@ -1,0 +1,41 @@
+"""Settings under the names that other programs have for them: accepted, with a hint.
+
+A section says so itself::
+
+    ALSO_CALLED: ClassVar[Mapping[str, str]] = {"tensor_parallel_size": "mp_size"}
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from penstock.config.error import ConfigError, dotted
+
+
+class OtherNameWarning(UserWarning):
+    """A setting was given under another program's name for it."""
+
+
+def own_name(cls: type, name: str, section: str) -> str:
+    """The name of a setting of `cls`, whose dotted key is `section`; warns if it was given under another."""
+    own: str = getattr(cls, "ALSO_CALLED", {}).get(name, name)
+    if own != name:
+        key = dotted(section, name)
+        warnings.warn(f"{key}: taken as {dotted(section, own)}", OtherNameWarning, stacklevel=2)
+    return own
+
+
+def rename(cls: type, table: dict[str, Any], section: str) -> dict[str, Any]:
+    """`table` itself, with its settings under their own names.
+
+    Raises ConfigError for one that stands in it under two names.
+    """
+    for name in [name for name in table if name in getattr(cls, "ALSO_CALLED", {})]:
+        own = own_name(cls, name, section)
+        if own in table:
+            key = dotted(section, name)
+            why = f"the same as {dotted(section, own)}, which is set as well"
+            raise ConfigError(key, table[name], why, f"Keep {dotted(section, own)} alone.")
+        table[own] = table.pop(name)
+    return table

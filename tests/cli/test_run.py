@@ -1,0 +1,53 @@
+"""What all commands share: hints about settings are told in one line, by one process."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import main
+from penstock.cli.run import exit_code
+from penstock.config import OtherNameWarning
+from tests.support.runs import write_config
+
+HINT = "penstock: parallel.tensor_parallel_size: taken as parallel.mp_size\n"
+SETTING = "parallel.tensor_parallel_size=4"
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({}, True),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "PENSTOCK_LAUNCHED": "1"}, False),
+    ],
+)
+def test_one_process_tells_a_hint(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], told: bool
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+
+    def command() -> int:
+        for _ in range(2):
+            warnings.warn(HINT.strip().removeprefix("penstock: "), OtherNameWarning, stacklevel=1)
+        return 3
+
+    assert exit_code(command) == 3
+    assert capsys.readouterr().err == HINT * 2 * told
+
+
+def test_other_warnings_are_shown_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(UserWarning, match="something else"):
+        assert exit_code(lambda: warnings.warn("something else", stacklevel=1) or 0) == 0
+    assert "penstock: " not in capsys.readouterr().err
+
+
+def test_a_setting_under_megatrons_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(write_config(tmp_path)), SETTING]) == 2
+    hint, error = capsys.readouterr().err.splitlines()
+    assert hint + "\n" == HINT
+    assert error.startswith("penstock: parallel.mp_size = 4: must divide model.num_heads (2)")
