@@ -100,7 +100,7 @@ def test_chunks_do_not_change_the_result(config: MoEConfig, count: int, chunks: 
         counts = routed.plan.counts_CN.unsqueeze(0).numpy()
         routes = maker.from_pair(counts, counts)
     pieces = routed.rows_RM.split(list(routed.plan.chunk_rows))
-    outputs = [layer.expert_rows(rows, route) for rows, route in zip(pieces, routes.chunks, strict=True)]
+    outputs = [layer.expert_rows(rows, route) for rows, route in zip(pieces, routes.slices, strict=True)]
     out_TM = layer.unorder(torch.cat(outputs), routed.weights, routed.plan)
     torch.testing.assert_close(out_TM, layer(x_TM))
 
@@ -110,7 +110,7 @@ def test_rows_of_several_ranks_meet_the_right_experts() -> None:
     layer = layer_of(MoEConfig(num_experts=3, moe_ffn_hidden_size=12))
     rows_RM = tokens(8)
     counts = np.array([[[2, 0, 1]], [[1, 3, 1]]])
-    (route,) = RouteMaker(FlatDispatch(), Place(0, 2, 2)).from_pair(counts, counts).chunks
+    (route,) = RouteMaker(FlatDispatch(), Place(0, 2, 2)).from_pair(counts, counts).slices
     expert_of_row = [0, 0, 2, 0, 1, 1, 1, 2]
     out_RM = layer.expert_rows(rows_RM, route)
     for row, out, e in zip(rows_RM, out_RM, expert_of_row, strict=True):

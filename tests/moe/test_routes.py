@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dispatch import DISPATCHES, FlatDispatch, Place
-from penstock.graph import Phase
 from penstock.moe import RouteMaker
 from penstock.moe.routes import Counts
 
@@ -21,7 +20,7 @@ def flat(rank: int, ranks: int, *, row_counts: bool = False) -> RouteMaker:
 
 def test_rows_are_sums_over_the_experts_of_a_rank() -> None:
     sent, received = np.array([[[1, 2]], [[0, 4]]]), np.array([[[3, 0]], [[5, 6]]])
-    (route,) = flat(0, 2).from_pair(sent, received).chunks
+    (route,) = flat(0, 2).from_pair(sent, received).slices
     assert (route.rows_sent, route.rows_received) == ((3, 4), (3, 11))
     assert route.rows_per_expert == [8, 6]
     (leg,) = route.legs
@@ -31,7 +30,7 @@ def test_rows_are_sums_over_the_experts_of_a_rank() -> None:
 def test_a_row_may_serve_several_experts() -> None:
     """With row counts the last number is how many rows travel, whatever the experts get."""
     sent, received = np.array([[[1, 2, 2]], [[3, 4, 4]]]), np.array([[[5, 6, 9]], [[3, 4, 4]]])
-    (route,) = flat(1, 2, row_counts=True).from_pair(sent, received).chunks
+    (route,) = flat(1, 2, row_counts=True).from_pair(sent, received).slices
     assert (route.rows_sent, route.rows_received) == ((2, 4), (9, 4))
     assert list(route.sent) == [[1, 2], [3, 4]]
     assert route.rows_per_expert == [8, 10]
@@ -39,16 +38,16 @@ def test_a_row_may_serve_several_experts() -> None:
 
 def test_alone_nothing_travels() -> None:
     counts = np.array([[[2, 3]]])
-    (route,) = flat(0, 1).from_pair(counts, counts).chunks
+    (route,) = flat(0, 1).from_pair(counts, counts).slices
     assert route.legs == ()
     assert route.rows_per_expert == [2, 3]
 
 
 def test_even_routes_send_the_slots_of_every_chunk_to_every_expert() -> None:
     routes = flat(1, 2).even((5, 0), 3)
-    assert [chunk.rows_sent for chunk in routes.chunks] == [(15, 15), (0, 0)]
-    assert [chunk.rows_received for chunk in routes.chunks] == [(15, 15), (0, 0)]
-    assert routes.chunks[0].received == [[5, 5, 5], [5, 5, 5]]
+    assert [chunk.rows_sent for chunk in routes.slices] == [(15, 15), (0, 0)]
+    assert [chunk.rows_received for chunk in routes.slices] == [(15, 15), (0, 0)]
+    assert routes.slices[0].received == [[5, 5, 5], [5, 5, 5]]
 
 
 @st.composite
@@ -69,12 +68,12 @@ def test_exchanged_counts_agree_between_ranks(name: str, case: tuple[Counts, int
     makers = [RouteMaker(dispatch, Place(rank, ranks, size)) for rank in range(ranks)]
     routes = [maker.from_table(table) for maker in makers]
     for mine in range(ranks):
-        for c, chunk in enumerate(routes[mine].chunks):
+        for c, chunk in enumerate(routes[mine].slices):
             assert list(chunk.sent) == table[mine, :, c].tolist()
             assert chunk.rows_sent == tuple(table[mine, :, c].sum(axis=1))
             for peer in range(ranks):
-                assert chunk.rows_sent[peer] == routes[peer].chunks[c].rows_received[mine]
-                assert chunk.sent[peer] == routes[peer].chunks[c].received[mine]
+                assert chunk.rows_sent[peer] == routes[peer].slices[c].rows_received[mine]
+                assert chunk.sent[peer] == routes[peer].slices[c].received[mine]
         if not dispatch.needs_table:  # its own share says as much
             assert makers[mine].from_pair(table[mine], table[:, mine]) == routes[mine]
 
@@ -89,9 +88,9 @@ def test_a_chunk_carries_what_its_slices_have(
     place = Place(len(table) - 1, len(table), size)
     maker = RouteMaker(DISPATCHES[name], place)
     routes = maker.from_table(table, degrees)
-    assert [len(routes.chunks), len(routes.backward_chunks)] == list(degrees)
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
-        chunks = routes.of(phase)
+    assert [len(routes.cuts[n]) for n in degrees] == list(degrees)
+    for count in degrees:
+        chunks = routes.cuts[count]
         each = len(routes.slices) // len(chunks)
         for c, chunk in enumerate(chunks):
             held = routes.slices[c * each : (c + 1) * each]

@@ -172,7 +172,7 @@ def default_step() -> tuple[Graph, StepCost]:
     sizes = gradient_bytes(bench.model, bench.moe, layout)
     shape = StepShape(moe_layers=(True,) * bench.model.num_layers, exchange_counts=False)
     found = cut(config.schedule, shape, sizes)
-    return build_graph(found), StepCost(found, workload(config, layout, *sizes), SLOW_LINK)
+    return build_graph(found), StepCost(found, workload(config, layout, sizes), SLOW_LINK)
 
 
 def ordered(name: str, graph: Graph, cost: Cost) -> Schedule:

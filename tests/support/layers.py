@@ -35,8 +35,8 @@ def module_layer(case: Case, ep_size: int, ep_rank: int, layer: int) -> MoELayer
 def scattered_layer(case: Case, ep_size: int, ep_rank: int, layer: int) -> MoELayer:
     """The case's layer, with experts elsewhere than by default."""
     placement = placement_of(case.moe.num_experts, ep_size, layer, scattered=True)
-    place = {"ep_size": ep_size, "ep_rank": ep_rank, "layer": layer}
-    return build_layer(case.model.hidden_size, case.moe, **place, placement=placement)
+    place = partial(build_layer, ep_size=ep_size, ep_rank=ep_rank, layer=layer)
+    return place(case.model.hidden_size, case.moe, placement=placement)
 
 
 class Tanh(nn.Module):

@@ -19,9 +19,8 @@ from penstock.moe import MoEConfig
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.schedule import penstock as searching
 from penstock.sharding import Sharding, shardings_of
-from penstock.step.shape import FORM_TOKENS, ExpertForm
+from penstock.step.shape import FORM_TOKENS, ExpertForm, TokenLayout
 from penstock.topology import Layout, ParallelConfig
-from penstock.topology.groups import TokenLayout
 from penstock.train.assemble import build_machinery, build_stack
 from penstock.train.clip import clip_grad_norm
 from penstock.train.config import RunConfig, TrainConfig
@@ -221,7 +220,8 @@ def _machinery(
 def machinery_of(rank: int, case: Case) -> Machinery:
     """The same for a case."""
     shared = {"mp_size": case.mp_size, "esp_size": case.esp_size}
-    return machinery(case.world_size, case.holders, rank, case.node_size or 0, **shared)
+    found = machinery(case.world_size, case.holders, rank, case.node_size or 0, **shared)
+    return replace(found, layout=replace(found.layout, tokens=case.tokens))
 
 
 def stack_of(rank: int, case: Case) -> PipelinedStack:

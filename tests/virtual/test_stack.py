@@ -237,7 +237,7 @@ def test_plans_may_be_exchanged_between_steps() -> None:
     layout = stack.machinery.layout
     for name in NAMES:
         config = replace(case.config, schedule=replace(case.schedule, name=name))
-        stack.adopt(first_plan(config, layout, stack.base_shape, *stack.bucket_sizes))
+        stack.adopt(first_plan(config, layout, stack.base_shape, stack.bucket_sizes))
         stack.step(0)
         assert {record.task for record in stack.records()} == set(stack.plan.graph.tasks)
 
@@ -249,7 +249,7 @@ def test_fewer_samples_than_microbatches() -> None:
         device = machinery(1, 1, 0)
         stack = virtual_of(0, replace(case, schedule=replace(case.schedule, microbatches=1), batch=1))
         assert stack.machinery is device
-        stack.adopt(first_plan(case.config, layout, stack.base_shape, *stack.bucket_sizes))
+        stack.adopt(first_plan(case.config, layout, stack.base_shape, stack.bucket_sizes))
 
 
 # ---- sizes -------------------------------------------------------------------------------------------------

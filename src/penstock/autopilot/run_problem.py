@@ -33,8 +33,8 @@ def _problem(
 ) -> Problem:
     gradients = gradient_bytes(config.model, config.moe, layout)
     return Problem(
-        shape=base_shape(config),
-        workload=workload(config, layout, *gradients),
+        shape=base_shape(config, layout),
+        workload=workload(config, layout, gradients),
         cluster=cluster,
         dispatches=tuple(candidates(config.moe, layout)),
         slowness=slowness,

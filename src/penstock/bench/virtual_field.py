@@ -81,7 +81,7 @@ class VirtualField:
 
     def _first_plan(self, schedule: ScheduleConfig) -> StepPlan:
         config = replace(self._config, schedule=schedule)
-        return first_plan(config, self._layout, self._stack.base_shape, *self._stack.bucket_sizes)
+        return first_plan(config, self._layout, self._stack.base_shape, self._stack.bucket_sizes)
 
     def _ordered(self, name: str, first: StepPlan) -> Entry:
         cost = self._cost(first)

@@ -11,10 +11,14 @@ from penstock.step.stages import Pass
 
 
 class GradientBytes(NamedTuple):
-    """For every layer the bytes of its replicated gradients, and of its expert gradients that are reduced."""
+    """For every layer the bytes of its gradients that are reduced, by kind.
+
+    partial: those to which every rank that shares attention adds a part; none = there are no such ranks.
+    """
 
     replicated: tuple[int, ...]
     experts: tuple[int, ...]
+    partial: tuple[int, ...] = ()
 
 
 class Asked(Protocol):

@@ -54,7 +54,8 @@ class Leg:
     """One all-to-all of one rank, in rows.
 
     axes: along which the splits count members. sizes: blocks as they lie. order: which block is sent when
-    (indices into sizes). input_splits, output_splits: rows to and from each member.
+    (indices into sizes); one that is sent several times comes home as the sum of all. input_splits,
+    output_splits: rows to and from each member.
     """
 
     axes: Axes
@@ -67,7 +68,7 @@ class Leg:
     def sorted_already(self) -> bool:
         """Whether the blocks lie as they are sent, so that nothing has to be copied."""
         held = [block for block in self.order if self.sizes[block]]
-        return held == sorted(held)
+        return held == sorted(set(held))
 
 
 class Dispatch(Protocol):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -15,45 +16,98 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config import ConfigError
+from penstock.mesh import Group
 from penstock.models.config import ModelConfig
 from penstock.models.dropout import CounterDropout
 from penstock.models.initialise import fill_normal
 from penstock.moe import MoEConfig, MoELayer, SampleKeys, build_layer
+from penstock.moe.experts.base import ONE_SHARD, ExpertShard
+from penstock.sharding import Sharding, shardings_of
 
 INITIAL_STD = 0.02
 MakeLayer = Callable[[int], MoELayer]
 
 
-class Attention(nn.Module):
-    """Causal multi-head attention, 4 M^2 parameters."""
+@dataclass(frozen=True)
+class TensorShard:
+    """Which of `size` ranks this is that share heads, dense widths and vocabulary."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    rank: int = 0
+    size: int = 1
+
+    def cut(self, dim: int, shape: Sequence[int], view: Sequence[int] = ()) -> Sharding:
+        """This rank's part of a matrix, cut along `dim` of `view` (the matrix itself without one)."""
+        found = Sharding.along(dim, view or shape, Group.TENSOR, self.rank, self.size)
+        return replace(found, shape=tuple(shape))
+
+    def among(self, found: dict[str, Sharding]) -> dict[str, Sharding]:
+        """What a module says of its parameters; nothing where they are whole."""
+        return found if self.size > 1 else {}
+
+
+WHOLE = TensorShard()
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention, 4 M^2 parameters; every shard has some heads, and adds a part."""
+
+    def __init__(self, config: ModelConfig, shard: TensorShard = WHOLE) -> None:
         super().__init__()
-        self.heads = config.num_heads
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
-        self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        hidden = config.hidden_size
+        self.heads = config.num_heads // shard.size
+        width = hidden // shard.size
+        self.qkv = nn.Linear(hidden, 3 * width, bias=False)
+        self.out = nn.Linear(width, hidden, bias=False)
+        self.shardings = shard.among(
+            {
+                "qkv.weight": shard.cut(1, (3 * hidden, hidden), (3, hidden, hidden)),
+                "out.weight": shard.cut(1, (hidden, hidden)),
+            }
+        )
 
     def forward(self, x_BLM: Tensor) -> Tensor:
-        batch, length, hidden = x_BLM.shape
-        sizes = (batch, length, 3, self.heads, hidden // self.heads)  # all of them: there may be no sample
+        batch, length, _ = x_BLM.shape
+        width = self.out.in_features
+        sizes = (batch, length, 3, self.heads, width // self.heads)  # all of them: there may be no sample
         qkv_3BALK = self.qkv(x_BLM).view(sizes).permute(2, 0, 3, 1, 4)
         q_BALK, k_BALK, v_BALK = qkv_3BALK.unbind()
         mixed_BALK = F.scaled_dot_product_attention(q_BALK, k_BALK, v_BALK, is_causal=True)
-        out_BLM: Tensor = self.out(mixed_BALK.transpose(1, 2).reshape(batch, length, hidden))
+        out_BLM: Tensor = self.out(mixed_BALK.transpose(1, 2).reshape(batch, length, width))
         return out_BLM
 
 
 class FeedForward(nn.Module):
-    """The feed-forward part of a dense block: two matrices with GELU between."""
+    """The feed-forward part of a dense block: two matrices with GELU between.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Of several shards each has its part of the hidden width, and adds a part.
+    """
+
+    def __init__(self, config: ModelConfig, shard: TensorShard = WHOLE) -> None:
         super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.dense_hidden_size, bias=False)
-        self.down = nn.Linear(config.dense_hidden_size, config.hidden_size, bias=False)
+        hidden, wide = config.hidden_size, config.dense_hidden_size
+        self.up = nn.Linear(hidden, wide // shard.size, bias=False)
+        self.down = nn.Linear(wide // shard.size, hidden, bias=False)
+        self.shardings = shard.among(
+            {"up.weight": shard.cut(0, (wide, hidden)), "down.weight": shard.cut(1, (hidden, wide))}
+        )
 
     def forward(self, x_TM: Tensor) -> Tensor:
         out_TM: Tensor = self.down(F.gelu(self.up(x_TM)))
         return out_TM
+
+
+class VocabularyShard(nn.Embedding):
+    """The embedding of this rank's part of the vocabulary: other tokens get zeros."""
+
+    def __init__(self, config: ModelConfig, shard: TensorShard) -> None:
+        super().__init__(config.vocab_size // shard.size, config.hidden_size)
+        self.first = shard.rank * self.num_embeddings
+
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        places_BL = input - self.first
+        here_BL = (places_BL >= 0) & (places_BL < self.num_embeddings)
+        rows_BLM = super().forward(places_BL.where(here_BL, places_BL.new_zeros(())))
+        return rows_BLM * here_BL.unsqueeze(-1)
 
 
 class Block(nn.Module):
@@ -62,10 +116,12 @@ class Block(nn.Module):
     A transfer may cut it after `attend` and before `add`; see `penstock.runtime.parts`.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, make_moe: MakeLayer) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, make_moe: MakeLayer, shard: TensorShard = WHOLE
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden_size)
-        self.attention = Attention(config)
+        self.attention = Attention(config, shard)
         self.attention_dropout = CounterDropout(config.dropout, place=2 * layer + 1)
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size)
         self.feed_forward_dropout = CounterDropout(config.dropout, place=2 * layer + 2)
@@ -73,15 +129,21 @@ class Block(nn.Module):
         if config.is_moe(layer):
             self.feed_forward = make_moe(layer)
         else:
-            self.feed_forward = FeedForward(config)
+            self.feed_forward = FeedForward(config, shard)
 
     @property
     def moe(self) -> MoELayer | None:
         return self.feed_forward if isinstance(self.feed_forward, MoELayer) else None
 
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
-        mixed_BLM = self.attention(self.attention_norm(h_BLM))
-        residual_BLM = h_BLM + self.attention_dropout(mixed_BLM, keys)
+        return self.settle(h_BLM, self.mix(h_BLM, keys))
+
+    def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
+        mixed_BLM: Tensor = self.attention_dropout(self.attention(self.attention_norm(h_BLM)), keys)
+        return mixed_BLM
+
+    def settle(self, h_BLM: Tensor, attended_BLM: Tensor) -> tuple[Tensor, Tensor]:
+        residual_BLM = h_BLM + attended_BLM
         return residual_BLM, self.feed_forward_norm(residual_BLM).flatten(0, 1)
 
     def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
@@ -97,6 +159,8 @@ class GPT(nn.Module):
     """The decoder. Its experts are those of one rank: `num_experts / ep_size` per MoE layer.
 
     make_moe: makes the MoE layer of a block from its number; without it `moe` says what they are made of.
+    shard: which part of heads, dense widths and vocabulary this rank has. experts: which part of every
+    expert.
     """
 
     def __init__(
@@ -107,17 +171,22 @@ class GPT(nn.Module):
         ep_size: int = 1,
         ep_rank: int = 0,
         make_moe: MakeLayer | None = None,
+        shard: TensorShard = WHOLE,
+        expert_shard: ExpertShard = ONE_SHARD,
     ) -> None:
         super().__init__()
         if make_moe is None:
-            make_moe = partial(_layer_of, config.hidden_size, moe, ep_size, ep_rank)
-        self.config = config
-        self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+            make_moe = partial(_layer_of, config.hidden_size, moe, ep_size, ep_rank, expert_shard)
+        self.config, self.shard = config, shard
+        vocabulary = (config.vocab_size, config.hidden_size)
+        self.token_embedding = VocabularyShard(config, shard) if shard.size > 1 else nn.Embedding(*vocabulary)
         self.position_embedding = nn.Embedding(config.seq_len, config.hidden_size)
         self.embedding_dropout = CounterDropout(config.dropout, place=0)
-        self.blocks = nn.ModuleList(Block(config, layer, make_moe) for layer in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, i, make_moe, shard) for i in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size)
-        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.output = nn.Linear(config.hidden_size, config.vocab_size // shard.size, bias=False)
+        rows = shard.cut(0, vocabulary)
+        self.shardings = shard.among({"token_embedding.weight": rows, "output.weight": rows})
         if config.tie_word_embeddings:
             self.output.weight = self.token_embedding.weight
 
@@ -127,21 +196,24 @@ class GPT(nn.Module):
 
     def initialise(self, seed: int) -> None:
         """Fill all weights; the same for any layout. Projections into the residual stream are smaller."""
+        shardings = shardings_of(self)
         for name, parameter in self.named_parameters():
             if name.endswith(".noise_weight") or _is_constant(parameter):
                 continue  # norms start as PyTorch makes them, ones and zeros, and a noisy gate without noise
             into_residual = name.endswith(("attention.out.weight", "w_down", "feed_forward.down.weight"))
             std = INITIAL_STD / math.sqrt(2 * self.config.num_layers) if into_residual else INITIAL_STD
             if ".experts." in name:
-                self._fill_experts(name, parameter, seed, std)
+                self._fill_experts(name, parameter, seed, std, shardings.get(name))
             else:
-                fill_normal(parameter, name, seed, std)
+                fill_normal(parameter, name, seed, std, shardings.get(name))
 
-    def _fill_experts(self, name: str, parameter: Tensor, seed: int, std: float) -> None:
+    def _fill_experts(
+        self, name: str, parameter: Tensor, seed: int, std: float, sharding: Sharding | None
+    ) -> None:
         moe = self.parts[int(name.split(".")[1])].moe
         assert moe is not None, name
         for logical, weight in moe.by_number(name, parameter):
-            fill_normal(weight, logical, seed, std)
+            fill_normal(weight, logical, seed, std, sharding)
 
     def embed(self, tokens_BL: Tensor, keys: SampleKeys) -> Tensor:
         length = tokens_BL.shape[1]
@@ -150,14 +222,36 @@ class GPT(nn.Module):
                 "model.seq_len", self.config.seq_len, f"samples have {length} tokens", f"Use {length}."
             )
         positions_L = torch.arange(length, device=tokens_BL.device)
-        h_BLM = self.token_embedding(tokens_BL) + self.position_embedding(positions_L)
+        h_BLM = self.token_embedding(tokens_BL)
+        if self.shard.rank == 0:  # of several shards, whose rows are summed, one adds positions
+            h_BLM = h_BLM + self.position_embedding(positions_L)
         dropped: Tensor = self.embedding_dropout(h_BLM, keys)
         return dropped
 
     def head(self, h_BLM: Tensor, labels_BL: Tensor) -> Tensor:
-        logits_TV = self.output(self.final_norm(h_BLM)).flatten(0, 1)
+        logits_TV = self.logits(h_BLM)
         precise = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
         return F.cross_entropy(precise, labels_BL.flatten(), ignore_index=-100, reduction="sum")
+
+    def logits(self, h_BLM: Tensor) -> Tensor:
+        logits_TV: Tensor = self.output(self.final_norm(h_BLM)).flatten(0, 1)
+        return logits_TV
+
+    def partial_parameters(self, layer: int) -> list[nn.Parameter]:
+        found = list(self.parts[layer].attention_norm.parameters())
+        if layer == 0:
+            found += self.position_embedding.parameters()
+        if layer == self.config.num_layers - 1:
+            found += self.final_norm.parameters()
+        return found
+
+    def token_parameters(self, layer: int) -> list[nn.Parameter]:
+        block = self.parts[layer]
+        found = list(block.feed_forward_norm.parameters())
+        if block.moe is not None:
+            experts = {id(p) for p in self.expert_parameters(layer)}
+            found += [p for p in block.moe.parameters() if id(p) not in experts]
+        return found
 
     def replicated_parameters(self, layer: int) -> list[nn.Parameter]:
         experts = {id(p) for p in self.expert_parameters(layer)}
@@ -181,5 +275,7 @@ def _is_constant(parameter: Tensor) -> bool:
     return parameter.dim() < 2 and (parameter.is_meta or parameter.unique().numel() <= 1)
 
 
-def _layer_of(hidden_size: int, moe: MoEConfig, ep_size: int, ep_rank: int, layer: int) -> MoELayer:
-    return build_layer(hidden_size, moe, ep_size=ep_size, ep_rank=ep_rank, layer=layer)
+def _layer_of(
+    hidden_size: int, moe: MoEConfig, ep_size: int, ep_rank: int, shard: ExpertShard, layer: int
+) -> MoELayer:
+    return build_layer(hidden_size, moe, ep_size=ep_size, ep_rank=ep_rank, layer=layer, shard=shard)

@@ -10,12 +10,18 @@ import hashlib
 import torch
 from torch import Tensor
 
+from penstock.sharding import Sharding
 
-def fill_normal(tensor: Tensor, name: str, seed: int, std: float) -> None:
-    """Normal numbers from a generator keyed by (seed, name), drawn on the CPU."""
+
+def fill_normal(tensor: Tensor, name: str, seed: int, std: float, sharding: Sharding | None = None) -> None:
+    """Normal numbers from a generator keyed by (seed, name), drawn on the CPU.
+
+    sharding: which part of a larger tensor this is; all of that is drawn, so its ranks have parts of one.
+    """
     if tensor.is_meta:
         return
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     with torch.no_grad():
-        tensor.copy_(torch.randn(tensor.shape, generator=generator) * std)
+        whole = torch.randn(tensor.shape if sharding is None else sharding.shape, generator=generator) * std
+        tensor.copy_(whole if sharding is None else sharding.part(whole))

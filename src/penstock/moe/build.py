@@ -9,7 +9,7 @@ from torch import nn
 
 from penstock.dispatch import DISPATCHES
 from penstock.moe.config import GateName, MoEConfig
-from penstock.moe.experts.base import Experts
+from penstock.moe.experts.base import ONE_SHARD, Experts, ExpertShard
 from penstock.moe.experts.feed_forward import GeluExperts, SwiGLUExperts
 from penstock.moe.experts.shared import SharedExpert
 from penstock.moe.gates.base import Gate
@@ -43,17 +43,19 @@ def build_layer(
     ep_rank: int = 0,
     layer: int = 0,
     placement: ExpertPlacement | None = None,
+    shard: ExpertShard = ONE_SHARD,
 ) -> MoELayer:
     """The layer that `config` describes, with this rank's share of the experts. layer: its number, for noise.
 
-    placement: where experts are; None shares them out in the order of their numbers. Raises PlacementError
+    placement: where experts are; None shares them out in the order of their numbers. shard: which part of
+    every expert this rank has. Raises PlacementError
     if they cannot be shared evenly.
     """
     placement = placement or ExpertPlacement.even(config.num_experts, ep_size)
     return MoELayer(
         gate=GATES[config.gate](hidden_size, config, layer),
         order=build_order(config, ep_size),
-        expert=build_experts(hidden_size, config, placement.slots),
+        expert=build_experts(hidden_size, config, placement.slots, shard),
         dispatch=DISPATCHES[dispatch_of(config)],
         hooks=build_hooks(hidden_size, config),
         shared=build_shared(hidden_size, config),
@@ -80,10 +82,12 @@ def build_order(config: MoEConfig, ep_size: int) -> Order:
     return order(config.num_experts, capacity_factor=factor, min_capacity=config.min_capacity)
 
 
-def build_experts(hidden_size: int, config: MoEConfig, local_experts: int) -> Experts:
+def build_experts(
+    hidden_size: int, config: MoEConfig, local_experts: int, shard: ExpertShard = ONE_SHARD
+) -> Experts:
     """The experts that `config.expert` names."""
     experts = GeluExperts if config.expert == "gelu" else SwiGLUExperts
-    return experts(hidden_size, config.moe_ffn_hidden_size, local_experts)
+    return experts(hidden_size, config.moe_ffn_hidden_size, local_experts, shard)
 
 
 def build_shared(hidden_size: int, config: MoEConfig) -> nn.Module | None:

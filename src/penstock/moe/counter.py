@@ -20,21 +20,23 @@ _PLACE_STEP = 0x9E3779B1  # odd, so places never fall together
 class SampleKeys:
     """What random numbers are keyed by.
 
-    seed: of the run. sample_ids_B: one number per sample, unique over the run.
+    seed: of the run. sample_ids_B: one number per sample, unique over the run. first_token: the place in its
+    sample of the first token that is here, where ranks share the tokens of a sample.
     """
 
     seed: int
     sample_ids_B: Tensor
+    first_token: int = 0
 
 
 def uniform_bits(shape: torch.Size, place: int, keys: SampleKeys) -> Tensor:
-    """int64 tensor [B, ...] of independent uniform numbers in [0, 2**32). place: unique in the model."""
+    """int64 tensor [B, L, ...] of independent uniform numbers in [0, 2**32). place: unique in the model."""
     start = _mix(torch.tensor((keys.seed * 0x85EBCA6B + place * _PLACE_STEP) & _MASK))
     ids_B = keys.sample_ids_B
     low, high = ids_B & _MASK, (ids_B >> BITS) & _MASK
     sample_B = _mix(_mix(start.to(ids_B.device) ^ low) ^ high)
     count = shape[1:].numel()
-    counter = torch.arange(count, device=ids_B.device)
+    counter = torch.arange(count, device=ids_B.device) + keys.first_token * shape[2:].numel()
     return _mix(_mix(sample_B.unsqueeze(1) + counter) ^ sample_B.unsqueeze(1)).view(shape)
 
 

@@ -169,7 +169,7 @@ class MoELayer(nn.Module):
         _require_place(self.exchange, self.ep_size, self.ep_rank)
         self.exchange.check(self.experts, x, self._words)
         routed = self._counted(self._route_checked(x.flatten(0, -2), tokens))
-        route = self.exchange.routes(routed.plan, self.num_local_experts, self._maker).chunks[0]
+        route = self.exchange.routes(routed.plan, self.num_local_experts, self._maker).slices[0]
         rows_RM = self.exchange.to_experts(routed.rows_RM, route)
         shared_TM = None if self.shared is None else self.shared(routed.x_TM)
         rows_RM = self.exchange.run(self.experts, partial(self.expert_rows, route=route), rows_RM)

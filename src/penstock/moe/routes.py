@@ -7,18 +7,17 @@ one per local expert, and where an order sends fewer rows than expert inputs, th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from penstock.dispatch import Dispatch, Leg, Place
-from penstock.graph import Phase
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
-Degrees = tuple[int, int]
-"""Chunks of an MoE layer, forward and backward; both divide the number of slices."""
+Degrees = tuple[int, ...]
+"""The numbers of chunks in which rows of an MoE layer travel; each divides the number of slices."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,11 @@ class RouteMaker:
     place: Place
     row_counts: bool = False
 
+    @property
+    def needs_table(self) -> bool:
+        """Whether a rank must know what the others send to each other, not only its own share."""
+        return self.dispatch.needs_table
+
     def from_pair(self, sent_PCN: Counts, received_PCN: Counts, degrees: Degrees | None = None) -> Routes:
         """From what this rank sends and receives; enough for a flat dispatch. degrees: none = every slice is
         a chunk."""
@@ -78,12 +82,10 @@ class RouteMaker:
 
     def _routes(self, tables: _Tables, degrees: Degrees | None) -> Routes:
         slices = len(tables.rows_CPP)
-        degrees = degrees or (slices, slices)
-        found = {slices: self._cut(tables, travels=slices in degrees)}
-        for chunks in degrees:
-            if chunks not in found:
-                found[chunks] = self._cut(tables.summed(chunks))
-        return Routes(found[slices], found[degrees[0]], found[degrees[1]])
+        degrees = degrees or (slices,)
+        whole = self._cut(tables, travels=slices in degrees)
+        found = {chunks: self._cut(tables.summed(chunks)) for chunks in degrees if chunks != slices}
+        return Routes(whole, {slices: whole, **found})
 
     def _cut(self, tables: _Tables, *, travels: bool = True) -> tuple[ChunkRoute, ...]:
         rank, legs = self.place.rank, travels and self.place.ep_size > 1
@@ -121,12 +123,30 @@ class _Tables:
 
 @dataclass(frozen=True)
 class Routes:
-    """One microbatch in one layer: the sizes of all slices, and of the chunks in which they travel."""
+    """One microbatch in one layer: the sizes of all slices, and of the chunks in which they travel.
+
+    cuts: the chunks, by their number. at_experts: the sizes of slices as experts get them, where those are
+    not as they arrive from other nodes. shares: of every slice, where ranks share experts.
+    """
 
     slices: tuple[ChunkRoute, ...]
-    chunks: tuple[ChunkRoute, ...]
-    backward_chunks: tuple[ChunkRoute, ...]
+    cuts: Mapping[int, tuple[ChunkRoute, ...]]
+    at_experts: tuple[ChunkRoute, ...] = ()
+    shares: tuple[Shares, ...] = ()
 
-    def of(self, phase: Phase) -> tuple[ChunkRoute, ...]:
-        """The chunks of this phase."""
-        return self.chunks if phase is Phase.FORWARD else self.backward_chunks
+    def __post_init__(self) -> None:
+        if not self.at_experts:
+            object.__setattr__(self, "at_experts", self.slices)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """One slice on ranks that share experts or attention, in rows.
+
+    peers: that each rank sharing this one's experts brings to them. blocks: own rows and those of each such
+    rank, by target rank, [rank][target]. counts: this rank's rows by position, before they are dealt.
+    """
+
+    peers: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
+    counts: tuple[int, ...]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from penstock.cost.workload import split_sizes
 from penstock.graph import Phase, ScheduleError, Task
 from penstock.moe import RouteMaker, SampleKeys, Tokens
 from penstock.moe.balance import Balance
@@ -94,6 +95,18 @@ class Batch:
         valid_T = None if self.valid is None else self.valid[microbatch].flatten()
         return Tokens(samples=len(keys.sample_ids_B), keys=keys, valid_T=valid_T)
 
+    def part(self, rank: int, ranks: int) -> Batch:
+        """What the tokens of this rank are, where `ranks` share those of every sample."""
+        sizes = split_sizes(self.tokens[0].shape[1], ranks)
+        first = sum(sizes[:rank])
+        here = slice(first, first + sizes[rank])
+        return Batch(
+            tokens=[tokens_BL[:, here] for tokens_BL in self.tokens],
+            labels=[labels_BL[:, here] for labels_BL in self.labels],
+            keys=[replace(keys, first_token=first) for keys in self.keys],
+            valid=None if self.valid is None else [valid_BL[:, here] for valid_BL in self.valid],
+        )
+
     def num_tokens(self, microbatch: int) -> Tensor | int:
         """Tokens of a microbatch that are not padding."""
         return self.tokens[microbatch].numel() if self.valid is None else self.valid[microbatch].sum()
@@ -103,14 +116,18 @@ class Batch:
 class StepContext:
     """What handlers work on in one step, beside what tasks hand to each other.
 
-    makers: what makes the routes of each layer; None for a dense one. segment: makes a compute segment.
-    degrees: chunks of an MoE layer, forward and backward. weights: makes what a slice's weight gradients are
-    left to. marks: [5] float64, to sum with the statistics. loss_gradient: known when the backward half
-    begins. total, marks_total: known when the statistics task has run.
+    part: the batch as far as this rank has tokens of its own, where ranks share those of every sample;
+    tensor: its place among them. makers: what makes the routes of each layer; None for a dense one. segment:
+    makes a compute segment. degrees: the numbers of chunks in which rows of an MoE layer travel. weights:
+    makes what a slice's weight gradients are left to. marks: [5] float64, to sum with the statistics.
+    loss_gradient: known when the backward half begins. total, marks_total: known when the statistics task
+    has run.
     """
 
     parts: ModelParts
     batch: Batch
+    part: Batch
+    tensor: TensorPlace
     moe: MoEConfig
     makers: Sequence[RouteMaker | None]
     balance: Balance
@@ -127,11 +144,31 @@ class StepContext:
     total: StepStatistics | None = None
     marks_total: Tensor | None = None
 
+    def batch_of(self, task: Task) -> Batch:
+        """The batch with the tokens that the task has: this rank's, or all of its samples'."""
+        return self.part if task.cut.token_shards > 1 else self.batch
+
+    def counts_once(self, task: Task) -> bool:
+        """Whether sums over all ranks take the task's tokens from this one: several may have the same."""
+        return task.cut.token_shards > 1 or self.tensor.rank == 0
+
     def legs(self, layer: int) -> list[str]:
         """The ops of a layer's dispatch, in their order."""
         maker = self.makers[layer]
         assert maker is not None, layer
         return [hop.op for hop in maker.dispatch.hops]
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Which of `size` ranks this is that share attention, and have the same samples."""
+
+    rank: int = 0
+    size: int = 1
+
+    def lengths(self, length: int) -> tuple[int, ...]:
+        """Tokens of a sample on each of them."""
+        return split_sizes(length, self.size)
 
 
 class Handler(Protocol):

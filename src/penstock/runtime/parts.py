@@ -23,6 +23,14 @@ class BlockParts(Protocol):
         """Attention: the new residual stream [B, L, M], and its norm as tokens [T, M]."""
         ...
 
+    def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
+        """What attention adds to the residual stream, [B, L, M]; of several shards this rank's heads add."""
+        ...
+
+    def settle(self, h_BLM: Tensor, attended_BLM: Tensor) -> tuple[Tensor, Tensor]:
+        """The second half of `attend`: the sum of both, and its norm as tokens [T, M]."""
+        ...
+
     def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
         """The output of the feed-forward part added to the residual stream."""
         ...
@@ -42,6 +50,10 @@ class ModelParts(Protocol):
         """Token ids to hidden states [B, L, M]."""
         ...
 
+    def logits(self, h_BLM: Tensor) -> Tensor:
+        """Logits [T, V] of this rank's vocabulary."""
+        ...
+
     def head(self, h_BLM: Tensor, labels_BL: Tensor) -> Tensor:
         """The sum (not the mean) of the token losses; labels of -100 count for nothing."""
         ...
@@ -51,6 +63,16 @@ class ModelParts(Protocol):
 
         A layer names all that it uses, also what other layers use: the stack counts it once.
         """
+        ...
+
+    def partial_parameters(self, layer: int) -> list[nn.Parameter]:
+        """Those of them to whose gradients every rank that shares attention adds a part, however tokens lie:
+        what is whole on every rank and computes before shards of weights."""
+        ...
+
+    def token_parameters(self, layer: int) -> list[nn.Parameter]:
+        """Those of them that are whole and compute on tokens one by one, between attention and the end of
+        the block: where ranks share the tokens of a sample each adds a part, else each has all."""
         ...
 
     def expert_parameters(self, layer: int) -> list[nn.Parameter]:

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from penstock.decision import GradientBytes
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.balance import BALANCES
 from penstock.moe.config import MoEConfig
@@ -42,6 +43,7 @@ from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.gradients.model_gradients import Gradients
 from penstock.runtime.handlers import HANDLERS
 from penstock.runtime.lanes import Lanes
+from penstock.runtime.makers import maker_of
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.program import Program, Programs
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
@@ -91,7 +93,7 @@ class PipelinedStack(nn.Module):
         parts: ModelParts,
         moe: MoEConfig,
         machinery: Machinery,
-        make_plan: Callable[[StepShape, tuple[int, ...], tuple[int, ...]], StepPlan],
+        make_plan: Callable[[StepShape, GradientBytes], StepPlan],
         *,
         seed: int = 0,
     ) -> None:
@@ -103,8 +105,7 @@ class PipelinedStack(nn.Module):
         self._placements = check_placements(placements_of(self._moe_layers), machinery.control)
         self.balance = BALANCES[moe.aux_loss_group]
         self.codec = StatisticsCodec(moe, self.balance)
-        self.gradients = Gradients(model, parts, machinery.layout, machinery.device)
-        self.makers = self._route_makers()
+        self.gradients = Gradients(model, parts, machinery.layout, machinery.device, self._shape)
         self._expert_ranks = ExpertRanks(machinery.layout, machinery.transports.inter, machinery.device)
         # Of the step that ran last: after a backward pass of its own step, whatever ran since its forward.
         self.execution: Execution | None = None
@@ -114,13 +115,14 @@ class PipelinedStack(nn.Module):
         self._sizes: Sizes = EqualSizes(machinery.control) if fixed else AnySizes()
         self._make_plan = make_plan
         self._programs = Programs(HANDLERS, machinery.layout.mesh.silent)
-        self.plan = self.adopt(make_plan(self._shape, *self.buckets.sizes_bytes))
+        self.plan = self.adopt(make_plan(self._shape, self.buckets.sizes_bytes))
 
     def adopt(self, plan: StepPlan) -> StepPlan:
         """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ."""
         plan.schedule.check(plan.graph)
         check_agreement(plan, self.machinery.control)
         self.machinery.transports.open((task.lane, task.axes) for task in plan.graph.tasks if task.axes)
+        self.makers = self._route_makers(plan.shape)
         self.plan = plan
         return plan
 
@@ -137,7 +139,7 @@ class PipelinedStack(nn.Module):
         Worth it after much was frozen or thawed: a plan reckons with the gradients that there were.
         """
         self.gradients.prepare()
-        return self.adopt(self._make_plan(self._shape, *self.buckets.sizes_bytes))
+        return self.adopt(self._make_plan(self._shape, self.buckets.sizes_bytes))
 
     @property
     def buckets(self) -> Buckets:
@@ -210,7 +212,7 @@ class PipelinedStack(nn.Module):
         of_a_step = {"execution": None, "statistics": None, "gradients": None}
         copied.__dict__.update(copy.deepcopy({**self.__dict__, **of_a_step}, memo))
         layout, device = self.machinery.layout, self.machinery.device
-        copied.gradients = Gradients(copied.model, copied.parts, layout, device)
+        copied.gradients = Gradients(copied.model, copied.parts, layout, device, copied._shape)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -235,14 +237,14 @@ class PipelinedStack(nn.Module):
             check_not_sharded(self.model)
             check_same(self._checked_shape(), self._shape)
             check_not_moved(placements_of(self._moe_layers), self._placements)
-            self.makers = self._route_makers()
+            self.makers = self._route_makers(self.plan.shape)
             self.mark_experts()
             self.gradients.renew(self.plan.shape)
 
     def _checked_shape(self) -> StepShape:
         """The uncut shape of a step of the layers that there are now."""
         check_layers(self._moe_layers, self.moe, self.machinery.layout)
-        return shape_of(self._moe_layers)
+        return shape_of(self._moe_layers, self.machinery.layout)
 
     @property
     def _moe_layers(self) -> list[MoELayer | None]:
@@ -279,13 +281,9 @@ class PipelinedStack(nn.Module):
         """The uncut shape of a step, before a system transforms it."""
         return self._shape
 
-    def _route_makers(self) -> list[RouteMaker | None]:
-        return [
-            None
-            if part.moe is None
-            else RouteMaker(part.moe.dispatch, self.machinery.layout.place, part.moe.order.row_counts)
-            for part in self.parts.parts
-        ]
+    def _route_makers(self, shape: StepShape) -> list[RouteMaker | None]:
+        layout = self.machinery.layout
+        return [None if moe is None else maker_of(moe, layout, shape.expert_form) for moe in self._moe_layers]
 
 
 class _StepFunction(torch.autograd.Function):

@@ -13,7 +13,7 @@ from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradien
 from penstock.runtime.checks.marks import agree, mismatch, raise_mismatch
 from penstock.runtime.checks.misuse import raise_replaced
 from penstock.runtime.executor import Execution
-from penstock.runtime.handlers import Batch, StepContext
+from penstock.runtime.handlers import Batch, StepContext, TensorPlace
 from penstock.runtime.segment import PassThrough, Segment
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology.rollcall import ACTIVITY
@@ -30,9 +30,13 @@ class Step:
         machinery, shape = stack.machinery, stack.plan.shape
         self.buckets = stack.buckets
         at_once = self.buckets.at_once
+        layout = machinery.layout
+        tensor = TensorPlace(layout.mp_rank, layout.mp_size)
         self.context = StepContext(
             parts=stack.parts,
             batch=batch,
+            part=batch.part(tensor.rank, tensor.size) if tensor.size > 1 else batch,
+            tensor=tensor,
             moe=stack.moe,
             makers=stack.makers,
             balance=stack.balance,

@@ -122,14 +122,18 @@ class StepShape:
         """Pieces that every chunk, forward or backward, is made of: what is saved is addressed by slice."""
         return self.pair_slices * lcm(self.chunks, self.backward_chunks)
 
+    def tokens_of(self, layer: int) -> TokenLayout:
+        """What ranks that share attention have of every sample's tokens in a layer, after its attention."""
+        return FORM_TOKENS[self.expert_form] if self.moe_layers[layer] else self.sharing.tokens
+
     def chunks_of(self, phase: Phase) -> int:
         """Chunks of an MoE layer in this phase."""
         return self.chunks if phase is Phase.FORWARD else self.backward_chunks
 
     @property
-    def degrees(self) -> tuple[int, int]:
-        """Chunks of an MoE layer, forward and backward."""
-        return self.chunks, self.backward_chunks
+    def degrees(self) -> tuple[int, ...]:
+        """The numbers of chunks in which rows travel: forward, backward, and slices of a pair."""
+        return tuple(sorted({self.chunks, self.backward_chunks, self.pair_slices}))
 
     def parts_of(self, layer: int, op: str = Op.ALL_REDUCE) -> tuple[int, ...]:
         """Relative sizes of the pieces of a layer's all-reduce. The very same tuple at every call."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import torch.distributed as dist
 
@@ -14,6 +14,7 @@ from penstock.config import ConfigError, Within, check_bounds
 from penstock.config.bounds import Ranks
 from penstock.dispatch import Place
 from penstock.mesh import Axes, Group, Mesh, group_sizes, holders, num_nodes, ranks_per_node
+from penstock.step.shape import TokenLayout
 
 LONGEST_TIMEOUT_S = 1e6
 Processes = Annotated[int, Within(1, 4096, "they all run on this machine")]
@@ -21,9 +22,6 @@ Timeout = Annotated[
     float, Within(0, LONGEST_TIMEOUT_S, "at most a million seconds (twelve days) make sense", above=True)
 ]
 BufferBytes = Annotated[int, Within(0, 1 << 30, "0 leaves it to the system, which takes no more")]
-
-
-TokenLayout = Literal["split", "replicated"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +66,8 @@ class ParallelConfig:
 class Layout:
     """World = dp x mp = edp x ep x esp. A rank holds its `1 / esp` part of num_experts / ep_size experts.
 
-    mp_size: ranks that share attention. esp_size: ranks that share every expert. node_size: consecutive ranks
+    mp_size: ranks that share attention. esp_size: ranks that share every expert. tokens: what the former have
+    of every sample's tokens between two blocks. node_size: consecutive ranks
     in one node; 0 = all, or not known to be equal everywhere.
     """
 
@@ -78,6 +77,7 @@ class Layout:
     node_size: int = 0
     mp_size: int = 1
     esp_size: int = 1
+    tokens: TokenLayout = "split"
 
     @staticmethod
     def build(
@@ -110,6 +110,7 @@ class Layout:
             node_size=node_size,
             mp_size=config.mp_size,
             esp_size=config.esp_size,
+            tokens=config.tokens,
         )
 
     @property

@@ -10,15 +10,18 @@ from penstock.cost import StepCost, Workload
 from penstock.decision import GradientBytes
 from penstock.dispatch import DISPATCHES
 from penstock.models import GPT, ModelConfig
-from penstock.models.gpt import MakeLayer
+from penstock.models.gpt import MakeLayer, TensorShard
 from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
+from penstock.moe.experts.base import ExpertShard
 from penstock.runtime import Machinery, PipelinedStack
+from penstock.runtime.checks.layers import shape_of
 from penstock.runtime.gradients.assignment import Layers, assign
 from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
 from penstock.runtime.transport import build_transports
 from penstock.schedule import StepPlan, plan_step
 from penstock.step import StepShape
+from penstock.step.shape import Sharing
 from penstock.topology import Control, Layout, ParallelConfig
 from penstock.train.config import Precision, RunConfig
 
@@ -54,33 +57,38 @@ def build_stack(
     [schedule] says.
     """
     layout = machinery.layout
-    model = GPT(config.model, config.moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank, make_moe=make_moe)
+    model = model_of(config.model, config.moe, layout, make_moe)
     model.to(device=machinery.device, dtype=dtype)
     model.initialise(config.train.seed)
     make_plan = partial(first_plan, config, layout) if plan is None else lambda *_: plan
     return PipelinedStack(model, model, config.moe, machinery, make_plan, seed=config.train.seed)
 
 
-def first_plan(
-    config: RunConfig,
-    layout: Layout,
-    shape: StepShape,
-    all_reduce_bytes: tuple[int, ...],
-    expert_all_reduce_bytes: tuple[int, ...],
-) -> StepPlan:
+def model_of(model: ModelConfig, moe: MoEConfig, layout: Layout, make_moe: MakeLayer | None = None) -> GPT:
+    """A rank's part of the model, not initialised."""
+    return GPT(
+        model,
+        moe,
+        ep_size=layout.ep_size,
+        ep_rank=layout.ep_rank,
+        make_moe=make_moe,
+        shard=TensorShard(layout.mp_rank, layout.mp_size),
+        expert_shard=ExpertShard(layout.esp_rank, layout.esp_size),
+    )
+
+
+def first_plan(config: RunConfig, layout: Layout, shape: StepShape, gradients: GradientBytes) -> StepPlan:
     """The plan from section [cluster], before anything has been measured."""
-    sizes = workload(config, layout, all_reduce_bytes, expert_all_reduce_bytes)
+    sizes = workload(config, layout, gradients)
     return plan_step(
         config.schedule,
         shape,
-        GradientBytes(all_reduce_bytes, expert_all_reduce_bytes),
+        gradients,
         lambda cut: StepCost(cut, sizes, config.cluster),
     )
 
 
-def workload(
-    config: RunConfig, layout: Layout, all_reduce_bytes: tuple[int, ...], expert_bytes: tuple[int, ...]
-) -> Workload:
+def workload(config: RunConfig, layout: Layout, gradients: GradientBytes) -> Workload:
     """The sizes of a step on one rank, for the cost model."""
     element_bytes = 2 if config.train.precision == "bfloat16" else 4
     return Workload(
@@ -97,8 +105,11 @@ def workload(
         world_size=layout.world_size,
         ep_size=layout.ep_size,
         element_bytes=element_bytes,
-        all_reduce_bytes=all_reduce_bytes,
-        expert_all_reduce_bytes=expert_bytes,
+        all_reduce_bytes=gradients.replicated,
+        expert_all_reduce_bytes=gradients.experts,
+        partial_all_reduce_bytes=gradients.partial,
+        mp_size=layout.mp_size,
+        esp_size=layout.esp_size,
         dense_ffn_hidden_size=config.model.dense_hidden_size,
         slots_per_sample=config.moe.slots_per_sample,
         wire_row_bytes=config.moe.row_bytes(config.model.hidden_size, element_bytes),
@@ -109,13 +120,14 @@ def workload(
     )
 
 
-def base_shape(config: RunConfig) -> StepShape:
+def base_shape(config: RunConfig, layout: Layout) -> StepShape:
     """The uncut shape of a step, before a system transforms it."""
     return StepShape(
         moe_layers=tuple(config.model.is_moe(layer) for layer in range(config.model.num_layers)),
         exchange_counts=config.moe.order_name == "sort",
         dispatch=DISPATCHES[dispatch_of(config.moe)].hops,
         shared_experts=config.moe.shared_ffn_hidden_size > 0,
+        sharing=Sharing(mp_size=layout.mp_size, esp_size=layout.esp_size, tokens=layout.tokens),
     )
 
 
@@ -125,10 +137,13 @@ def gradient_bytes(model: ModelConfig, moe: MoEConfig, layout: Layout) -> Gradie
     Read off the real model, built without memory for its weights.
     """
     with torch.device("meta"):
-        parts = GPT(model, moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
-    assigned = assign(parts, parts)
+        parts = model_of(model, moe, layout)
+    shape = shape_of([part.moe for part in parts.parts], layout)
+    assigned = assign(parts, parts, shape)
     experts = assigned.experts if layout.edp_size > 1 else ((),) * model.num_layers
-    return GradientBytes(_sizes_bytes(assigned.replicated), _sizes_bytes(experts))
+    return GradientBytes(
+        _sizes_bytes(assigned.replicated), _sizes_bytes(experts), _sizes_bytes(assigned.partial)
+    )
 
 
 def _sizes_bytes(layers: Layers) -> tuple[int, ...]:

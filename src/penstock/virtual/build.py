@@ -20,9 +20,9 @@ def build_virtual(config: RunConfig, virtual: VirtualConfig, machinery: Machiner
     Every rank must call it at the same point. Raises ConfigError if recorded routing does not fit the model.
     """
     layout = machinery.layout
-    sizes = workload(config, layout, *gradient_bytes(config.model, config.moe, layout))
+    sizes = workload(config, layout, gradient_bytes(config.model, config.moe, layout))
     return VirtualStack(
-        base_shape(config),
+        base_shape(config, layout),
         sizes,
         config.cluster,
         build_routing(config, virtual, layout),
@@ -37,7 +37,7 @@ def build_routing(config: RunConfig, virtual: VirtualConfig, layout: Layout) -> 
         ranks=layout.world_size,
         samples=config.data.batch_per_device,
         seq_len=config.model.seq_len,
-        moe_layers=sum(base_shape(config).moe_layers),
+        moe_layers=sum(base_shape(config, layout).moe_layers),
         num_experts=config.moe.num_experts,
         top_k=config.moe.top_k,
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.cost import ClusterConfig, Workload
+from penstock.decision import GradientBytes
 from penstock.runtime.checks.agree import check_agreement
 from penstock.runtime.executor import Execution
 from penstock.runtime.program import Programs
@@ -46,7 +47,7 @@ class VirtualStack:
         cluster: ClusterConfig,
         routing: Routing,
         machinery: Machinery,
-        make_plan: Callable[[StepShape, tuple[int, ...], tuple[int, ...]], StepPlan],
+        make_plan: Callable[[StepShape, GradientBytes], StepPlan],
     ) -> None:
         assert machinery.device.type == "cpu", "a sleep of the host holds up no stream of a GPU"
         self.base_shape, self.workload, self.cluster = base_shape, workload, cluster
@@ -56,12 +57,15 @@ class VirtualStack:
         self._counts: tuple[int, Counts] | None = None
         self._buffers = Buffers(workload, sum(base_shape.moe_layers))
         self._programs = Programs(virtual_handlers(), machinery.layout.mesh.silent)
-        self.plan = self.adopt(make_plan(base_shape, *self.bucket_sizes))
+        self.plan = self.adopt(make_plan(base_shape, self.bucket_sizes))
 
     @property
-    def bucket_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Bytes of every layer's replicated and expert gradients, as `Buckets.sizes_bytes`."""
-        return self.workload.all_reduce_bytes, self.workload.expert_all_reduce_bytes
+    def bucket_sizes(self) -> GradientBytes:
+        """Bytes of every layer's gradients, as `Buckets.sizes_bytes`."""
+        work = self.workload
+        return GradientBytes(
+            work.all_reduce_bytes, work.expert_all_reduce_bytes, work.partial_all_reduce_bytes
+        )
 
     def adopt(self, plan: StepPlan) -> StepPlan:
         """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ."""

@@ -146,10 +146,10 @@ def run_ranks(
     rows = [order.order(*args).split(args[2].chunk_rows) for args in zip(x, choices, plans, strict=True)]
     back: list[list[Tensor]] = [[] for _ in ranks]
     for c in range(chunks):
-        sent = [rows[r][c].split(routes[r].chunks[c].rows_sent) for r in ranks]
+        sent = [rows[r][c].split(routes[r].slices[c].rows_sent) for r in ranks]
         made = []
         for r in ranks:
-            route, experts = routes[r].chunks[c], Scaling(r * local, local)
+            route, experts = routes[r].slices[c], Scaling(r * local, local)
             came = torch.cat([sent[source][r] for source in ranks])
             out = order.run_experts(came, route, experts, grouped_product)
             made.append(out.split(route.rows_received))

@@ -66,8 +66,9 @@ def wholes() -> dict[str, Tensor]:
 
 @cache
 def ranks_on(rank: int, world: World) -> ExpertRanks:
-    sizes = {"mp_size": world.mp_size, "ep_size": world.ep_size, "esp_size": world.esp_size}
-    layout = Layout(world_size=4, rank=rank, **sizes)
+    layout = Layout(
+        world_size=4, rank=rank, mp_size=world.mp_size, ep_size=world.ep_size, esp_size=world.esp_size
+    )
     machinery = build_machinery(layout, torch.device("cpu"), ParallelConfig(), "float32")
     return ExpertRanks(layout, machinery.transports.inter, torch.device("cpu"))
 

@@ -146,7 +146,7 @@ class _Runs:
         gradients = stack.buckets.sizes_bytes
         plans: dict[tuple[Task, ...], StepPlan] = {}  # those that compute alike are run once
         for cut in schedules:
-            plan = first_plan(replace(config, schedule=cut), machinery.layout, stack.base_shape, *gradients)
+            plan = first_plan(replace(config, schedule=cut), machinery.layout, stack.base_shape, gradients)
             plans.setdefault(tuple(t for t in plan.graph.tasks if t.lane.computes), plan)
         self.tasks, self.plans = list(plans), [stack.adopt(plan) for plan in plans.values()]
         shape = (config.data.batch_per_device, config.model.seq_len)
@@ -250,7 +250,7 @@ def _models(
 ) -> Iterable[TaskModel]:
     kinds: dict[Kind, _Kind] = defaultdict(_Kind)
     gradients = runs.stack.buckets.sizes_bytes
-    sizes = workload(runs.config, runs.machinery.layout, *gradients)
+    sizes = workload(runs.config, runs.machinery.layout, gradients)
     for plan, tasks, alone_s, beside_s in zip(runs.plans, runs.tasks, alone, beside, strict=True):
         cost = StepCost(plan.shape, sizes, rates)
         for layer_tasks, nominal_s in _alike(tasks, cost, rates).values():

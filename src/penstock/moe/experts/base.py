@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from penstock.mesh import Group
 from penstock.moe.experts.product import Product, grouped_product
+from penstock.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class ExpertShard:
+    """Which of `size` ranks this is that share every expert, each a part of its hidden width."""
+
+    rank: int = 0
+    size: int = 1
+
+    def cut(self, dim: int, shape: Sequence[int]) -> Sharding:
+        """This rank's part of one expert's matrix."""
+        return Sharding.along(dim, shape, Group.SHARDS, self.rank, self.size)
+
+
+ONE_SHARD = ExpertShard()
 
 
 class Experts(nn.Module, ABC):
-    """The experts that this rank holds. num_local_experts: how many."""
+    """The experts that this rank holds. num_local_experts: how many. shard: the part of each that it has."""
 
     num_local_experts: int
+    shard: ExpertShard = ONE_SHARD
 
     @abstractmethod
     def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:

@@ -11,33 +11,55 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.moe.experts.base import StackedExperts
+from penstock.moe.experts.base import ONE_SHARD, ExpertShard, StackedExperts
 from penstock.moe.experts.product import Product, grouped_product
 
 INITIAL_STD = 0.02
 
 
-class GeluExperts(StackedExperts):
+class FeedForwardExperts(StackedExperts):
+    """Experts with matrices into a hidden width and one back; of several shards each has a part of it.
+
+    The outputs of a shard are partial sums. ffn_hidden_size: of whole experts.
+    """
+
+    inward: tuple[str, ...]
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_local_experts: int,
+        shard: ExpertShard = ONE_SHARD,
+    ) -> None:
+        super().__init__(num_local_experts)
+        self.shard = shard
+        width = ffn_hidden_size // shard.size
+        for name in self.inward:
+            setattr(self, name, weight(num_local_experts, hidden_size, width))
+        self.w_down = weight(num_local_experts, width, hidden_size)
+        into, back = (hidden_size, ffn_hidden_size), (ffn_hidden_size, hidden_size)
+        cut = {**{name: shard.cut(1, into) for name in self.inward}, "w_down": shard.cut(0, back)}
+        self.shardings = cut if shard.size > 1 else {}
+
+
+class GeluExperts(FeedForwardExperts):
     """Two matrices per expert with GELU between (GPT)."""
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, num_local_experts: int) -> None:
-        super().__init__(num_local_experts)
-        self.w_up = weight(num_local_experts, hidden_size, ffn_hidden_size)
-        self.w_down = weight(num_local_experts, ffn_hidden_size, hidden_size)
+    inward = ("w_up",)
+    w_up: nn.Parameter
 
     def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:
         hidden_RH = F.gelu(product(rows_RM, self.w_up, sizes))
         return product(hidden_RH, self.w_down, sizes)
 
 
-class SwiGLUExperts(StackedExperts):
+class SwiGLUExperts(FeedForwardExperts):
     """Three matrices per expert: silu(x W_gate) * (x W_up), then W_down (Mixtral)."""
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, num_local_experts: int) -> None:
-        super().__init__(num_local_experts)
-        self.w_gate = weight(num_local_experts, hidden_size, ffn_hidden_size)
-        self.w_up = weight(num_local_experts, hidden_size, ffn_hidden_size)
-        self.w_down = weight(num_local_experts, ffn_hidden_size, hidden_size)
+    inward = ("w_gate", "w_up")
+    w_gate: nn.Parameter
+    w_up: nn.Parameter
 
     def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:
         gate_RH = F.silu(product(rows_RM, self.w_gate, sizes))

@@ -69,6 +69,11 @@ class Hooks(nn.Module):
     def __iter__(self) -> Iterator[Hook]:
         return iter(self.hooks)  # type: ignore[arg-type]  # a ModuleList does not know what is in it
 
+    @property
+    def any(self) -> bool:
+        """Whether there are any."""
+        return len(self.hooks) > 0
+
     def run(self, moment: Moment, tensor: Tensor) -> Tensor:
         """`tensor` after all hooks of this moment."""
         hooks = list(self)

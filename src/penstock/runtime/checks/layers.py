@@ -9,6 +9,7 @@ from penstock.moe import MoELayer
 from penstock.moe.config import MoEConfig
 from penstock.placement import PlacementError
 from penstock.step import StepShape
+from penstock.step.shape import Sharing
 from penstock.topology import Control, Layout
 
 
@@ -21,6 +22,8 @@ def check_layers(layers: Sequence[MoELayer | None], moe: MoEConfig, layout: Layo
             ("num_experts", layer.num_experts, moe.num_experts),
             ("ep_size", layer.ep_size, layout.ep_size),
             ("ep_rank", layer.ep_rank, layout.ep_rank),
+            ("esp_size", layer.experts.shard.size, layout.esp_size),
+            ("esp_rank", layer.experts.shard.rank, layout.esp_rank),
         ):
             if found != wanted:
                 why = f"layer {number} was built with {what} = {found}, the stack with {wanted}"
@@ -73,11 +76,12 @@ def check_same(now: StepShape, before: StepShape) -> None:
             )
 
 
-def shape_of(layers: Sequence[MoELayer | None]) -> StepShape:
+def shape_of(layers: Sequence[MoELayer | None], layout: Layout) -> StepShape:
     """The uncut shape of a step of these layers (None: a dense one); they need the same kinds of tasks."""
+    sharing = Sharing(mp_size=layout.mp_size, esp_size=layout.esp_size, tokens=layout.tokens)
     moe = [layer for layer in layers if layer is not None]
     if not moe:
-        return StepShape(moe_layers=(False,) * len(layers))
+        return StepShape(moe_layers=(False,) * len(layers), sharing=sharing)
     dynamic = {layer.order.dynamic for layer in moe}
     legs = {layer.dispatch.hops for layer in moe}
     shared = {layer.shared is not None for layer in moe}
@@ -89,4 +93,5 @@ def shape_of(layers: Sequence[MoELayer | None]) -> StepShape:
         exchange_counts=dynamic.pop(),
         dispatch=legs.pop(),
         shared_experts=shared.pop(),
+        sharing=sharing,
     )

@@ -13,25 +13,31 @@ from torch import nn
 
 from penstock.moe import MoELayer
 from penstock.runtime.parts import ModelParts
+from penstock.step import StepShape
 
 Layers = tuple[tuple[nn.Parameter, ...], ...]
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Parameters by layer, each once. several: ids of expert parameters that several layers use."""
+    """Parameters by layer, each once. several: ids of expert parameters that several layers use.
+
+    partial: those to whose gradients every rank that shares attention adds a part.
+    """
 
     replicated: Layers
     experts: Layers
     several: frozenset[int]
+    partial: Layers
 
 
-def assign(parts: ModelParts, model: nn.Module) -> Assignment:
+def assign(parts: ModelParts, model: nn.Module, shape: StepShape | None = None) -> Assignment:
     """Give every parameter of `parts` and of `model` to one layer, frozen ones too.
 
-    A parameter that `parts` names in no layer goes to layer 0, whose reduction waits for all of backward.
-    Raises ValueError for a parameter that is an expert's and replicated, and for one that different experts
-    share although they are spread over ranks.
+    shape: of the step that reduces them, which says who shares attention; None: nobody does. A parameter that
+    `parts` names in no layer goes to layer 0, whose reduction waits for all of backward. Raises ValueError
+    for a parameter that is an expert's and replicated, and for one that different experts share although they
+    are spread over ranks.
     """
     layers = range(len(parts.parts))
     replicated = [parts.replicated_parameters(layer) for layer in layers]
@@ -43,7 +49,26 @@ def assign(parts: ModelParts, model: nn.Module) -> Assignment:
     _check_one_kind(replicated, experts, model)
     named = {id(p) for layer in (*replicated, *experts) for p in layer}
     replicated[0] = [*replicated[0], *(p for p in model.parameters() if id(p) not in named)]
-    return Assignment(_lowest(replicated), _lowest(experts), _in_several(experts))
+    lowest = _lowest(replicated)
+    partial = frozenset[int]() if shape is None else _partial(parts, shape)
+    return Assignment(
+        tuple(tuple(p for p in layer if id(p) not in partial) for layer in lowest),
+        _lowest(experts),
+        _in_several(experts),
+        tuple(tuple(p for p in layer if id(p) in partial) for layer in lowest),
+    )
+
+
+def _partial(parts: ModelParts, shape: StepShape) -> frozenset[int]:
+    """Ids of parameters to whose gradients every rank that shares attention adds a part."""
+    if shape.sharing.mp_size == 1:
+        return frozenset()
+    found: list[nn.Parameter] = []
+    for layer in range(len(parts.parts)):
+        found += parts.partial_parameters(layer)
+        if shape.tokens_of(layer) == "split":
+            found += parts.token_parameters(layer)
+    return frozenset(map(id, found))
 
 
 def names_of(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> dict[int, str]:

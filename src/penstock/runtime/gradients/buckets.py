@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from penstock.cost.workload import part_sizes
+from penstock.decision import GradientBytes
+from penstock.ops import Op
 
 
 class FlatGradients:
@@ -136,23 +139,37 @@ class GradientBucket:
 class Buckets:
     """Gradient buckets by layer. experts: empty buckets where no expert has a replica.
 
-    at_once: ids of expert parameters whose weight gradients must not be put off, since they are reduced with
-    a layer below those that use them.
+    partial: of parameters to whose gradients every rank that shares attention adds a part. at_once: ids of
+    expert parameters whose weight gradients must not be put off, since they are reduced with a layer below
+    those that use them.
     """
 
     replicated: Sequence[GradientBucket]
     experts: Sequence[GradientBucket]
+    partial: Sequence[GradientBucket]
     at_once: frozenset[int] = frozenset()
 
     @property
-    def sizes_bytes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Bytes of every layer's replicated and expert gradients."""
-        replicated = tuple(bucket.size_bytes for bucket in self.replicated)
-        return replicated, tuple(bucket.size_bytes for bucket in self.experts)
+    def sizes_bytes(self) -> GradientBytes:
+        """Bytes of every layer's gradients of each kind."""
+        kinds = self.replicated, self.experts, self.partial
+        return GradientBytes(*(tuple(bucket.size_bytes for bucket in layers) for layers in kinds))
 
     @property
     def all(self) -> tuple[GradientBucket, ...]:
-        return (*self.replicated, *self.experts)
+        return (*self.replicated, *self.partial, *self.experts)
+
+    def of(self, op: str) -> Sequence[GradientBucket]:
+        """The buckets that an op reduces."""
+        return self._by_op[op]
+
+    @cached_property
+    def _by_op(self) -> dict[str, Sequence[GradientBucket]]:
+        return {
+            Op.ALL_REDUCE: self.replicated,
+            Op.PARTIAL_ALL_REDUCE: self.partial,
+            Op.EXPERT_ALL_REDUCE: self.experts,
+        }
 
 
 def _holders(flat: Tensor) -> int:

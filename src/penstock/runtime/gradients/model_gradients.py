@@ -43,8 +43,11 @@ class Gradients:
     to_sum: the same as numbers [5], for the statistics task.
     """
 
-    def __init__(self, model: nn.Module, parts: ModelParts, layout: Layout, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, parts: ModelParts, layout: Layout, device: torch.device, shape: StepShape
+    ) -> None:
         self.model, self._parts, self._layout, self._device = model, parts, layout, device
+        self._shape = shape
         apart = isinstance(parts, nn.Module) and parts is not model
         self._modules = (model, cast(nn.Module, parts)) if apart else (model,)
         self._known: dict[int, _Known] = {}
@@ -53,31 +56,40 @@ class Gradients:
 
     def holds(self, shape: StepShape) -> bool:
         """Whether model and buckets still belong together, under a plan of this shape."""
-        return self.marks is not None and _covers(shape, self.buckets) and self._snapshot.holds()
+        as_made = self._splits(shape) == self._splits(self._shape)
+        return self.marks is not None and as_made and _covers(shape, self.buckets) and self._snapshot.holds()
+
+    @staticmethod
+    def _splits(shape: StepShape) -> tuple[object, ...]:
+        """What decides which gradients are partial."""
+        return shape.sharing, tuple(map(shape.tokens_of, range(shape.num_layers)))
 
     def prepare(self) -> None:
         """Buckets for the model as it is now, before there is a plan; their sizes are what it is made of."""
         self.marks: Marks | None = None
         assigned = self._look()
-        self._fill(assigned.replicated, assigned.experts, assigned.several)
+        self._fill(assigned.replicated, assigned.experts, assigned.partial, assigned.several)
 
     def renew(self, shape: StepShape) -> None:
         """Buckets for the model as it is now, and for a plan of this shape; costs a look at new values.
 
         Raises ValueError for what cannot be taken up, naming it.
         """
+        self._shape = shape
         assigned = self._look()
         replicated, _ = _covered(assigned.replicated, shape.all_reduce_chunks, self._names)
+        partial, _ = _covered(assigned.partial, shape.partial_all_reduce_chunks, self._names)
         experts, moved = assigned.experts, frozenset[int]()
         if self._has_replicas:
             experts, moved = _covered(experts, shape.expert_all_reduce_chunks, self._names)
         marked = experts if self._has_replicas else ()
-        self._take_up([p for layer in (*replicated, *marked) for p in layer])
-        self.marks = Marks(self._entries(replicated), self._entries(marked))
+        everywhere = tuple((*own, *parts) for own, parts in zip(replicated, partial, strict=True))
+        self._take_up([p for layer in (*everywhere, *marked) for p in layer])
+        self.marks = Marks(self._entries(everywhere), self._entries(marked))
         # Copied to the device here, since that makes the host wait.
         numbers = self.marks.numbers(self._layout)
         self.to_sum = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        self._fill(replicated, experts, moved | assigned.several)
+        self._fill(replicated, experts, partial, moved | assigned.several)
 
     @property
     def _has_replicas(self) -> bool:
@@ -107,8 +119,9 @@ class Gradients:
 
     def _look(self) -> Assignment:
         """The model as it is now, checked."""
-        snapshot, assigned = Snapshot(self._modules), assign(self._parts, self.model)
-        everything = [p for layer in (*assigned.replicated, *assigned.experts) for p in layer]
+        snapshot, assigned = Snapshot(self._modules), assign(self._parts, self.model, self._shape)
+        kinds = assigned.replicated, assigned.partial, assigned.experts
+        everything = [p for layers in kinds for layer in layers for p in layer]
         names = names_of(self.model, everything)
         _check_places(everything, names, self._device)
         for layer in assigned.experts:
@@ -117,11 +130,12 @@ class Gradients:
         self._snapshot, self._names, self._experts = snapshot, names, assigned.experts
         return assigned
 
-    def _fill(self, replicated: Layers, experts: Layers, at_once: frozenset[int]) -> None:
+    def _fill(self, replicated: Layers, experts: Layers, partial: Layers, at_once: frozenset[int]) -> None:
         reduced = experts if self._has_replicas else ((),) * len(experts)
         self.buckets = Buckets(
             replicated=[GradientBucket(_trained(layer)) for layer in replicated],
             experts=[GradientBucket(_trained(layer)) for layer in reduced],
+            partial=[GradientBucket(_trained(layer)) for layer in partial],
             at_once=at_once,
         )
 
@@ -151,6 +165,7 @@ def _covers(shape: StepShape, buckets: Buckets) -> bool:
     pairs = (
         *zip(shape.all_reduce_chunks, buckets.replicated, strict=True),
         *zip(shape.expert_all_reduce_chunks, buckets.experts, strict=True),
+        *zip(shape.partial_all_reduce_chunks, buckets.partial, strict=True),
     )
     return all(chunks or not bucket.flats for chunks, bucket in pairs)
 

@@ -24,8 +24,8 @@ F, B = Phase.FORWARD, Phase.BACKWARD
 
 
 @dataclass(frozen=True)
-class SavedAttention:
-    """What AT.B needs of AT.F in an MoE block. layer: counted among MoE layers."""
+class SavedRoute:
+    """What the backward of the task that has the gate needs of its forward."""
 
     segment: AnySegment
     chosen_BE: Tensor
@@ -78,12 +78,12 @@ def attention(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     with context.autocast():
         residual_BLM, x_TM = block.attend(h_BLM, context.batch.keys[m])
         if block.moe is not None:
-            return _route(context, task, block.moe, segment, residual_BLM, x_TM)
+            return route(context, task, block.moe, segment, residual_BLM, x_TM)
         (out_BLM,) = segment.leave(block.add(residual_BLM, block.dense(x_TM), context.batch.keys[m]))
     return {"hidden": out_BLM, "saved": segment}
 
 
-def _route(
+def route(
     context: StepContext,
     task: Task,
     moe: MoELayer,
@@ -91,13 +91,15 @@ def _route(
     residual_BLM: Tensor,
     x_TM: Tensor,
 ) -> Outputs:
-    """rows: a tensor [R, M] per slice. order: how they were put in order. routers: the gate's sums.
+    """Choose experts for the tokens of a segment, and end it.
+
+    rows: a tensor [R, M] per slice. order: how they were put in order. routers: the gate's sums.
 
     counts: rows for every rank where they are exchanged; route: the sizes where they are fixed.
     """
     if context.wire_dtype is not None:
         x_TM = x_TM.to(context.wire_dtype)
-    routed = moe.route(x_TM, context.batch.info(microbatch(task)), task.cut.slices)
+    routed = moe.route(x_TM, context.batch_of(task).info(microbatch(task)), task.cut.slices)
     sums, plan = routed.sums, routed.plan
     residual_BLM, rows_RM, weights, probability_BE, z, x_TM = segment.leave(
         residual_BLM, routed.rows_RM, routed.weights, sums.probability_BE, sums.z, routed.x_TM
@@ -114,26 +116,33 @@ def _route(
         "route": None
         if plan.slots is None
         else maker.even(plan.slots, moe.num_local_experts, context.degrees),
-        "routers": GateSums(sums.chosen_BE, probability_BE, z),
-        "saved": SavedAttention(segment, sums.chosen_BE),
+        "routers": _counted(context, task, GateSums(sums.chosen_BE, probability_BE, z)),
+        "saved": SavedRoute(segment, sums.chosen_BE),
     }
+
+
+def _counted(context: StepContext, task: Task, sums: GateSums) -> GateSums:
+    """Nothing where another rank has the same tokens and counts them."""
+    if context.counts_once(task):
+        return sums
+    return GateSums(*map(torch.zeros_like, (sums.chosen_BE, sums.probability_BE, sums.z)))
 
 
 @handles(Op.ATTENTION, B)
 def attention_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """hidden: the gradient of what entered the block, [B, L, M]."""
-    saved: SavedAttention | AnySegment = inputs.one("saved")
-    if isinstance(saved, SavedAttention):
-        (grad_BLM,) = saved.segment.backward(_attention_gradients(context, task, saved, inputs))
+    saved: SavedRoute | AnySegment = inputs.one("saved")
+    if isinstance(saved, SavedRoute):
+        (grad_BLM,) = saved.segment.backward(route_gradients(context, task, saved, inputs))
     else:
         (grad_BLM,) = saved.backward([added(inputs.all("d_hidden"))])
     return {"hidden": present(grad_BLM, task)}
 
 
-def _attention_gradients(
-    context: StepContext, task: Task, saved: SavedAttention, inputs: Inputs
+def route_gradients(
+    context: StepContext, task: Task, saved: SavedRoute, inputs: Inputs
 ) -> list[Tensor | None]:
-    """Gradients of all that AT.F left, in that order; None for what nothing came back."""
+    """Gradients of all that `route` left, in that order; None for what nothing came back."""
     statistics: StepStatistics = inputs.one("d_routers")
     y = sum(part.moe is not None for part in context.parts.parts[: task.layer])
     slope_BE = context.balance.slope(saved.chosen_BE, statistics.chosen_YE[y], statistics.tokens)
@@ -181,7 +190,8 @@ def unorder(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     assert block.moe is not None, task
     with context.autocast():
         moe_TM = block.moe.unorder(rows_RM, weights, inputs.one("order"), *out_TM)
-        (h_BLM,) = segment.leave(block.add(residual_BLM, moe_TM, context.batch.keys[microbatch(task)]))
+        keys = context.batch_of(task).keys[microbatch(task)]
+        (h_BLM,) = segment.leave(block.add(residual_BLM, moe_TM, keys))
     return {"hidden": h_BLM, "saved": SavedUnorder(segment, tuple(map(len, slices)))}
 
 

@@ -36,7 +36,7 @@ def experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """rows: a tensor [R, M] per slice of the chunk."""
     moe = context.parts.parts[task.layer].moe
     assert moe is not None, task
-    routes = routes_of(inputs).slices[task.cut.first : task.cut.stop]
+    routes = routes_of(inputs).at_experts[task.cut.first : task.cut.stop]
     pairs = zip(inputs.one("rows"), routes, strict=True)
     made = [_slice(context, moe, rows_RM, route) for rows_RM, route in pairs]
     saved = {s: left for s, (_, left) in zip(task.cut.held, made, strict=True)}

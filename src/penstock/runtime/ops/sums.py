@@ -18,19 +18,20 @@ def statistics(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         layers.setdefault(name.layer, []).append(sums)
     packed = context.codec.pack(inputs.all("loss"), list(layers.values()))
     everything = torch.cat([packed, context.marks])
-    context.transports.of(task.lane).all_reduce(everything, task.axes)
+    context.transports.of(task.lane, task.axes).all_reduce(everything, task.axes)
     context.total = context.codec.unpack(everything[: len(packed)])
     context.marks_total = everything[len(packed) :]
     return {"loss": context.total, "routers": context.total}
 
 
 @handles(Op.ALL_REDUCE, Phase.BACKWARD)
+@handles(Op.PARTIAL_ALL_REDUCE, Phase.BACKWARD)
 @handles(Op.EXPERT_ALL_REDUCE, Phase.BACKWARD)
 def all_reduce(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Sum one piece of a layer's replicated or expert gradients over the task's ranks, in place."""
+    """Sum one piece of a layer's gradients of one kind over the task's ranks, in place."""
     del inputs  # the gradients are in the bucket; the edges say that they are complete
     assert task.piece is not None, task
-    buckets = context.buckets.replicated if task.op == Op.ALL_REDUCE else context.buckets.experts
-    for piece in buckets[task.layer].chunk(task.piece, task.cut.parts):
-        context.transports.of(task.lane).all_reduce(piece, task.axes)
+    bucket = context.buckets.of(task.op)[task.layer]
+    for piece in bucket.chunk(task.piece, task.cut.parts):
+        context.transports.of(task.lane, task.axes).all_reduce(piece, task.axes)
     return NOTHING

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from penstock.graph import Phase, Task
+from penstock.graph import Cut, Phase, Task
 from penstock.moe.routes import Routes
 from penstock.ops import Op, transfers
 from penstock.ops.transfers import AWAY, HOME
@@ -25,17 +25,17 @@ def counts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """route: how many rows go where."""
     maker = context.makers[task.layer]
     assert maker is not None, task
-    transport = context.transports.of(task.lane)
-    return {"route": exchange_counts(inputs.one("counts"), maker, transport, context.degrees)}
+    transport = context.transports.of(task.lane, task.axes)
+    return {"route": exchange_counts(inputs.one("counts"), maker, transport, context.degrees, task.axes)}
 
 
 def _leg(context: StepContext, task: Task, inputs: Inputs, rows: Rows, *, outward: bool) -> Outputs:
     """Along a leg towards the experts, or along the same leg home."""
     routes, cut = routes_of(inputs), task.cut
-    if isinstance(rows, tuple) and len(rows) == cut.slices:
-        rows = rows[cut.first : cut.stop]
+    if isinstance(rows, tuple):
+        rows = held(rows, cut)
     assert task.chunk is not None, task
-    legs = routes.of(task.phase)[task.chunk].legs
+    legs = routes.cuts[cut.chunks][task.chunk].legs
     if not legs:  # every expert is on this rank
         return {"rows": rows}
     slices = routes.slices[cut.first : cut.stop]
@@ -46,7 +46,8 @@ def _leg(context: StepContext, task: Task, inputs: Inputs, rows: Rows, *, outwar
         assert isinstance(rows, tuple), task
         rows = to_ranks(rows, sent if outward else received)
     assert isinstance(rows, Tensor), task
-    moved = (send_out if outward else send_home)(rows, legs[number], context.transports.of(task.lane))
+    transport = context.transports.of(task.lane, legs[number].axes)
+    moved = (send_out if outward else send_home)(rows, legs[number], transport)
     return {"rows": to_slices(moved, received if outward else sent) if number == last else moved}
 
 
@@ -63,6 +64,11 @@ def move_back(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 for op in (*HOME, *AWAY):
     handles(op, F)(move)
     handles(op, B)(move_back)
+
+
+def held(rows: tuple[Tensor, ...], cut: Cut) -> tuple[Tensor, ...]:
+    """The slices that a task has, of those or of all."""
+    return rows[cut.first : cut.stop] if len(rows) == cut.slices else rows
 
 
 def routes_of(inputs: Inputs) -> Routes:

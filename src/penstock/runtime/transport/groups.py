@@ -52,9 +52,22 @@ class GroupTransport(ABC):
         self._fill(received, list(output_splits), rows.contiguous(), list(input_splits), self._groups[group])
         return received
 
+    def all_gather(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
+        members = self._groups[group].size()
+        if members == 1:
+            return rows
+        self._count(rows, [len(rows)] * members, group)
+        received = rows.new_empty(sum(sizes), *rows.shape[1:])
+        self._spread(received.split(list(sizes)), rows.contiguous(), self._groups[group])
+        return received
+
     @abstractmethod
     def abort(self) -> None:
         """Wake the ranks that wait for this one; the groups are dead afterwards."""
+
+    def _spread(self, inbox: Sequence[Tensor], rows: Tensor, group: dist.ProcessGroup) -> None:
+        """Send `rows` to all, and put what rank s sends into `inbox[s]`."""
+        dist.all_gather(list(inbox), rows, group)
 
     def _fill(
         self,
@@ -101,6 +114,9 @@ class GlooTransport(GroupTransport):
         group: dist.ProcessGroup,
     ) -> None:
         exchange(received.split(output_splits), rows.split(input_splits), group)
+
+    def _spread(self, inbox: Sequence[Tensor], rows: Tensor, group: dist.ProcessGroup) -> None:
+        exchange(inbox, [rows] * group.size(), group)
 
     def abort(self) -> None:
         """Cut this transport's connections: Gloo has no other way to end a wait before its timeout.

@@ -26,6 +26,10 @@ class Transport(Protocol):
         """Rows to the ranks of a group: [sum(input_splits), ...] to [sum(output_splits), ...]."""
         ...
 
+    def all_gather(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
+        """Every rank's rows to all ranks of a group, [sizes[mine], ...] to [sum(sizes), ...], by place."""
+        ...
+
     def all_reduce(self, tensor: Tensor, group: Axes) -> None:
         """Sum over the group, in place."""
         ...
@@ -130,6 +134,10 @@ class LocalTransport(Unconnected):
     ) -> Tensor:
         del group
         assert list(input_splits) == list(output_splits), "a rank alone gets what it sends"
+        return rows
+
+    def all_gather(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
+        del sizes, group
         return rows
 
     def size(self, group: Axes) -> int:

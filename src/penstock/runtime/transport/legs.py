@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.dispatch import Leg
-from penstock.mesh import Group
+from penstock.mesh import Axes, Group
 from penstock.moe.routes import Counts, Degrees, RouteMaker, Routes
 from penstock.runtime.transport import Transport
 
@@ -40,20 +40,23 @@ class HostRoutes:
 
 
 def exchange_counts(
-    counts_CN: Tensor, maker: RouteMaker, transport: Transport, degrees: Degrees | None = None
+    counts_CN: Tensor,
+    maker: RouteMaker,
+    transport: Transport,
+    degrees: Degrees | None = None,
+    group: Axes = Group.EXPERT,
 ) -> HostRoutes:
     """Tell the others what they will get. counts_CN: by slice, N = counts per rank * ranks, rank by rank.
 
-    degrees: in how many chunks rows will travel, forward and backward; none = every slice is one.
+    degrees: in how many chunks rows will travel; none = every slice is one. group: the ranks to be told.
     """
-    ranks = transport.size(Group.EXPERT)
     # [slice, rank, count] -> [rank, slice, count]: one equal piece per rank.
-    sent_PCN = counts_CN.view(len(counts_CN), ranks, -1).transpose(0, 1).contiguous()
-    once = [1] * ranks
-    if maker.dispatch.needs_table:  # everybody gets to know everything
-        table = transport.all_to_all(sent_PCN.unsqueeze(0).expand(ranks, *sent_PCN.shape), once, once)
+    sent_PCN = counts_CN.view(len(counts_CN), maker.place.ep_size, -1).transpose(0, 1).contiguous()
+    once = [1] * transport.size(group)
+    if maker.needs_table:  # everybody gets to know everything
+        table = transport.all_gather(sent_PCN.unsqueeze(0), once, group)
         return HostRoutes(table, lambda counts: maker.from_table(counts, degrees))
-    received_PCN = transport.all_to_all(sent_PCN, once, once)
+    received_PCN = transport.all_to_all(sent_PCN, once, once, group)
     both = torch.stack([sent_PCN, received_PCN])
     return HostRoutes(both, lambda counts: maker.from_pair(counts[0], counts[1], degrees))
 
@@ -67,10 +70,30 @@ def send_out(rows: Tensor, leg: Leg, transport: Transport) -> Tensor:
 
 
 def send_home(rows: Tensor, leg: Leg, transport: Transport) -> Tensor:
-    """The same leg the other way: its transpose and its inverse."""
+    """The same leg the other way: its transpose, and where every block was sent once its inverse."""
     rows = transport.all_to_all(rows, leg.output_splits, leg.input_splits, leg.axes)
     if leg.sorted_already:
         return rows
-    sent = rows.split([leg.sizes[block] for block in leg.order])
-    places = sorted(range(len(leg.order)), key=lambda place: leg.order[place])
-    return torch.cat([sent[place] for place in places])
+    found: list[list[Tensor]] = [[] for _ in leg.sizes]
+    for block, part in zip(leg.order, rows.split([leg.sizes[block] for block in leg.order]), strict=True):
+        found[block].append(part)
+    return torch.cat([summed(parts) for parts in found if parts])
+
+
+def summed(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors of one shape, in their order; in float32 at least."""
+    if len(parts) == 1:
+        return parts[0]
+    precise = torch.promote_types(parts[0].dtype, torch.float32)
+    return torch.stack(list(parts)).sum(dim=0, dtype=precise).to(parts[0].dtype)
+
+
+def scatter_sums(rows: Tensor, sizes: Sequence[int], place: int, transport: Transport, group: Axes) -> Tensor:
+    """A reduce-scatter: to every rank of a group the sum of all ranks' rows for it, in the order of ranks.
+
+    rows: [sum(sizes), ...], those for every rank. place: this rank's. Uneven sizes are as good as even ones.
+    """
+    if len(sizes) == 1:
+        return rows
+    found = transport.all_to_all(rows, sizes, [sizes[place]] * len(sizes), group)
+    return summed(found.split(sizes[place])) if sizes[place] else found

@@ -33,6 +33,11 @@ class SilentTransport(Unconnected):
         assert sum(input_splits) == sum(output_splits), "only even routing can be imitated"
         return rows.clone()  # a receive buffer would be allocated and filled, too
 
+    def all_gather(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
+        del group
+        copies = -(-sum(sizes) // max(1, len(rows)))
+        return rows.repeat(copies, *[1] * (rows.dim() - 1))[: sum(sizes)]
+
     def size(self, group: Axes) -> int:
         return self._mesh.size(group)
 

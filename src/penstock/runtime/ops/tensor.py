@@ -1,0 +1,306 @@
+"""Handlers of tensor parallelism: tokens gathered and scattered, and what computes on shards of weights.
+
+Shapes: B samples, L tokens per sample (of all ranks that share them, or this rank's), M hidden size,
+T = B * L tokens, V vocabulary of this rank, P ranks that share attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.graph import Phase, Task
+from penstock.ops import Op, tensor
+from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
+from penstock.runtime.ops.blocks import SavedRoute, added, microbatch, present, route, route_gradients
+from penstock.runtime.segment import AnySegment
+from penstock.runtime.statistics import HeadSums, StepStatistics
+from penstock.runtime.transport import Transport
+from penstock.runtime.transport.legs import scatter_sums
+
+F, B = Phase.FORWARD, Phase.BACKWARD
+Move = Callable[[StepContext, Task, Tensor], Tensor]
+
+
+# ---- moving tokens -----------------------------------------------------------------------------------------
+
+
+def gather(context: StepContext, task: Task, mine_BLM: Tensor) -> Tensor:
+    """Tokens of all ranks, [B, L, M], from this rank's part of every sample."""
+    lengths = context.tensor.lengths(context.batch.tokens[microbatch(task)].shape[1])
+    samples, hidden = mine_BLM.shape[0], mine_BLM.shape[2]
+    rows = mine_BLM.reshape(samples * mine_BLM.shape[1], hidden)
+    sizes = [samples * length for length in lengths]
+    found = _transport(context, task).all_gather(rows, sizes, task.axes)
+    parts = zip(found.split(sizes), lengths, strict=True)
+    return torch.cat([part.view(samples, length, hidden) for part, length in parts], dim=1)
+
+
+def scatter(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
+    """The sum over ranks, of this rank's part of every sample's tokens."""
+    lengths = context.tensor.lengths(all_BLM.shape[1])
+    samples, _, hidden = all_BLM.shape
+    rows = torch.cat([part.reshape(-1, hidden) for part in all_BLM.split(list(lengths), dim=1)])
+    sizes, place = [samples * length for length in lengths], context.tensor.rank
+    mine = scatter_sums(rows, sizes, place, _transport(context, task), task.axes)
+    return mine.view(samples, lengths[place], hidden)
+
+
+def reduce(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
+    """The sum over ranks, on all of them."""
+    total_BLM = all_BLM.clone(memory_format=torch.contiguous_format)
+    _transport(context, task).all_reduce(total_BLM, task.axes)
+    return total_BLM
+
+
+def keep(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
+    """This rank's part of every sample's tokens; all ranks have them all."""
+    del task
+    lengths = context.tensor.lengths(all_BLM.shape[1])
+    first = sum(lengths[: context.tensor.rank])
+    return all_BLM[:, first : first + lengths[context.tensor.rank]].contiguous()
+
+
+def unchanged(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
+    """Tokens as they are."""
+    del context, task
+    return all_BLM
+
+
+def _transport(context: StepContext, task: Task) -> Transport:
+    return context.transports.of(task.lane, task.axes)
+
+
+def _moves(role: str, op: str, forward: Move, backward: Move) -> None:
+    """Register handlers of an op that moves one tensor, `role`; gradients of its readers are summed."""
+
+    def run(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+        return {role: forward(context, task, inputs.one(role))}
+
+    def run_back(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+        return {role: backward(context, task, added(inputs.all(f"d_{role}")))}
+
+    if op:
+        handles(op, F)(run)
+        handles(op, B)(run_back)
+
+
+for ways, before, after in (
+    (tensor.ATTENTION, "hidden", "attended"),
+    (tensor.DENSE, "tokens", "out"),
+    (tensor.EMBED, "", "hidden"),
+    (tensor.HEAD, "hidden", ""),
+):
+    _moves(before, ways.gather, gather, scatter)
+    _moves(before, ways.copy, unchanged, reduce)
+    _moves(after, ways.scatter, scatter, gather)
+    _moves(after, ways.reduce, reduce, unchanged)
+for op in (Op.KEEP_TOKENS, Op.KEEP_OUTPUT):
+    _moves("hidden", op, keep, gather)
+for op in (Op.GATHER_TOKENS, Op.GATHER_OUTPUT):
+    _moves("hidden", op, gather, keep)
+
+
+# ---- computing on shards -----------------------------------------------------------------------------------
+
+
+@handles(Op.HEADS, F)
+def heads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """attended: what this rank's heads add, [B, L, M] of all tokens."""
+    block, keys = context.parts.parts[task.layer], context.batch.keys[microbatch(task)]
+    segment = context.segment()
+    (h_BLM,) = segment.enter(inputs.one("hidden"))
+    with context.autocast():
+        (attended_BLM,) = segment.leave(block.mix(h_BLM, keys))
+    return {"attended": attended_BLM, "saved": segment}
+
+
+@handles(Op.HEADS, B)
+def heads_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """hidden: what this rank's heads add to the gradient of all tokens."""
+    return _one_back("hidden", "attended", context, task, inputs)
+
+
+@handles(Op.GATE, F)
+def gate(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """All that `route` leaves."""
+    block = context.parts.parts[task.layer]
+    assert block.moe is not None, task
+    segment = context.segment()
+    h_BLM, attended_BLM = segment.enter(inputs.one("hidden"), inputs.one("attended"))
+    with context.autocast():
+        residual_BLM, x_TM = block.settle(h_BLM, attended_BLM)
+        return route(context, task, block.moe, segment, residual_BLM, x_TM)
+
+
+@handles(Op.GATE, B)
+def gate_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Gradients of the residual stream before attention, and of what attention added to it."""
+    saved: SavedRoute = inputs.one("saved")
+    h_BLM, attended_BLM = saved.segment.backward(route_gradients(context, task, saved, inputs))
+    return {"hidden": present(h_BLM, task), "attended": present(attended_BLM, task)}
+
+
+@handles(Op.DENSE_NORM, F)
+def dense_norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """residual, tokens: the residual stream after attention and its norm, [B, L, M]."""
+    block = context.parts.parts[task.layer]
+    segment = context.segment()
+    h_BLM, attended_BLM = segment.enter(inputs.one("hidden"), inputs.one("attended"))
+    with context.autocast():
+        residual_BLM, x_TM = block.settle(h_BLM, attended_BLM)
+        residual_BLM, x_BLM = segment.leave(residual_BLM, x_TM.view_as(residual_BLM))
+    return {"residual": residual_BLM, "tokens": x_BLM, "saved": segment}
+
+
+@handles(Op.DENSE_NORM, B)
+def dense_norm_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Gradients of the residual stream before attention, and of what attention added to it."""
+    del context
+    segment: AnySegment = inputs.one("saved")
+    h_BLM, attended_BLM = segment.backward([inputs.one("d_residual"), inputs.one("d_tokens")])
+    return {"hidden": present(h_BLM, task), "attended": present(attended_BLM, task)}
+
+
+@handles(Op.DENSE, F)
+def dense(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """out: what this rank's part of the hidden width adds, [B, L, M] of all tokens."""
+    block = context.parts.parts[task.layer]
+    segment = context.segment()
+    (x_BLM,) = segment.enter(inputs.one("tokens"))
+    with context.autocast():
+        (out_BLM,) = segment.leave(block.dense(x_BLM.flatten(0, 1)).view_as(x_BLM))
+    return {"out": out_BLM, "saved": segment}
+
+
+@handles(Op.DENSE, B)
+def dense_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """tokens: what this rank's part adds to their gradient."""
+    return _one_back("tokens", "out", context, task, inputs)
+
+
+@handles(Op.DENSE_ADD, F)
+def dense_add(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """hidden: what leaves the block."""
+    block, keys = context.parts.parts[task.layer], context.batch_of(task).keys[microbatch(task)]
+    segment = context.segment()
+    residual_BLM, out_BLM = segment.enter(inputs.one("residual"), inputs.one("out"))
+    with context.autocast():
+        (h_BLM,) = segment.leave(block.add(residual_BLM, out_BLM.flatten(0, 1), keys))
+    return {"hidden": h_BLM, "saved": segment}
+
+
+@handles(Op.DENSE_ADD, B)
+def dense_add_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Gradients of the residual stream and of what is added to it."""
+    del context
+    segment: AnySegment = inputs.one("saved")
+    residual_BLM, out_BLM = segment.backward([added(inputs.all("d_hidden"))])
+    return {"residual": present(residual_BLM, task), "out": present(out_BLM, task)}
+
+
+def _one_back(role: str, left: str, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """The backward of a segment with one input, `role`, and one output, `left`."""
+    del context
+    segment: AnySegment = inputs.one("saved")
+    (grad_BLM,) = segment.backward([added(inputs.all(f"d_{left}"))])
+    return {role: present(grad_BLM, task)}
+
+
+# ---- the loss over shards of the vocabulary ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavedLoss:
+    """What the backward of the loss needs: the logits themselves are the forward's own output.
+
+    mine_T: the label's place in this rank's vocabulary, -1 where it is another rank's or counts for nothing.
+    total_T: logarithm of the sum of all exponentials. counts_T: whether a token has a label.
+    """
+
+    logits_TV: Tensor
+    mine_T: Tensor
+    total_T: Tensor
+    counts_T: Tensor
+
+
+@handles(Op.LOGITS, F)
+def logits(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """logits: [T, V] of this rank's vocabulary. peaks: [T, 3] float64 or float32, see `_peaks`."""
+    parts = context.parts
+    segment = context.segment()
+    (h_BLM,) = segment.enter(inputs.one("hidden"))
+    with context.autocast():
+        (logits_TV,) = segment.leave(parts.logits(h_BLM))
+    mine_T = _mine(context, task, logits_TV.shape[1])
+    return {"logits": logits_TV, "peaks": _peaks(_precise(logits_TV), mine_T), "saved": segment}
+
+
+@handles(Op.LOGITS, B)
+def logits_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """hidden: what this rank's vocabulary adds to the gradient of all tokens."""
+    return _one_back("hidden", "logits", context, task, inputs)
+
+
+@handles(Op.PEAKS, F)
+def peaks(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """peaks: [P, T, 3], every rank's."""
+    mine_T3: Tensor = inputs.one("peaks")
+    size = context.tensor.size
+    found = _transport(context, task).all_gather(mine_T3.unsqueeze(0), [1] * size, task.axes)
+    return {"peaks": found}
+
+
+@handles(Op.LOSS, F)
+def loss(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """loss: sums of a microbatch, on the first of the ranks that have it; nothing on the others."""
+    m = microbatch(task)
+    logits_TV: Tensor = inputs.one("logits")
+    most_PT, sums_PT, labelled_PT = inputs.one("peaks").unbind(dim=-1)
+    most_T = most_PT.amax(dim=0)
+    total_T = (sums_PT * (most_PT - most_T).exp()).sum(dim=0).log() + most_T
+    labels_T = context.batch.labels[m].flatten()
+    counts_T = labels_T >= 0
+    loss = ((total_T - labelled_PT.sum(dim=0)) * counts_T).sum()
+    sums = HeadSums(loss, counts_T.sum(), context.batch.num_tokens(m))
+    if not context.counts_once(task):
+        sums = HeadSums(loss * 0, counts_T.sum() * 0, 0)
+    mine_T = _mine(context, task, logits_TV.shape[1])
+    return {"loss": sums, "saved": SavedLoss(logits_TV, mine_T, total_T, counts_T)}
+
+
+@handles(Op.LOSS, B)
+def loss_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """logits: their gradient, probability minus one for the label, [T, V]."""
+    del task
+    statistics: StepStatistics = inputs.one("d_loss")
+    saved: SavedLoss = inputs.one("saved")
+    slope = (context.loss_gradient / statistics.valid).to(saved.total_T.dtype)
+    grad_TV = (_precise(saved.logits_TV) - saved.total_T.unsqueeze(1)).exp_()
+    here_T = (saved.mine_T >= 0).nonzero().squeeze(1)
+    grad_TV[here_T, saved.mine_T[here_T]] -= 1
+    grad_TV *= (saved.counts_T * slope).unsqueeze(1)
+    return {"logits": grad_TV.to(saved.logits_TV.dtype)}
+
+
+def _precise(logits_TV: Tensor) -> Tensor:
+    return logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+
+
+def _mine(context: StepContext, task: Task, width: int) -> Tensor:
+    """Where labels are in this rank's vocabulary, [T]; -1 for those that are not."""
+    labels_T = context.batch.labels[microbatch(task)].flatten()
+    place_T = labels_T - context.tensor.rank * width
+    return torch.where((labels_T >= 0) & (place_T >= 0) & (place_T < width), place_T, -1)
+
+
+def _peaks(logits_TV: Tensor, mine_T: Tensor) -> Tensor:
+    """What others must know of every token: the largest logit here, the sum of exponentials over it, and the
+    label's logit if it is here (else 0)."""
+    most_T = logits_TV.amax(dim=1)
+    sums_T = (logits_TV - most_T.unsqueeze(1)).exp().sum(dim=1)
+    label_T = logits_TV.gather(1, mine_T.clamp(min=0).unsqueeze(1)).squeeze(1) * (mine_T >= 0)
+    return torch.stack([most_T, sums_T, label_T], dim=1)
