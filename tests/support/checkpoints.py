@@ -13,12 +13,13 @@ from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
+from penstock.sharding import Sharding
 from penstock.train.checkpoint import (
     MOMENTS,
     Checkpoints,
 )
 from penstock.train.optimizer import build_adamw, initialise_state
-from tests.support.parity import Case, batch_of, logical, stack_of
+from tests.support.parity import Case, batch_of, logical, parts_of, stack_of
 from tests.support.reference_moe import Weights
 
 IDENTITY = {"train.seed": 0, "data.path (sha256 of the text)": "abc"}
@@ -45,7 +46,7 @@ def bare(
 def train(run: Checkpoints, rank: int, case: Case, steps: int) -> list[float]:
     """Losses of so many steps, always of the same batch."""
     tokens, labels = batch_of(case)
-    mine = slice(rank * case.batch, (rank + 1) * case.batch)
+    mine = case.mine(rank)
     losses = []
     for _ in range(steps):
         run.optimizer.zero_grad()
@@ -72,6 +73,12 @@ def state_of(run: Checkpoints) -> Weights:
         found |= {f"{moment}.{name}": tensor for name, tensor in logical(stack, moments).items()}
     found |= {f"step.{name}": run.optimizer.state[p]["step"] for name, p in named.items()}
     return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def parts_in(run: Checkpoints) -> dict[str, Sharding]:
+    """Which of the tensors in `state_of` are parts of larger ones."""
+    found = parts_of(run.stack).items()
+    return {f"{kind}.{name}": cut for kind in ("model", *MOMENTS) for name, cut in found}
 
 
 def check_equal(ours: Weights, theirs: Weights) -> None:

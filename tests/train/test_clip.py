@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,11 +11,15 @@ from torch import Tensor
 from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
+from penstock.sharding import Sharding
 from penstock.train.clip import clip_grad_norm
-from tests.support.parity import Case, batch_of, check_close, logical, stack_of
+from tests.support.joining import joined
+from tests.support.parity import Case, batch_of, check_close, logical, parts_of, stack_of
 from tests.support.ranks import Pools
 
-LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 2, 1), (4, 1, 1, 1), (4, 1, 2, 1), (4, 1, 4, 1)]
+LAYOUTS += [(2, 2, 1, 2), (2, 2, 2, 1), (2, 1, 1, 2), (4, 2, 2, 2), (4, 4, 2, 1), (4, 2, 1, 4)]
+"""Ranks, and how many of them share attention (mp), the experts of a layer (ep) and every expert (esp)."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +30,22 @@ class Clipped:
     again: float
     before: dict[str, Tensor]
     after: dict[str, Tensor]
+    parts: dict[str, Sharding]
 
 
-def case_of(world_size: int, ep_size: int, *, double: bool = True) -> Case:
+def case_of(layout: tuple[int, int, int, int], *, double: bool = True) -> Case:
+    world_size, mp_size, ep_size, esp_size = layout
     return Case(
         world_size=world_size,
+        mp_size=mp_size,
         ep_size=ep_size,
+        esp_size=esp_size,
         schedule=ScheduleConfig(name="flowmoe", microbatches=1),
         model=ModelConfig(
-            num_layers=2, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11, moe_layers=(1,)
+            num_layers=2, hidden_size=8, num_heads=4, seq_len=5, vocab_size=12, moe_layers=(1,)
         ),
         moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=8, aux_loss_coeff=0.1),
-        batch=4 // world_size,
+        batch=4 * mp_size // world_size,
         double=double,
     )
 
@@ -45,7 +53,7 @@ def case_of(world_size: int, ep_size: int, *, double: bool = True) -> Case:
 def clip(rank: int, case: Case, max_norm: float | None) -> Clipped:
     stack = stack_of(rank, case)
     tokens, labels = batch_of(case)
-    mine = slice(rank * case.batch, (rank + 1) * case.batch)
+    mine = case.mine(rank)
     stack(tokens[mine], labels[mine]).backward()
 
     def gradients() -> dict[str, Tensor]:
@@ -55,12 +63,12 @@ def clip(rank: int, case: Case, max_norm: float | None) -> Clipped:
     before = gradients()
     norm = clip_grad_norm(stack, max_norm)
     assert norm.dtype == torch.float64
-    return Clipped(float(norm), float(clip_grad_norm(stack, None)), before, gradients())
+    return Clipped(float(norm), float(clip_grad_norm(stack, None)), before, gradients(), parts_of(stack))
 
 
 def together(results: list[Clipped]) -> dict[str, Tensor]:
     """The gradients of the whole model."""
-    return {name: gradient for result in results for name, gradient in result.before.items()}
+    return joined((result.before, result.parts) for result in results)
 
 
 def norm_of(gradients: dict[str, Tensor]) -> float:
@@ -68,27 +76,27 @@ def norm_of(gradients: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.every_value
-@pytest.mark.parametrize(("world_size", "ep_size"), LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("double", [False, True])
 def test_the_norm_is_that_of_the_whole_model(
-    ranks: Pools, world_size: int, ep_size: int, double: bool
+    ranks: Pools, layout: tuple[int, int, int, int], double: bool
 ) -> None:
-    case = case_of(world_size, ep_size, double=double)
-    results = ranks(world_size).run(clip, case, None)
+    case = case_of(layout, double=double)
+    results = ranks(case.world_size).run(clip, case, None)
     whole = together(results)
     assert sum(".experts." in name for name in whole) == 3 * case.moe.num_experts
     assert len({result.norm for result in results}) == 1, "the ranks have different norms"
     assert results[0].norm == pytest.approx(norm_of(whole), rel=1e-12 if double else 1e-6)
     # The same batch on one rank: a norm that counts anything twice differs.
-    alone = clip(0, replace(case, world_size=1, ep_size=1, batch=4), None)
+    alone = clip(0, case_of((1, 1, 1, 1), double=double), None)
     assert results[0].norm == pytest.approx(alone.norm, rel=1e-10 if double else 1e-5)
     for result in results:  # without a limit nothing is scaled
         assert all(torch.equal(result.after[name], g) for name, g in result.before.items())
 
 
-@pytest.mark.parametrize(("world_size", "ep_size"), LAYOUTS)
-def test_clipping_scales_every_gradient_alike(ranks: Pools, world_size: int, ep_size: int) -> None:
-    results = ranks(world_size).run(clip, case_of(world_size, ep_size), 0.25)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_clipping_scales_every_gradient_alike(ranks: Pools, layout: tuple[int, int, int, int]) -> None:
+    results = ranks(layout[0]).run(clip, case_of(layout), 0.25)
     norm = norm_of(together(results))
     assert norm > 0.5
     for result in results:
@@ -99,13 +107,13 @@ def test_clipping_scales_every_gradient_alike(ranks: Pools, world_size: int, ep_
 
 
 def test_a_norm_below_the_limit_changes_no_bit(ranks: Pools) -> None:
-    for result in ranks(2).run(clip, case_of(2, 2), 1e6):
+    for result in ranks(2).run(clip, case_of((2, 1, 2, 1)), 1e6):
         assert result.norm == result.again
         assert all(torch.equal(result.after[name], g) for name, g in result.before.items())
 
 
 def test_gradients_that_are_not_there_count_nothing() -> None:
-    stack = stack_of(0, case_of(1, 1))
+    stack = stack_of(0, case_of((1, 1, 1, 1)))
     assert float(clip_grad_norm(stack, 1.0)) == 0.0
     next(stack.parameters()).grad = torch.full_like(next(stack.parameters()), 2.0)
     count = next(stack.parameters()).numel()

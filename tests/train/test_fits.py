@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from penstock.config import ConfigError
-from penstock.models import GPT, ModelConfig
+from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.topology import Layout
+from penstock.train.assemble import model_of
 from penstock.train.fits import (
     RANK_BYTES,
     STATE_COPIES,
@@ -27,10 +28,12 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("model", "moe"), MODELS)
-@pytest.mark.parametrize("ep_size", [1, 2])
-def test_the_state_is_that_of_the_real_model(model: ModelConfig, moe: MoEConfig, ep_size: int) -> None:
-    layout = Layout(world_size=2, ep_size=ep_size, rank=0)
-    real = GPT(model, moe, ep_size=ep_size, ep_rank=0)
+@pytest.mark.parametrize(("mp_size", "ep_size", "esp_size"), [(1, 1, 1), (1, 2, 1), (2, 1, 2), (4, 2, 2)])
+def test_the_state_is_that_of_the_real_model(
+    model: ModelConfig, moe: MoEConfig, mp_size: int, ep_size: int, esp_size: int
+) -> None:
+    layout = Layout(world_size=4, ep_size=ep_size, rank=0, mp_size=mp_size, esp_size=esp_size)
+    real = model_of(model, moe, layout)
     state_bytes = STATE_COPIES * sum(parameter.nbytes for parameter in real.parameters())
     assert rank_memory(model, moe, 4, layout).state_bytes == state_bytes
 

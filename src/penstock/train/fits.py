@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 
 from penstock.config import ConfigError
-from penstock.models import GPT, ModelConfig
+from penstock.cost import split_sizes
+from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.topology import Layout
+from penstock.train.assemble import model_of
 
 STATE_COPIES = 4
 """Weights, gradients and AdamW's two moments, all in float32."""
@@ -53,7 +55,8 @@ def rank_memory(model: ModelConfig, moe: MoEConfig, batch: int, layout: Layout) 
     (one, experts), (two, _), (mixed, _) = sizes
     ends, dense = 2 * one - two, mixed - one
     layers = moe_layers * (two - one) + (model.num_layers - moe_layers) * dense
-    hidden_bytes = batch * model.seq_len * model.hidden_size * SMALLEST_ELEMENT_BYTES
+    tokens = min(split_sizes(model.seq_len, layout.mp_size)) if layout.tokens == "split" else model.seq_len
+    hidden_bytes = batch * tokens * model.hidden_size * SMALLEST_ELEMENT_BYTES
     return RankMemory(
         vocabulary_bytes=STATE_COPIES * ends,
         layers_bytes=STATE_COPIES * layers,
@@ -63,13 +66,13 @@ def rank_memory(model: ModelConfig, moe: MoEConfig, batch: int, layout: Layout) 
 
 
 def _bytes(model: ModelConfig, moe: MoEConfig, layout: Layout, layers: int, experts: int) -> tuple[int, int]:
-    """Bytes of replicated weights of `layers` layers, the first `experts` of them MoE; of a layer's experts.
+    """A rank's bytes of weights of `layers` layers, the first `experts` of them MoE; of a layer's experts.
 
     Read off the real model, built without memory for its weights.
     """
     small = replace(model, preset=None, num_layers=layers, moe_layers=tuple(range(experts)))
     with torch.device("meta"):
-        parts = GPT(small, moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
+        parts = model_of(small, moe, layout)
     held = sum(p.nbytes for layer in range(layers) for p in parts.replicated_parameters(layer))
     return held, sum(p.nbytes for p in parts.expert_parameters(0))
 

@@ -10,6 +10,7 @@ from penstock.placement import ExpertPlacement
 from penstock.report import RunSummary
 from penstock.runtime import PipelinedStack
 from penstock.runtime.gradients.assignment import assign
+from penstock.sharding import shardings_of
 from penstock.train.config import RunConfig
 from penstock.train.metrics import StepMetrics
 from penstock.train.pilot import CLUSTER_FILE, PLAN_FILE
@@ -72,7 +73,10 @@ def _if_there(path: Path) -> str | None:
 
 def total_parameters(stack: PipelinedStack) -> int:
     """Parameters of the whole model, every expert once."""
-    assigned = assign(stack.parts, stack.model)
-    replicated = sum(p.numel() for layer in assigned.replicated for p in layer)
-    local = sum(p.numel() for layer in assigned.experts for p in layer)
+    model, assigned = stack.model, assign(stack.parts, stack.model)
+    parts = {id(model.get_parameter(name)): cut.count for name, cut in shardings_of(model).items()}
+    replicated, local = (
+        sum(parameter.numel() * parts.get(id(parameter), 1) for layer in layers for parameter in layer)
+        for layers in (assigned.replicated, assigned.experts)
+    )
     return replicated + local * stack.machinery.layout.ep_size

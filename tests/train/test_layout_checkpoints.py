@@ -1,0 +1,212 @@
+"""A checkpoint of any layout loads under any other, bit for bit, and the run goes on as if never stopped."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from torch import Tensor
+
+from penstock.config import ConfigError
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.sharding import Sharding
+from penstock.step.shape import TokenLayout
+from penstock.train.checkpoint import CheckpointError, Checkpoints
+from tests.support.checkpoints import CASE, bare, check_equal, parts_in, state_of, train, trained
+from tests.support.joining import joined
+from tests.support.parity import Case, check_close
+from tests.support.ranks import Pools
+
+pytestmark = pytest.mark.slow
+GLOBAL_BATCH = 8
+MODEL = ModelConfig(num_layers=2, hidden_size=8, num_heads=4, seq_len=5, vocab_size=12, moe_layers=(1,))
+MOE = MoEConfig(num_experts=4, moe_ffn_hidden_size=8, shared_ffn_hidden_size=8, expert_bias_rate=0.1)
+
+
+@dataclass(frozen=True)
+class World:
+    """A layout of so many ranks."""
+
+    ranks: int
+    mp: int
+    ep: int
+    esp: int
+    tokens: TokenLayout = "split"
+
+    def __str__(self) -> str:
+        return f"{self.ranks}: mp{self.mp} ep{self.ep} esp{self.esp} {self.tokens}"
+
+    @property
+    def case(self) -> Case:
+        """The same model and batch under this layout, with a dense layer and shared experts."""
+        return replace(
+            CASE,
+            model=MODEL,
+            moe=MOE,
+            world_size=self.ranks,
+            mp_size=self.mp,
+            ep_size=self.ep,
+            esp_size=self.esp,
+            tokens=self.tokens,
+            batch=GLOBAL_BATCH * self.mp // self.ranks,
+            double=True,
+        )
+
+
+ALONE = World(1, 1, 1, 1)
+WORLDS = [
+    ALONE,
+    World(2, 2, 1, 2),
+    World(2, 1, 2, 1),
+    World(2, 2, 2, 1, "replicated"),
+    World(2, 1, 1, 2),
+    World(4, 2, 2, 2),
+    World(4, 4, 1, 4, "replicated"),
+    World(4, 2, 4, 1),
+    World(4, 1, 2, 2),
+    World(4, 2, 2, 1),
+    World(4, 4, 2, 1),
+]
+STEPS_APART = (1, 4)
+"""Each is loaded under those that stand so many places after it: their sums meet every distance in turn."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What one rank has of a run's state, and the losses on the way to it."""
+
+    tensors: dict[str, Tensor]
+    parts: dict[str, Sharding]
+    losses: list[float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run that saved after two steps and did one more."""
+
+    folder: Path
+    saved: dict[str, Tensor]
+    after: dict[str, Tensor]
+    loss: float
+
+
+def state(run: Checkpoints, losses: list[float]) -> State:
+    return State(state_of(run), parts_in(run), losses)
+
+
+def whole(ranks: list[State]) -> dict[str, Tensor]:
+    """The state of the whole model; what several ranks hold must be the same bits on all of them."""
+    return joined((rank.tensors, rank.parts) for rank in ranks)
+
+
+def saving(rank: int, case: Case, folder: Path) -> tuple[State, State]:
+    """The state that is saved, and that of one step later."""
+    run = trained(rank, case, folder)
+    run.save(2)
+    then = state(run, [])
+    return then, state(run, train(run, rank, case, 1))
+
+
+def loading(rank: int, case: Case, path: Path) -> tuple[State, State]:
+    """The state that was loaded into another model, and that of one step later."""
+    run = bare(rank, replace(case, seed=5), path.parent)
+    assert run.load(path) == 2
+    then = state(run, [])
+    return then, state(run, train(run, rank, case, 1))
+
+
+Saved = Callable[[World], Run]
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The run of a layout, made when first asked for."""
+    runs: dict[World, Run] = {}
+
+    def run_of(world: World) -> Run:
+        if world not in runs:
+            folder = tmp_path_factory.mktemp("saved")
+            results = ranks(world.ranks).run(saving, world.case, folder)
+            then, after = (whole([result[i] for result in results]) for i in (0, 1))
+            runs[world] = Run(folder / "step-00000002", then, after, results[0][1].losses[0])
+        return runs[world]
+
+    return run_of
+
+
+def pairs() -> list[tuple[World, World]]:
+    count = len(WORLDS)
+    return [(WORLDS[i], WORLDS[(i + apart) % count]) for apart in STEPS_APART for i in range(count)]
+
+
+@pytest.mark.parametrize(("first", "then"), pairs(), ids=str)
+def test_what_one_layout_saves_another_loads(ranks: Pools, saved: Saved, first: World, then: World) -> None:
+    run = saved(first)
+    results = ranks(then.ranks).run(loading, then.case, run.folder)
+    check_equal(whole([result[0] for result in results]), run.saved)
+    after = whole([result[1] for result in results])
+    assert after.keys() == run.after.keys()
+    for _, result in results:
+        assert result.losses[0] == pytest.approx(run.loss, rel=1e-12)
+    for name, tensor in run.after.items():
+        check_close(after[name], tensor, 1e-10, name)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_every_layout_saves_the_same_tensors(saved: Saved, world: World) -> None:
+    """Names, shapes and types are those of one process, each tensor is there once, and so are the values."""
+    stored = contents(saved(world).folder)
+    alone = contents(saved(ALONE).folder)
+    assert stored.keys() == alone.keys()
+    for name, tensor in alone.items():
+        assert stored[name].shape == tensor.shape and stored[name].dtype == tensor.dtype
+        check_close(stored[name], tensor, 1e-10, name)
+
+
+def contents(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint but the ranks' own generators."""
+    found: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no dict
+                assert name not in found, f"{name} was written twice"
+                found[name] = file.get_tensor(name)
+    return {name: tensor for name, tensor in found.items() if not name.startswith("generator")}
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+
+
+def refused(rank: int, case: Case, path: Path) -> str:
+    run = bare(rank, case, path.parent)
+    try:
+        run.load(path)
+    except (ConfigError, CheckpointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("world", [WORLDS[1], WORLDS[5]], ids=str)
+def test_another_model_is_refused_on_all_ranks(ranks: Pools, saved: Saved, world: World) -> None:
+    case = world.case
+    wider = replace(case, moe=replace(case.moe, moe_ffn_hidden_size=16))
+    texts = ranks(world.ranks).run(refused, wider, saved(ALONE).folder)
+    assert len(set(texts)) == 1, texts
+    assert "was made by another model" in texts[0] and "there and" in texts[0]
+
+
+@pytest.mark.parametrize("world", [WORLDS[1], WORLDS[5]], ids=str)
+def test_a_damaged_file_is_refused_on_all_ranks(
+    ranks: Pools, saved: Saved, tmp_path: Path, world: World
+) -> None:
+    path = tmp_path / "step-00000002"
+    shutil.copytree(saved(WORLDS[5]).folder, path)
+    damaged = sorted(path.glob("*.safetensors"))[-1]
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    texts = ranks(world.ranks).run(refused, world.case, path)
+    assert len(set(texts)) == 1 and texts[0].startswith("DamagedCheckpointError"), texts
