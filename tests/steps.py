@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -14,14 +15,21 @@ from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Kind, Op, Sizes, Work, spec_of
 from penstock.ops.transfers import FLAT
-from penstock.schedule import Cost, StepPlan, cut, plan_step, unit_cost
-from penstock.step import StepShape
+from penstock.schedule import SCHEDULES, Cost, StepPlan, cut, plan_step, unit_cost
+from penstock.step import Sharing, StepShape
+from penstock.step.shape import FORM_TOKENS
 
 PICTURE_WIDTH = 106
 """Columns of a picture inside a class docstring: 110 less the indentation."""
 
 CUT_INSIDE = ["moe_pipeline", "dense_overlap", "lina", "fsmoe", "penstock"]
 """The schedules that cut tokens inside MoE layers."""
+
+PLAIN = [name for name, system in SCHEDULES.items() if system.expert_form in (None, "gather")]
+"""The schedules that differ where no ranks share attention or experts."""
+
+SHARED = Sharing(mp_size=2, esp_size=2)
+"""Pairs of ranks share attention and every expert, and have each a part of the tokens."""
 
 Times = Mapping[Task, tuple[float, float]]
 
@@ -137,9 +145,14 @@ def cut_by(name: str, shape: StepShape, **decided: Any) -> StepShape:
 def example_plan(name: str, *, exchange_counts: bool = True) -> StepPlan:
     """The plan in the pictures: two MoE layers, two microbatches or chunks, two all-reduce chunks.
 
-    FSMoE's has three chunks on the way back.
+    FSMoE's has three chunks on the way back. What says how rows meet shards has pairs of ranks that share
+    attention and experts, and between blocks the tokens that it wants at the gate.
     """
-    shape = StepShape(moe_layers=(True, True), exchange_counts=exchange_counts, all_reduce_chunks=(2, 2))
+    form = SCHEDULES[name].expert_form
+    shared = replace(SHARED, tokens=FORM_TOKENS[form]) if form else Sharing()
+    shape = StepShape(
+        moe_layers=(True, True), exchange_counts=exchange_counts, all_reduce_chunks=(2, 2), sharing=shared
+    )
     degrees: dict[str, Any] = {"chunks": 2, "backward_chunks": 3} if name == "fsmoe" else {}
     return planned(name, shape, **degrees)
 

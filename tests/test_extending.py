@@ -21,10 +21,10 @@ from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.moe import ModuleExperts, MoEConfig, SampleKeys, SoftmaxGate, SortOrder, SwiGLUExperts
 from penstock.runtime import PipelinedStack
-from penstock.schedule import SCHEDULES
 from penstock.train.assemble import build_stack
 from penstock.train.config import RunConfig
 from tests.dispatch.test_legs import exchanged, permuted, tables
+from tests.steps import PLAIN
 from tests.support.formulas import FORMULAS, SLOTS, mixed, softmax, swiglu
 from tests.support.pages import CHOICES, EXPERTS, EXTENDING, HIDDEN, MOE_LAYER, README, blocks, run_block
 from tests.support.parity import (
@@ -221,7 +221,7 @@ def check_part(ranks: Pools, part: str, world_size: int, schedule: str) -> None:
         check_close(result.gradients[name], gradient, 1e-10, f"gradient of {name}")
 
 
-TURNS = [(part, schedule) for i, part in enumerate(PARTS) for schedule in islice(cycle(SCHEDULES), i, i + 4)]
+TURNS = [(part, schedule) for i, part in enumerate(PARTS) for schedule in islice(cycle(PLAIN), i, i + 4)]
 """Four schedules for every part; all of them take turns."""
 
 

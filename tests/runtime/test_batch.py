@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from penstock.runtime.batch import SampleNumbers
-from penstock.schedule import SCHEDULES
 from penstock.topology import Layout
 from tests.runtime.test_moe_parity import ACCEPTED, DISPATCHES, case
+from tests.steps import PLAIN
 from tests.support.parity import Case, batch_of, check_parity, merge, result_of, run_step, stack_of
 from tests.support.ranks import Pools
 
 UNEVEN = ((3, 0), (1, 5))
-NAMES = sorted(SCHEDULES)
+NAMES = sorted(PLAIN)
 
 
 def uneven(

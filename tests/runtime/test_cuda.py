@@ -12,11 +12,11 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.runtime.lanes import StreamLanes
-from penstock.schedule import SCHEDULES
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
 from penstock.train.clip import clip_grad_norm
 from penstock.train.optimizer import build_adamw
+from tests.steps import PLAIN
 from tests.support.parity import (
     CLIP,
     Case,
@@ -30,7 +30,7 @@ from tests.support.parity import (
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-NAMES = sorted(SCHEDULES)
+NAMES = sorted(PLAIN)
 TOLERANCE = 1e-4
 
 

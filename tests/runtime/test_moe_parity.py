@@ -16,7 +16,7 @@ from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.moe.config import Compression
-from penstock.schedule import SCHEDULES
+from tests.steps import PLAIN
 from tests.support.pairwise import pairwise
 from tests.support.parity import Case, check_close, check_parity, merge, run_step
 from tests.support.ranks import Pools
@@ -90,7 +90,7 @@ def case(world_size: int, gate: str, order: str, dispatch: str, experts: str, sc
 @pytest.mark.parametrize(("gate", "order"), ACCEPTED)
 def test_alone(ranks: Pools, gate: str, order: str) -> None:
     """Four schedules each, which take turns, and every kind of expert."""
-    turns = cycle(SCHEDULES)
+    turns = cycle(PLAIN)
     first = ACCEPTED.index((gate, order))
     for schedule in islice(turns, first, first + 4):
         check_parity(ranks, case(1, gate, order, "flat", "swiglu", schedule))
@@ -99,7 +99,7 @@ def test_alone(ranks: Pools, gate: str, order: str) -> None:
 
 
 @pytest.mark.slow
-@pairwise(accepted=ACCEPTED, schedule=SCHEDULES, dispatch=DISPATCHES, experts=EXPERTS, **LAYOUTS)
+@pairwise(accepted=ACCEPTED, schedule=PLAIN, dispatch=DISPATCHES, experts=EXPERTS, **LAYOUTS)
 def test_on_several_ranks(
     ranks: Pools, accepted: Pair, schedule: str, dispatch: str, experts: str, world_size: int, padding: bool
 ) -> None:
@@ -109,7 +109,7 @@ def test_on_several_ranks(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("accepted", ACCEPTED)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PLAIN)
 def test_every_combination(ranks: Pools, accepted: Pair, schedule: str) -> None:
     for dispatch, experts, world_size, padding in product(DISPATCHES, EXPERTS, *LAYOUTS.values()):
         step = case(world_size, *accepted, dispatch, experts, schedule)

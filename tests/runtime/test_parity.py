@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.schedule import SCHEDULES
+from tests.steps import PLAIN
 from tests.support.draws import draws
 from tests.support.parity import Case, check_close, check_parity, digest, merge, run_step
 from tests.support.ranks import Pools
 
-NAMES = sorted(SCHEDULES)
+NAMES = sorted(PLAIN)
 CUTS = [name for name in NAMES if name not in ("dense_overlap", "lina")]
 """Every way to cut a step: those two order what others cut likewise."""
 

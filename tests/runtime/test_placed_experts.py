@@ -11,8 +11,8 @@ import pytest
 from penstock.models.gpt import Block
 from penstock.moe import MoEConfig, MoELayer, build_layer
 from penstock.placement import ExpertPlacement, PlacementError
-from penstock.schedule import SCHEDULES
 from tests.runtime.test_moe_parity import DISPATCHES, EXPERTS, case
+from tests.steps import PLAIN
 from tests.support.checkpoints import CASE, bare, check_equal, loaded_by, saved_by, state_of, trained
 from tests.support.parity import Case, batch_of, check_parity, stack_of
 from tests.support.ranks import Pools
@@ -49,7 +49,7 @@ def test_two_ranks(ranks: Pools) -> None:
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 def test_several_ranks(ranks: Pools, world_size: int, dispatch: str) -> None:
     """Every kind of choice, and the schedules in turn."""
-    turns = cycle(SCHEDULES)
+    turns = cycle(PLAIN)
     for _ in range(DISPATCHES.index(dispatch) + world_size):
         next(turns)
     for number in range(len(CHOICES)):

@@ -13,13 +13,13 @@ from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack, TaskError
-from penstock.schedule import SCHEDULES
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
+from tests.steps import PLAIN
 from tests.support.parity import Case, batch_of, check_close, prepare, stack_of
 from tests.support.ranks import Pools
 
-NAMES = sorted(SCHEDULES)
+NAMES = sorted(PLAIN)
 
 
 def case_of(schedule: str = "flowmoe", *, world_size: int = 1, ep_size: int = 1, **moe: Any) -> Case:

@@ -85,9 +85,9 @@ def _place(slot: Slot) -> tuple[bool, int, bool]:
 
 
 def choices(case: Case, number: int) -> Iterator[tuple[str, Decision]]:
-    """All schedules; penstock by its rules, and by its search in every ninth case."""
-    for name in SCHEDULES:
-        if name != "penstock":
+    """All schedules that differ; penstock by its rules, and by its search in every ninth case."""
+    for name, system in SCHEDULES.items():
+        if name != "penstock" and system.expert_form in (None, *case.shape.sharing.forms):
             yield name, replace(case.choice, schedule=name)
     own = replace(case.choice, schedule="penstock")
     yield "penstock/critical_path", replace(own, priority="critical_path")

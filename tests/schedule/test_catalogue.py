@@ -16,7 +16,7 @@ from penstock.config import ConfigError, load
 from penstock.decision import TAIL, Decision, Partition, Portion, ScheduleConfig
 from penstock.schedule import SCHEDULES
 from penstock.step import StepShape
-from tests.steps import CUT_INSIDE, planned
+from tests.steps import CUT_INSIDE, SHARED, planned
 
 
 def test_a_section_is_a_decision_and_says_one() -> None:
@@ -75,6 +75,9 @@ def test_a_schedule_is_told_of_by_what_it_reads() -> None:
         "lina": "lina: no chunks, all-reduce in pieces of 1.0 MiB, flat dispatch",
         "flowmoe": "flowmoe: 1 microbatch, all-reduce in pieces of 1.0 MiB, flat dispatch",
         "fsmoe": "fsmoe: no chunks, flat dispatch",
+        "baseline_esp": "baseline_esp: whole batch, flat dispatch",
+        "parm_s1": "parm_s1: whole batch, flat dispatch",
+        "parm_s2": "parm_s2: no chunks, flat dispatch",
         "penstock": "penstock: 1 microbatch, no chunks, all-reduce in pieces of 1.0 MiB, flat dispatch, "
         "order: local search",
     }
@@ -90,11 +93,12 @@ def test_a_schedule_is_told_of_by_what_it_reads() -> None:
         ("all_reduce_chunk_bytes", 512),
         ("priority", "critical_path"),
         ("partition", Partition(((), (Portion(size_bytes=4096, slot=TAIL),)))),
+        ("expert_form", "s1"),
     ],
 )
 def test_what_a_schedule_does_not_read_changes_nothing(name: str, field: str, value: object) -> None:
     """And what it reads changes the step, its tasks or their order."""
-    shape = StepShape(moe_layers=(True, True), all_reduce_chunks=(0, 4))
+    shape = StepShape(moe_layers=(True, True), all_reduce_chunks=(0, 4), sharing=SHARED)
     usual, other = planned(name, shape), planned(name, shape, **cast("dict[str, Any]", {field: value}))
     assert (usual.digest != other.digest) is (field in SCHEDULES[name].reads)
 

@@ -70,7 +70,8 @@ def test_the_docstring_shows_the_schedule(name: str) -> None:
 
 
 def test_systems_carry_their_names() -> None:
-    names = ["sequential", "moe_pipeline", "dense_overlap", "lina", "flowmoe", "fsmoe", "penstock"]
+    names = ["sequential", "moe_pipeline", "dense_overlap", "lina", "flowmoe", "fsmoe"]
+    names += ["baseline_esp", "parm_s1", "parm_s2", "penstock"]
     assert [(name, system.name) for name, system in SCHEDULES.items()] == [(name, name) for name in names]
 
 

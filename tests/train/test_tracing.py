@@ -13,13 +13,13 @@ from penstock.decision import ScheduleConfig
 from penstock.graph import Lane
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.schedule import SCHEDULES
 from penstock.trace import TaskRecord
 from penstock.train.tracing import StepAnalysis, analyse
+from tests.steps import PLAIN
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools
 
-NAMES = sorted(SCHEDULES)
+NAMES = sorted(PLAIN)
 
 
 def case_of(schedule: str, world_size: int) -> Case:

@@ -22,16 +22,17 @@ from penstock.ops import Op
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.checks.marks import FIELDS
 from penstock.runtime.gradients.buckets import Buckets
-from penstock.schedule import SCHEDULES, Schedule, StepPlan
+from penstock.schedule import Schedule, StepPlan
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, first_plan, gradient_bytes
 from penstock.virtual import VirtualConfig, VirtualStack, build_virtual
+from tests.steps import PLAIN
 from tests.support.parity import Case, batch_of, machinery, stack_of
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow
 
-NAMES = sorted(SCHEDULES)
+NAMES = sorted(PLAIN)
 LAYOUTS = [(4, 4), (4, 2)]
 SLEEPS = ClusterConfig(task_overhead_s=5e-4, flops_per_s=1e8)
 ZIPF = VirtualConfig(routing="zipf", zipf_exponent=1.2, drift=0.1)

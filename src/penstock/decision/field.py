@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from penstock.step import StepShape
+from penstock.step.shape import ExpertForm
 from penstock.step.stages import Pass
 
 
@@ -45,7 +46,10 @@ class Asked(Protocol):
 
 
 class Reader(Protocol):
-    """What a schedule declares: which fields of a decision it reads, and how many chunks it usually has."""
+    """What a schedule declares: which fields of a decision it reads, and how many chunks it usually has.
+
+    expert_form: how rows meet all shards of their experts, where the schedule says so itself.
+    """
 
     @property
     def name(self) -> str: ...
@@ -56,14 +60,18 @@ class Reader(Protocol):
     @property
     def usual_chunks(self) -> int: ...
 
+    @property
+    def expert_form(self) -> ExpertForm | None: ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
     """One decision, declared once.
 
     values: what a search tries, given the step and what the fields before this one have decided; at least one
-    value. words: the decision in a sentence; None = it is told with another. head, cell: its column in the
-    table of plans; unread: the cell where its schedule does not read it. cuts: how finely the step is cut.
+    value. words: the decision in a sentence, "" = nothing is told of it; None = it is told with another.
+    head, cell: its column in the table of plans; unread: the cell where its schedule does not read it. cuts:
+    how finely the step is cut.
     always: every schedule reads it, not only those that declare it.
 
     Of a decision that is registered, also: name; type, such as a Literal or a number Annotated with bounds;

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as given
+from itertools import chain
 from math import lcm
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -17,6 +18,7 @@ from penstock.config.bounds import Steps, bounded_fields
 from penstock.decision.field import Asked, Field, Reader
 from penstock.decision.partition import Partition
 from penstock.dispatch import DISPATCHES
+from penstock.step.shape import ExpertForm
 from penstock.step.stages import Pass
 from penstock.words import counted, mib
 
@@ -56,6 +58,28 @@ ORDERS = {
 }
 
 
+def _forms(asked: Asked, dispatches: Sequence[str]) -> tuple[ExpertForm, ...]:
+    """The forms of experts' shards that differ here. All but the first send rows to all shards at once."""
+    shared = any(asked.shape.moe_layers) and "flat" in dispatches
+    return asked.shape.sharing.forms if shared else ("gather",)
+
+
+def _schedules(asked: Asked, choice: Decision) -> Sequence[str]:
+    del choice
+    tried = (None, *_forms(asked, asked.dispatches))
+    return [name for name, reader in READERS.items() if reader.expert_form in tried]
+
+
+def _dispatches(asked: Asked, choice: Decision) -> Sequence[str]:
+    return asked.dispatches if READERS[choice.schedule].expert_form in (None, "gather") else ("flat",)
+
+
+def _expert_forms(asked: Asked, choice: Decision) -> Sequence[ExpertForm | None]:
+    if asked.shape.sharing.is_none or not any(asked.shape.moe_layers):
+        return (None,)
+    return _forms(asked, (choice.dispatch,))
+
+
 def _microbatches(asked: Asked, choice: Decision) -> Sequence[int]:
     del choice
     return [n for n in range(1, min(asked.batch, MOST_MICROBATCHES) + 1) if asked.batch % n == 0]
@@ -74,7 +98,7 @@ def _backward_chunks(asked: Asked, choice: Decision) -> Sequence[int]:
 def all_reduce_sizes(asked: Asked, choice: Decision | None = None) -> Sequence[int]:
     """Bytes of the largest layer's gradients whole, in halves, quarters and so on."""
     del choice
-    whole = max(*asked.gradients.replicated, *asked.gradients.experts, LEAST_ALL_REDUCE_BYTES)
+    whole = max(LEAST_ALL_REDUCE_BYTES, *chain.from_iterable(asked.gradients))
     least = max(LEAST_ALL_REDUCE_BYTES, asked.least_chunk_bytes)
     return [size for n in ALL_REDUCE_PIECES if (size := -(-whole // n)) >= least or n == 1]
 
@@ -86,7 +110,7 @@ def _chunk_words(choice: Decision) -> str:
     return f"{counted(forward, 'forward chunk')} and {counted(backward, 'backward chunk')}"
 
 
-SCHEDULE = Field(values=lambda asked, choice: tuple(READERS), head="schedule", cell=lambda d: d.schedule)
+SCHEDULE = Field(values=_schedules, head="schedule", cell=lambda d: d.schedule)
 MICROBATCHES = Field(
     values=_microbatches,
     words=lambda d: counted(d.microbatches, "microbatch", "es"),
@@ -113,10 +137,17 @@ ALL_REDUCE = Field(
     always=False,
 )
 DISPATCH = Field(
-    values=lambda asked, choice: asked.dispatches,
+    values=_dispatches,
     words=lambda d: f"{d.dispatch.replace('_', ' ')} dispatch",
     head="dispatch",
     cell=lambda d: d.dispatch.replace("_", " "),
+)
+EXPERT_FORM = Field(
+    values=_expert_forms,
+    words=lambda d: "" if d.expert_form is None else f"expert form {d.expert_form}",
+    head="form",
+    cell=lambda d: d.expert_form or "-",
+    always=False,
 )
 PRIORITY = Field(
     values=lambda asked, choice: RULES,
@@ -139,6 +170,8 @@ class Decision:
         least common multiple of both, each of which experts compute for itself; MOST_SLICES at most.
     all_reduce_chunk_bytes: FlowMoE's S_p.
     dispatch: how rows travel.
+    expert_form: how rows meet all shards of their experts, where ranks share those or attention; none = as
+        the schedule usually has it, which is `gather`. All others need a flat dispatch.
     priority: by which rule penstock orders; `search` starts from the others and is the best and the slowest.
     partition: which gradients go into which gap, for fsmoe; none = all of a layer's into the next gap below.
     more: decisions that others registered, by name, where they are not as by default.
@@ -150,6 +183,7 @@ class Decision:
     backward_chunks: Annotated[PieceCount | None, BACKWARD_CHUNKS] = 1
     all_reduce_chunk_bytes: Annotated[ChunkBytes, ALL_REDUCE] = 1 << 20
     dispatch: Annotated[str, DISPATCH] = "flat"
+    expert_form: Annotated[ExpertForm | None, EXPERT_FORM] = None
     priority: Annotated[PriorityName, PRIORITY] = "search"
     partition: Partition | None = None
     more: Annotated[Table, Items(100, "one per registered decision")] = NOTHING
@@ -183,7 +217,14 @@ class Decision:
         if not self.reads("chunks"):
             return 1, 1
         forward = self.chunks or READERS[self.schedule].usual_chunks
-        return forward, self.backward_chunks or forward
+        backward = self.backward_chunks if self.reads("backward_chunks") else None
+        return forward, backward or forward
+
+    @property
+    def form(self) -> ExpertForm:
+        """How rows meet all shards of their experts: as the schedule says, else as decided."""
+        decided = self.expert_form if self.reads("expert_form") else None
+        return READERS[self.schedule].expert_form or decided or "gather"
 
     @property
     def passes(self) -> tuple[Pass, ...]:
@@ -195,9 +236,8 @@ class Decision:
     def words(self) -> str:
         """The plan in words: everything that its schedule reads, and nothing else."""
         read = [each for name, each in FIELDS.items() if self.reads(name)]
-        cut, rest = (
-            [each.words(self) for each in read if each.words and each.cuts is cuts] for cuts in (True, False)
-        )
+        told = [(each.cuts, text) for each in read if each.words and (text := each.words(self))]
+        cut, rest = ([text for cuts, text in told if cuts is wanted] for wanted in (True, False))
         return f"{self.schedule}: {', '.join((cut or ['whole batch']) + rest)}"
 
     def check(self) -> None:

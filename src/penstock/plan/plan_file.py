@@ -22,6 +22,7 @@ from penstock.config import (
 from penstock.config.bounds import SizeBytes
 from penstock.cost.json_file import write_json
 from penstock.decision import Decision
+from penstock.decision.record import FIELDS
 from penstock.graph import ScheduleError
 from penstock.plan.effort import Searched
 from penstock.plan.problem import Problem
@@ -209,9 +210,12 @@ class PlanFile:
 
 
 def _check_decided(choice: Decision, given: Mapping[str, Any], path: Path) -> None:
-    """A decision that is not in the file would be another one than the file was made for."""
+    """A decision that is not in the file would be another one than the file was made for.
+
+    One that may be left to the schedule need not be there: files are older than some of them.
+    """
     for name in choice.deciding_fields:
-        if name not in given:
+        if name not in given and FIELDS[name].default is not None:
             hint = f"Write it, such as {json.dumps(getattr(choice, name))}, or make the file again."
             raise ConfigError(f"{path}.choice.{name}", UNSET, "is missing, so the file does not say it", hint)
 

@@ -102,7 +102,9 @@ def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> 
     Where that is wider than `width`, decisions in which all plans agree are left out, then
     memory, bound, change, and decisions from the right.
     """
-    fields = [each for each in FIELDS.values() if each.cell and (dispatches or each.name != "dispatch")]
+    made = {name for name in FIELDS for each in candidates if each.choice.value(name) is not None}
+    hidden = () if dispatches else ("dispatch",)
+    fields = [each for each in FIELDS.values() if each.cell and each.name in made.difference(hidden)]
     fields.sort(key=lambda each: each.cuts)
     words = 1 + sum(not each.cuts for each in fields)
     head = ("", *(each.head for each in fields), "step", "", "bound", "memory")

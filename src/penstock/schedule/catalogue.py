@@ -7,14 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from penstock.config import ConfigError
 from penstock.decision import Decision, GradientBytes
 from penstock.graph import Graph, Phase
+from penstock.ops.transfers import FLAT
+from penstock.schedule.baseline_esp import BaselineESP
 from penstock.schedule.dense_overlap import DenseOverlap
 from penstock.schedule.flowmoe import FlowMoE
 from penstock.schedule.freeze import Cost
 from penstock.schedule.fsmoe import FSMoE
 from penstock.schedule.lina import Lina
 from penstock.schedule.moe_pipeline import MoEPipeline
+from penstock.schedule.parm_s1 import ParmS1
+from penstock.schedule.parm_s2 import ParmS2
 from penstock.schedule.penstock import Penstock
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.sequential import Sequential
@@ -27,6 +32,9 @@ register_schedule(DenseOverlap())
 register_schedule(Lina())
 register_schedule(FlowMoE())
 register_schedule(FSMoE())
+register_schedule(BaselineESP())
+register_schedule(ParmS1())
+register_schedule(ParmS2())
 register_schedule(Penstock())
 
 
@@ -50,10 +58,29 @@ class StepPlan:
 
 
 def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepShape:
-    """The step that a decision means: cut by its schedule, with the passes of registered decisions."""
-    found = SCHEDULES[choice.schedule].shape(shape, choice, gradients)
+    """The step that a decision means: cut by its schedule, with the passes of registered decisions.
+
+    Raises ConfigError for a form of experts' shards that does not go with the dispatch.
+    """
+    _check_dispatch(choice, shape)
+    formed = shape if choice.form == shape.expert_form else replace(shape, expert_form=choice.form)
+    found = SCHEDULES[choice.schedule].shape(formed, choice, gradients)
     passes = choice.passes
     return replace(found, more=(*found.more, *passes)) if passes else found
+
+
+def _check_dispatch(choice: Decision, shape: StepShape) -> None:
+    if shape.dispatch == FLAT or shape.sharing.is_none or choice.form == "gather":
+        return
+    decided = choice.reads("expert_form")
+    key, value = ("expert_form", choice.form) if decided else ("schedule", choice.schedule)
+    other = "expert_form=gather" if decided else "another schedule"
+    raise ConfigError(
+        key,
+        value,
+        f"sends rows to all shards of their experts at once, and the {choice.dispatch} dispatch has legs",
+        f"Set moe.dispatch=flat, or use {other}.",
+    )
 
 
 def plan_step(

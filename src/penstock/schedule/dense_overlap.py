@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.decision import TAIL, Decision, Slot
+from penstock.decision import Decision, Slot
 from penstock.graph import Graph, Task
 from penstock.ops import Op
 from penstock.schedule.freeze import Cost
-from penstock.schedule.gaps import reduce_in_gaps
+from penstock.schedule.gaps import dense_gap, reduce_in_gaps
 from penstock.schedule.moe_pipeline import MoEPipeline
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import is_all_reduce
@@ -37,7 +37,6 @@ class DenseOverlap(MoEPipeline):
         gaps: dict[Slot, list[Task]] = {}
         for task in graph.tasks:
             if is_all_reduce(task):
-                layer = task.layer - 1 if task.op == Op.ALL_REDUCE else task.layer
-                slot = Slot(layer=layer, part="dense") if layer >= 0 else TAIL
-                gaps.setdefault(slot, []).append(task)
+                layer = task.layer if task.op == Op.EXPERT_ALL_REDUCE else task.layer - 1
+                gaps.setdefault(dense_gap(layer), []).append(task)
         return reduce_in_gaps(self.name, graph, gaps)

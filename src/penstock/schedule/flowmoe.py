@@ -33,7 +33,7 @@ class FlowMoE(System):
     """
 
     name = "flowmoe"
-    reads: ClassVar[tuple[str, ...]] = ("microbatches", "all_reduce_chunk_bytes")
+    reads: ClassVar[tuple[str, ...]] = ("microbatches", "all_reduce_chunk_bytes", "expert_form")
 
     def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
         size = choice.all_reduce_chunk_bytes

@@ -8,7 +8,7 @@ from penstock.decision import TAIL, Decision, GradientBytes, Partition, Portion,
 from penstock.graph import Graph, Name, Phase, Task
 from penstock.ops import Op
 from penstock.schedule.freeze import Cost
-from penstock.schedule.gaps import reduce_in_gaps
+from penstock.schedule.gaps import dense_gap, reduce_in_gaps
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import System, whole
 from penstock.step import StepShape
@@ -17,23 +17,39 @@ from penstock.step import StepShape
 class FSMoE(System):
     """Chunks inside the MoE layer, a different number in the backward pass, and gradients in the gaps there.
 
-    Gradients are reduced between the two groups of all-to-alls of a lower MoE layer, where experts leave the
-    network idle, and under attention (Section 4 of the paper). `partition` decides which bytes go into
-    which gap; by default all of a layer's go into the first gap below it.
+    Where ranks of a node share experts, rows cross nodes once (D, C) and meet all shards inside the node
+    (XG, XS): chunks are under way on both networks while another is computed. All gathers stand before any
+    scatter, as in the published issue order. Gradients are reduced between the two groups of all-to-alls of a
+    lower MoE layer, where experts leave the network between nodes idle, and under attention (Section 4 of the
+    paper). `partition` decides which bytes go into which gap; by default all of a layer's go into the first
+    gap below it. Gradients that ranks have parts of (PR) go under attention of the next layer.
 
     fsmoe: one column = one slot, · = idle
     forward
-    layer    L0                              L1
-    compute  EM0 AT0 ·  ·  X0   X0.1 ·    U0 AT0 ·  ·  X0   X0.1 ·    U0 HD0 ·
-    inter    ·   ·   N0 D0 D0.1 C0   C0.1 ·  ·   N0 D0 D0.1 C0   C0.1 ·  ·   ST
+    layer    L0                                                              L1
+    compute  EM0 ·   ·   TA0 ·   GT0 ·  ·  ·    X0    X0.1 ·     ·    U0 ·   TA0 ·   GT0 ·  ·  ·    X0    X0.1
+    intra    ·   ES0 TG0 ·   TS0 ·   ·  ·  XG0  XG0.1 XS0  XS0.1 ·    ·  TG0 ·   TS0 ·   ·  ·  XG0  XG0.1 XS0
+    inter    ·   ·   ·   ·   ·   ·   N0 D0 D0.1 ·     ·    C0    C0.1 ·  ·   ·   ·   ·   N0 D0 D0.1 ·     ·
+
+    layer
+    compute  ·     ·    U0 ·   HV0 ·   HL0 ·
+    intra    XS0.1 ·    ·  HG0 ·   HX0 ·   ·
+    inter    C0    C0.1 ·  ·   ·   ·   ·   ST
     backward
-    layer    L1                                     L0
-    compute  HD0 U0 ·  X0   X0.1 X0.2 ·    ·    AT0 U0 ·  X0   X0.1 X0.2  ·  ·    ·    AT0 EM0 ·
-    inter    ·   ·  C0 C0.1 C0.2 D0   D0.1 D0.2 ·   ·  C0 C0.1 C0.2 AR1.0 D0 D0.1 D0.2 ·   ·   AR0.0
+    layer    L1                                                                       L0
+    compute  HL0 HV0 ·   U0 ·  ·    X0    X0.1  X0.2 ·     ·     ·    GT0 ·   TA0 ·   U0 ·  ·    X0    X0.1
+    intra    ·   ·   HG0 ·  ·  XS0  XS0.1 XS0.2 XG0  XG0.1 XG0.2 ·    ·   TS0 ·   TG0 ·  ·  XS0  XS0.1 XS0.2
+    inter    ·   ·   ·   ·  C0 C0.1 C0.2  ·     ·    D0    D0.1  D0.2 ·   ·   ·   ·   ·  C0 C0.1 C0.2  AR1.0
+
+    layer
+    compute  X0.2 ·     ·     ·    GT0   ·   TA0 ·   ·   EM0 ·     ·
+    intra    XG0  XG0.1 XG0.2 ·    ·     TS0 ·   TG0 ES0 ·   ·     ·
+    inter    ·    D0    D0.1  D0.2 PR1.0 ·   ·   ·   ·   ·   AR0.0 PR0.0
     """
 
     name = "fsmoe"
     reads = ("chunks", "backward_chunks", "partition")
+    expert_form = "gather"
 
     def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
         partition = choice.partition or next_gap(shape.moe_layers, gradients.replicated)
@@ -80,5 +96,7 @@ def _gaps(graph: Graph, partition: Partition) -> dict[Slot, list[Task]]:
             gaps.setdefault(slot, []).append(graph.by_name[name])
     for task in graph.tasks:
         if task.op == Op.EXPERT_ALL_REDUCE:
-            gaps.setdefault(Slot(layer=task.layer, part="dense"), []).append(task)
+            gaps.setdefault(dense_gap(task.layer), []).append(task)
+        elif task.op == Op.PARTIAL_ALL_REDUCE:
+            gaps.setdefault(dense_gap(task.layer - 1), []).append(task)
     return gaps

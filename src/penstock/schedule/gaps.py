@@ -11,6 +11,11 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import is_all_reduce
 
 
+def dense_gap(layer: int) -> Slot:
+    """The gap under attention of a layer; below layer 0 there is only the end."""
+    return Slot(layer=layer, part="dense") if layer >= 0 else TAIL
+
+
 def reduce_in_gaps(name: str, graph: Graph, gaps: Mapping[Slot, Sequence[Task]]) -> Schedule:
     """A step in program order whose reductions run in their gaps. gaps: every reduction once.
 

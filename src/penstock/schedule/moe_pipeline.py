@@ -30,7 +30,7 @@ class MoEPipeline(System):
     """
 
     name = "moe_pipeline"
-    reads: ClassVar[tuple[str, ...]] = ("chunks", "backward_chunks")
+    reads: ClassVar[tuple[str, ...]] = ("chunks", "backward_chunks", "expert_form")
     usual_chunks = 2
 
     def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 from penstock.decision import Decision, GradientBytes
 from penstock.graph import Graph
@@ -27,6 +28,7 @@ class Sequential(System):
     """
 
     name = "sequential"
+    reads: ClassVar[tuple[str, ...]] = ("expert_form",)
 
     def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
         del choice

@@ -9,11 +9,11 @@ from penstock.config import ConfigError
 from penstock.decision import Decision, GradientBytes
 from penstock.decision.record import READERS
 from penstock.graph import Graph, Lane, Task
-from penstock.ops import Op
 from penstock.ops.sums import REDUCTIONS
 from penstock.schedule.freeze import Cost
 from penstock.schedule.schedule import Schedule
 from penstock.step import StepShape
+from penstock.step.shape import ExpertForm
 
 MOST_REDUCTIONS = 1 << 15
 """Pieces of all layers' gradients in a step. With a start-up of 0.1 ms they take 3.3 s by themselves."""
@@ -23,12 +23,14 @@ class System(ABC):
     """One file, one class: how it cuts the iteration and how it orders the pieces.
 
     reads: the fields of a decision that change anything here; searches try values of them alone, and people
-    are told of no others. usual_chunks: pieces of an MoE layer's tokens where none is set.
+    are told of no others. usual_chunks: pieces of an MoE layer's tokens where none is set. expert_form: how
+    rows meet all shards of their experts, where that is part of the schedule and not for a plan to decide.
     """
 
     name: ClassVar[str]
     reads: ClassVar[tuple[str, ...]] = ()
     usual_chunks: ClassVar[int] = 1
+    expert_form: ClassVar[ExpertForm | None] = None
 
     @abstractmethod
     def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
@@ -82,7 +84,7 @@ def whole(total_bytes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_all_reduce(task: Task) -> bool:
-    """Whether the task synchronises gradients, of replicated parameters or of replicated experts."""
+    """Whether the task synchronises gradients, of whatever kind."""
     return task.op in REDUCTIONS
 
 
@@ -95,6 +97,6 @@ def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:
     """
     tasks = [task for task in graph.tasks if not is_all_reduce(task)]
     last = [task for task in graph.tasks if is_all_reduce(task)]
-    tasks += sorted(last, key=lambda task: (task.layer, task.op != Op.ALL_REDUCE))
+    tasks += sorted(last, key=lambda task: (task.layer, list(REDUCTIONS).index(task.op)))
     orders = {lane: tuple(task for task in tasks if task.lane is lane) for lane in Lane}
     return Schedule(name, {lane: order for lane, order in orders.items() if order})

@@ -36,7 +36,7 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
     found += _sharing_passes(shape)
     if shape.microbatches > 1:
         found.append(Microbatches(shape.microbatches))
-    if max(shape.degrees) > 1:
+    if max(shape.chunks, shape.backward_chunks) > 1:
         found.append(Chunks(shape.chunks, shape.backward_chunks))
     if shape.split_experts and any(shape.moe_layers):
         found.append(WeightGradients())

@@ -42,6 +42,18 @@ class Sharing:
         """Whether every rank has attention and experts of its own."""
         return self.mp_size == self.esp_size == 1
 
+    @property
+    def forms(self) -> tuple[ExpertForm, ...]:
+        """The forms of experts' shards that differ from each other, "gather" first.
+
+        Without shards s1 sends what gather does; with the tokens of one rank there is nothing to deal.
+        """
+        if self.is_none:
+            return ("gather",)
+        s1: tuple[ExpertForm, ...] = ("s1",) if self.esp_size > 1 else ()
+        s2: tuple[ExpertForm, ...] = ("s2",) if self.mp_size > 1 else ()
+        return "gather", *s1, *s2, "baseline"
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
@@ -106,7 +118,8 @@ class StepShape:
     def _check_form(self) -> None:
         if self.expert_form not in FORM_TOKENS:
             raise ScheduleError(f"expert_form = {self.expert_form!r}: use {', '.join(FORM_TOKENS)}")
-        paired = self.expert_form == "s2" and self.sharing.mp_size > 1 and max(self.degrees) == 1
+        whole = self.chunks == self.backward_chunks == 1
+        paired = self.expert_form == "s2" and self.sharing.mp_size > 1 and whole
         if self.pair_slices > 1 and not paired:
             raise ScheduleError(
                 "a simultaneous pair needs expert_form=s2, ranks that share attention, and no chunks"

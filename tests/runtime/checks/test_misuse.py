@@ -17,7 +17,7 @@ from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack, TaskError
-from penstock.schedule import SCHEDULES
+from tests.steps import PLAIN
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools
 
@@ -37,7 +37,7 @@ def experts_of(stack: PipelinedStack) -> list[nn.Parameter]:
     return [p for layer in range(2) for p in stack.parts.expert_parameters(layer)]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", PLAIN)
 def test_experts_changed_between_forward_and_backward_are_noticed(name: str) -> None:
     stack = stack_of(0, case(name))
     loss = stack(*batch_of(case(name)))
@@ -94,7 +94,7 @@ def no_collector() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_step_is_freed_without_the_collector_of_circles(name: str) -> None:
     """Its activations may be all memory there is, and the collector counts objects, not bytes."""
     stack = stack_of(0, case(name))

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.schedule import SCHEDULES
 from penstock.topology import Layout
 from penstock.train.assemble import gradient_bytes
 from penstock.train.summarise import total_parameters
+from tests.steps import PLAIN
 from tests.support.draws import draws
 from tests.support.parity import Case, batch_of
 from tests.support.ranks import Pools
 from tests.support.sharing import check_steps, plain_steps, shared_stack, steps
 
-NAMES = sorted(SCHEDULES)
+NAMES = sorted(PLAIN)
 SHARED = ["tied", "tied later", "shared expert", "attention", "experts"]
 PARTS = [
     "embedding",

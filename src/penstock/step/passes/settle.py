@@ -10,7 +10,15 @@ from penstock.graph import Graph, Phase, Task
 from penstock.ops.names import Op
 from penstock.step.stages import Stage
 
-ROUTED = {Op.COUNTS, Op.DISPATCH_GATHER, Op.DISPATCH, Op.DISPATCH_SCATTER}
+ROUTED = {
+    Op.COUNTS,
+    Op.DEAL_SLOTS,
+    Op.ROWS_GATHER,
+    Op.DISPATCH_GATHER,
+    Op.DISPATCH,
+    Op.DISPATCH_SCATTER,
+    Op.SHARD_GATHER,
+}
 """Forward, a microbatch goes through all of these before the next one does: its experts wait for it."""
 
 

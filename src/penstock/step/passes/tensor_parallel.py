@@ -75,16 +75,16 @@ class _Rewriting:
         how, hidden = self._how, task.inputs["hidden"]
         moe = task.layer in self._moe_layers
         yield (before := self._before(task, tensor.ATTENTION, hidden=hidden))
+        if moe and how.split != how.moe_split:  # under attention, which does not need it
+            op = Op.GATHER_TOKENS if how.split else Op.KEEP_TOKENS
+            yield (converted := self._transfer(task, op, split=how.moe_split, hidden=hidden))
+            hidden = (converted.name,)
         yield (heads := self._computing(task, Op.HEADS, hidden=(before.name,)))
         split = how.moe_split if moe else how.split
         yield (after := self._after(heads, tensor.ATTENTION, "attended", split=split))
         if not moe:
             yield from self._dense(task, after)
             return
-        if how.split != how.moe_split:
-            op = Op.GATHER_TOKENS if how.split else Op.KEEP_TOKENS
-            yield (converted := self._transfer(task, op, split=how.moe_split, hidden=hidden))
-            hidden = (converted.name,)
         yield self._computing(task, Op.GATE, split=split, hidden=hidden, attended=(after.name,))
 
     def _dense(self, task: Task, attended: Task) -> Iterator[Task]:
