@@ -44,7 +44,10 @@ class Problem:
     @property
     def gradients(self) -> GradientBytes:
         """Bytes of every layer's gradients."""
-        return GradientBytes(self.workload.all_reduce_bytes, self.workload.expert_all_reduce_bytes)
+        work = self.workload
+        return GradientBytes(
+            work.all_reduce_bytes, work.expert_all_reduce_bytes, work.partial_all_reduce_bytes
+        )
 
     @property
     def least_chunk_bytes(self) -> int:

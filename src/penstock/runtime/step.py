@@ -43,7 +43,7 @@ class Step:
             segment=partial(Segment, machinery.device) if training else PassThrough,
             autocast=machinery.autocast,
             wire_dtype=machinery.autocast_dtype,
-            degrees=shape.degrees,
+            degrees=shape.transfer_degrees,
             weights=partial(WeightGradients, at_once) if stack.plan.weights_apart else AutogradWeights,
             transports=machinery.transports,
             buckets=self.buckets,

@@ -43,6 +43,7 @@ class FlowMoE(System):
             chunks=1,
             all_reduce_chunks=pieces_of(gradients.replicated, size),
             expert_all_reduce_chunks=pieces_of(gradients.experts, size),
+            partial_all_reduce_chunks=pieces_of(gradients.partial, size),
         )
 
     def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:

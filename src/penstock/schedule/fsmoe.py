@@ -60,6 +60,7 @@ class FSMoE(System):
             degree_backward=choice.backward_chunks or 0,
             all_reduce_parts=partition.parts,
             expert_all_reduce_chunks=whole(gradients.experts),
+            partial_all_reduce_chunks=whole(gradients.partial),
         )
 
     def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:

@@ -41,6 +41,7 @@ class MoEPipeline(System):
             degree_backward=choice.backward_chunks or 0,
             all_reduce_chunks=whole(gradients.replicated),
             expert_all_reduce_chunks=whole(gradients.experts),
+            partial_all_reduce_chunks=whole(gradients.partial),
         )
 
     def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:

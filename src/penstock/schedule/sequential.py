@@ -38,6 +38,7 @@ class Sequential(System):
             chunks=1,
             all_reduce_chunks=whole(gradients.replicated),
             expert_all_reduce_chunks=whole(gradients.experts),
+            partial_all_reduce_chunks=whole(gradients.partial),
         )
 
     def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:

@@ -144,7 +144,12 @@ class StepShape:
         return self.chunks if phase is Phase.FORWARD else self.backward_chunks
 
     @property
-    def degrees(self) -> tuple[int, ...]:
+    def degrees(self) -> tuple[int, int]:
+        """Chunks of an MoE layer, forward and backward."""
+        return self.chunks, self.backward_chunks
+
+    @property
+    def transfer_degrees(self) -> tuple[int, ...]:
         """The numbers of chunks in which rows travel: forward, backward, and slices of a pair."""
         return tuple(sorted({self.chunks, self.backward_chunks, self.pair_slices}))
 
