@@ -120,3 +120,23 @@ def test_a_marked_parameter_can_be_saved_and_a_module_keeps_what_it_knows() -> N
     assert torch.equal(read, model.weight) and sharding_of(read) is None
     again = pickle.loads(pickle.dumps(model))
     assert again.shardings == model.shardings
+
+
+def test_a_part_of_another_shape_or_name_is_refused() -> None:
+    model = nn.Sequential(Half())
+    mark_shards(model)
+    model[0].weight = nn.Parameter(torch.zeros(3, 3))
+    wanted = r"0\.weight is \[3, 3\], and should be one of 2 parts \[2, 3\] of a parameter \[4, 3\]"
+    with pytest.raises(ValueError, match=wanted):
+        mark_shards(model)
+    del model[0].weight
+    with pytest.raises(ValueError, match=r"0\.weight is gone, and was one of 2 parts"):
+        mark_shards(model)
+
+
+def test_experts_are_stacked_parts() -> None:
+    sharding = Sharding.along(1, (3, 4), Group.SHARDS, 0, 2)
+    model = nn.ParameterDict({"w_up": torch.zeros(5, 3, 2)})
+    vars(model)["shardings"] = {"w_up": sharding}
+    mark_shards(model)
+    assert sharding_of(model["w_up"]) == sharding

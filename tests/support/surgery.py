@@ -16,9 +16,10 @@ from penstock.decision import ScheduleConfig
 from penstock.models import GPT
 from penstock.runtime import PipelinedStack
 from penstock.runtime.errors import ParameterMismatchError
+from penstock.sharding import Sharding
 from penstock.train.assemble import first_plan
 from penstock.train.clip import clip_grad_norm
-from tests.support.parity import Case, batch_of, logical, machinery, stack_of
+from tests.support.parity import Case, batch_of, logical, machinery, parts_of, stack_of
 from tests.support.reference_moe import Weights
 
 
@@ -140,11 +141,12 @@ TAKEN_UP: dict[str, Callable[[GPT], None]] = {
 
 @dataclass(frozen=True)
 class Stepped:
-    """One step after surgery."""
+    """One step after surgery. parts: which of the gradients are parts of larger ones."""
 
     loss: float
     norm: float
     gradients: Weights
+    parts: dict[str, Sharding]
 
 
 def operated(rank: int, case: Case, name: str) -> Stepped:
@@ -156,13 +158,24 @@ def operated(rank: int, case: Case, name: str) -> Stepped:
     return run(stack, rank, case)
 
 
+def refused(rank: int, case: Case, name: str) -> str:
+    """The error of the step after surgery that this layout cannot take up."""
+    try:
+        operated(rank, case, name)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def operated_before(case: Case, name: str) -> Stepped:
     """The same with surgery before the stack is built, in one process that has the whole batch."""
     alone = replace(
         case,
         world_size=1,
         ep_size=1,
-        batch=case.world_size * case.batch,
+        mp_size=1,
+        esp_size=1,
+        batch=sum(case.samples),
         schedule=ScheduleConfig(name="sequential"),
     )
     model = stack_of(0, alone).model
@@ -176,11 +189,12 @@ def operated_before(case: Case, name: str) -> Stepped:
 def run(stack: PipelinedStack, rank: int, case: Case) -> Stepped:
     stack.zero_grad()
     tokens, labels = batch_of(case)
-    mine = slice(rank * case.batch, (rank + 1) * case.batch)
+    mine = case.mine(rank)
     loss = stack(tokens[mine], labels[mine])
     loss.backward()
     gradients = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
-    return Stepped(loss.item(), float(clip_grad_norm(stack, None)), logical(stack, gradients))
+    norm = float(clip_grad_norm(stack, None))
+    return Stepped(loss.item(), norm, logical(stack, gradients), parts_of(stack))
 
 
 # ---- what ranks must do together ---------------------------------------------------------------------------

@@ -24,7 +24,8 @@ class RunSummary:
     simulated_iteration_s: what the simulator says of the last steps' tasks.
     skipped_steps: how many steps of this start were not finite and changed nothing.
     interrupted: the run was stopped early and saved. parameters: of the whole model, every expert counted
-    once. Outputs are paths; None was not written.
+    once. mp_size, esp_size: processes that share attention, and that share every expert. Outputs are paths;
+    None was not written.
     """
 
     schedule: str
@@ -53,6 +54,8 @@ class RunSummary:
     plan: str | None = None
     cluster: str | None = None
     skipped_steps: int = 0
+    mp_size: int = 1
+    esp_size: int = 1
 
     @property
     def hidden_communication(self) -> float:
@@ -81,6 +84,8 @@ class RunSummary:
             "exposed_communication_s": self.exposed_communication_s,
             "hidden_communication": self.hidden_communication,
             "processes": self.processes,
+            "mp_size": self.mp_size,
+            "esp_size": self.esp_size,
             "num_experts": self.num_experts,
             "num_local_experts": self.num_local_experts,
             "parameters": self.parameters,
@@ -126,9 +131,15 @@ class RunSummary:
         if self.num_local_experts != self.num_experts:
             experts += f" ({self.num_local_experts} on each process)"
         return (
-            f"{_millions(self.parameters)} parameters, {experts}, for {steps} on {processes}, "
-            f"schedule {self.schedule}"
+            f"{_millions(self.parameters)} parameters, {experts}, for {steps} on "
+            f"{processes}{self._sharing()}, schedule {self.schedule}"
         )
+
+    def _sharing(self) -> str:
+        """How many processes work on parts of the same; nothing where none do."""
+        shared = [(self.mp_size, "attention"), (self.esp_size, "each expert")]
+        words = [f"{size} share {what}" for size, what in shared if size > 1]
+        return f" ({', '.join(words)})" if words else ""
 
     def _held_out(self) -> str:
         """Whether the model learned anything that byte frequencies alone do not say."""

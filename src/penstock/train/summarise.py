@@ -34,7 +34,7 @@ def summarise(
 
     At least one step was not skipped.
     """
-    output, last = config.output, history[-1]
+    output, last, layout = config.output, history[-1], stack.machinery.layout
     applied = [each for each in history if not each.skipped]
     steady = history[WARM_UP_STEPS:] or history
     return RunSummary(
@@ -50,9 +50,11 @@ def summarise(
         overlap_efficiency=analysis.overlap_efficiency,
         exposed_communication_s=median(m.exposed_communication_s for m in steady),
         communication_s=median(m.communication_s for m in steady),
-        processes=stack.machinery.layout.world_size,
+        processes=layout.world_size,
+        mp_size=layout.mp_size,
+        esp_size=layout.esp_size,
         num_experts=config.moe.num_experts,
-        num_local_experts=ExpertPlacement.even(config.moe.num_experts, stack.machinery.layout.ep_size).slots,
+        num_local_experts=ExpertPlacement.even(config.moe.num_experts, layout.ep_size).slots,
         parameters=total_parameters(stack),
         corpus=source.words,
         checkpoint=checkpoint,
