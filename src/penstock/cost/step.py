@@ -154,6 +154,7 @@ class StepSizes:
         self.router_flops = work.router_flops
         self.shared_flops, self.expert_flops = work.shared_flops, work.expert_flops
         self.head_flops, self._tokens = work.head_flops, work.tokens
+        self.logit_bytes = work.logit_bytes
 
     def tokens(self, task: Task) -> int:
         """Tokens of the task's microbatch, this rank's part where ranks share them."""

@@ -157,6 +157,10 @@ class Workload:
         """The feed-forward part of a dense block: two matrices."""
         return tokens * 4 * self.hidden_size * self.dense_ffn_hidden_size
 
+    def logit_bytes(self, tokens: int) -> float:
+        """Bytes of the logits over the whole vocabulary."""
+        return tokens * self.vocab_size * self.element_bytes
+
     def head_flops(self, tokens: int) -> float:
         return tokens * 2 * self.hidden_size * self.vocab_size
 

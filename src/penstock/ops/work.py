@@ -79,5 +79,7 @@ class Sizes(Protocol):
 
     def head_flops(self, tokens: int) -> float: ...
 
+    def logit_bytes(self, tokens: int) -> float: ...
+
 
 WorkOf = Callable[[Task, Sizes], Work]

@@ -1,7 +1,7 @@
 """Every collective on every group and lane of a layout: lines through measured exchanges.
 
-All of them are made of the transport's own exchanges, since those are what will run: an all-gather sends
-every rank a copy, a reduce-scatter sums what an all-to-all brought, a broadcast sends from one rank to all.
+All of them are made of the transport's own exchanges, since those are what will run: a reduce-scatter sums
+what an all-to-all brought, a broadcast sends from one rank to all.
 """
 
 from __future__ import annotations
@@ -116,9 +116,11 @@ def _measure(probe: Probe, budget: Budget, share_s: float, device: torch.device)
 
 def _probes(machinery: Machinery, dispatches: Iterable[str]) -> Iterator[Probe]:
     layout, transports = machinery.layout, machinery.transports
-    for lane, group in _groups(layout):
+    groups = list(_groups(layout))
+    transports.open(groups)
+    for lane, group in groups:
         members = _members(layout, group)
-        makes = _Exchanges(transports.of(lane), group, members.index(layout.rank), machinery.device)
+        makes = _Exchanges(transports.of(lane, group), group, members.index(layout.rank), machinery.device)
         for collective, make in makes.table().items():
             yield Probe(
                 collective=collective,
@@ -143,12 +145,30 @@ def _groups(layout: Layout) -> Iterator[tuple[Lane, Axes]]:
     for lane, group in [*pairs, (Lane.INTRA, Group.NODE)]:
         if layout.mesh.size(group) > 1 and (several_nodes or lane is Lane.INTER):
             yield lane, group
+    for lane, group in _sharing_groups(layout):
+        if layout.mesh.size(group) > 1:
+            yield lane, group
+
+
+def _sharing_groups(layout: Layout) -> Iterator[tuple[Lane, Axes]]:
+    """Groups that there are only where ranks share attention or experts."""
+    if layout.mp_size > 1:
+        yield Lane.INTRA, Group.TENSOR
+        yield Lane.INTER, Group.DATA
+    if layout.esp_size > 1:
+        yield Lane.INTRA, Group.SHARDS
+        yield Lane.INTER, Group.EXPERT_SHARDS
 
 
 def _is_used(collective: str, group: Axes) -> bool:
-    reduced = (Group.WORLD, Group.EXPERT_REPLICAS)
-    exchanged = collective == "all_to_all" and group == Group.EXPERT
-    return exchanged or (collective == "all_reduce" and group in reduced)
+    match collective:
+        case "all_to_all":
+            return group in (Group.EXPERT, Group.EXPERT_SHARDS)
+        case "all_reduce":
+            return group in (Group.WORLD, Group.DATA, Group.EXPERT_REPLICAS, Group.TENSOR, Group.SHARDS)
+        case "all_gather" | "reduce_scatter":
+            return group in (Group.TENSOR, Group.SHARDS)
+    return False
 
 
 def _members(layout: Layout, group: Axes) -> tuple[int, ...]:
@@ -220,7 +240,7 @@ class _Exchanges:
 
     def all_gather(self, elements: int) -> Action:
         mine, splits = self._zeros(elements // self.size), [elements // self.size] * self.size
-        return lambda: _ignore(self._moved(mine.repeat(self.size), splits, splits))
+        return lambda: _ignore(self.transport.all_gather(mine, splits, self.group))
 
     def reduce_scatter(self, elements: int) -> Action:
         rows, splits = self._zeros(elements // self.size * self.size), [elements // self.size] * self.size
