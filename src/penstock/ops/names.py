@@ -47,6 +47,7 @@ class Op:
     LOGITS: Final = "HV"
     PEAKS: Final = "HX"
     LOSS: Final = "HL"
+    CHOICES: Final = "NC"
     KEEP_TOKENS: Final = "MS"
     GATHER_TOKENS: Final = "MG"
     KEEP_OUTPUT: Final = "US"

@@ -18,6 +18,7 @@ from penstock.ops.blocks import PARTIAL, REPLICATED
 from penstock.ops.names import Op
 from penstock.ops.work import Collective, Sizes, Work, WorkOf
 
+COUNT_BYTES = 8
 PEAK_BYTES = 3 * 8
 """Of a token: the largest logit of a shard, the sum of exponentials, the logit of the label."""
 
@@ -95,6 +96,11 @@ def _peaks(task: Task, sizes: Sizes) -> Work:
     return Work(collective="all_gather", sent_bytes=size)
 
 
+def _choices(task: Task, sizes: Sizes) -> Work:
+    del task
+    return Work(collective="all_reduce", sent_bytes=sizes.num_experts * COUNT_BYTES)
+
+
 def _transfer(name: str, title: str, forward: Collective, backward: Collective, transpose: str) -> OpSpec:
     work = _collective(forward, backward)
     return OpSpec(name=name, title=title, kind=Kind.COLLECTIVE, work=work, transpose=transpose)
@@ -141,6 +147,13 @@ register(
         kind=Kind.COMPUTE,
         work=_loss,
         given=frozenset({"peaks"}),
+    ),
+    OpSpec(
+        name=Op.CHOICES,
+        title="how often each sample chose each expert, by all ranks that share its tokens",
+        kind=Kind.COLLECTIVE,
+        work=_choices,
+        backward=Backward.VALUE,
     ),
     _transfer(Op.KEEP_TOKENS, "this rank's tokens, before the gate", "", "all_gather", Op.GATHER_TOKENS),
     _transfer(Op.GATHER_TOKENS, "tokens of all ranks, before the gate", "all_gather", "", Op.KEEP_TOKENS),

@@ -29,6 +29,7 @@ from penstock.runtime.checks.layers import (
     check_same,
     placements_of,
     shape_of,
+    sharing_of,
 )
 from penstock.runtime.checks.misuse import (
     check_no_checkpoint,
@@ -244,7 +245,7 @@ class PipelinedStack(nn.Module):
     def _checked_shape(self) -> StepShape:
         """The uncut shape of a step of the layers that there are now."""
         check_layers(self._moe_layers, self.moe, self.machinery.layout)
-        return shape_of(self._moe_layers, self.machinery.layout)
+        return shape_of(self._moe_layers, sharing_of(self.machinery.layout, self.moe.aux_loss_group))
 
     @property
     def _moe_layers(self) -> list[MoELayer | None]:

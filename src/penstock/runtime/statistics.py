@@ -59,7 +59,7 @@ class StatisticsCodec:
         valid = sum((head.valid.double() for head in heads), start=torch.zeros(()))
         tokens = torch.as_tensor(sum(head.tokens for head in heads)).to(loss)
         z = sum((sums.z.double() for sums in everything), start=torch.zeros_like(loss))
-        pieces = (self._balance.piece(s.chosen_BE, s.probability_BE.double()) for s in everything)
+        pieces = (self._balance.piece(_judged(s), s.probability_BE.double()) for s in everything)
         header = torch.stack([loss, valid, tokens, z, sum(pieces, start=torch.zeros_like(loss))])
         chosen = [sum(s.chosen_E.double() for s in layer) for layer in routers]
         probability = [sum(s.probability_BE.double().sum(dim=0) for s in layer) for layer in routers]
@@ -81,3 +81,7 @@ class StatisticsCodec:
             tokens=tokens,
             chosen_YE=chosen_YE,
         )
+
+
+def _judged(sums: GateSums) -> Tensor:
+    return sums.chosen_BE if sums.judged_BE is None else sums.judged_BE

@@ -52,7 +52,9 @@ def _sharing_passes(shape: StepShape) -> list[Pass]:
     found: list[Pass] = []
     if sharing.mp_size > 1:
         split = sharing.tokens == "split"
-        found.append(TensorParallel(sharing.mp_size, split, FORM_TOKENS[form] == "split"))
+        found.append(
+            TensorParallel(sharing.mp_size, split, FORM_TOKENS[form] == "split", sharing.judges_samples)
+        )
     if not any(shape.moe_layers) or sharing.is_none:
         return found
     if form == "baseline":

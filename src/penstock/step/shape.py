@@ -30,12 +30,14 @@ FORM_TOKENS: dict[ExpertForm, TokenLayout] = {
 class Sharing:
     """Who shares what. mp_size: ranks that share attention; esp_size: ranks that share every expert.
 
-    tokens: what the former have of every sample's tokens between two blocks.
+    tokens: what the former have of every sample's tokens between two blocks. judges_samples: balance is
+    judged by sample or microbatch, of which those ranks may each have a part.
     """
 
     mp_size: int = 1
     esp_size: int = 1
     tokens: TokenLayout = "split"
+    judges_samples: bool = False
 
     @property
     def is_none(self) -> bool:

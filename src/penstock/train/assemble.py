@@ -15,13 +15,12 @@ from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
 from penstock.moe.experts.base import ExpertShard
 from penstock.runtime import Machinery, PipelinedStack
-from penstock.runtime.checks.layers import shape_of
+from penstock.runtime.checks.layers import shape_of, sharing_of
 from penstock.runtime.gradients.assignment import Layers, assign
 from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
 from penstock.runtime.transport import build_transports
 from penstock.schedule import StepPlan, plan_step
 from penstock.step import StepShape
-from penstock.step.shape import Sharing
 from penstock.topology import Control, Layout, ParallelConfig
 from penstock.train.config import Precision, RunConfig
 
@@ -127,7 +126,7 @@ def base_shape(config: RunConfig, layout: Layout) -> StepShape:
         exchange_counts=config.moe.order_name == "sort",
         dispatch=DISPATCHES[dispatch_of(config.moe)].hops,
         shared_experts=config.moe.shared_ffn_hidden_size > 0,
-        sharing=Sharing(mp_size=layout.mp_size, esp_size=layout.esp_size, tokens=layout.tokens),
+        sharing=sharing_of(layout, config.moe.aux_loss_group),
     )
 
 
@@ -138,7 +137,7 @@ def gradient_bytes(model: ModelConfig, moe: MoEConfig, layout: Layout) -> Gradie
     """
     with torch.device("meta"):
         parts = model_of(model, moe, layout)
-    shape = shape_of([part.moe for part in parts.parts], layout)
+    shape = shape_of([part.moe for part in parts.parts], sharing_of(layout, moe.aux_loss_group))
     assigned = assign(parts, parts, shape)
     experts = assigned.experts if layout.edp_size > 1 else ((),) * model.num_layers
     return GradientBytes(

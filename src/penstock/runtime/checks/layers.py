@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from penstock.moe import MoELayer
-from penstock.moe.config import MoEConfig
+from penstock.moe.config import BalanceGroup, MoEConfig
 from penstock.placement import PlacementError
 from penstock.step import StepShape
 from penstock.step.shape import Sharing
@@ -76,9 +76,18 @@ def check_same(now: StepShape, before: StepShape) -> None:
             )
 
 
-def shape_of(layers: Sequence[MoELayer | None], layout: Layout) -> StepShape:
+def sharing_of(layout: Layout, balance: BalanceGroup) -> Sharing:
+    """Who shares what. balance: over which tokens it is judged."""
+    return Sharing(
+        mp_size=layout.mp_size,
+        esp_size=layout.esp_size,
+        tokens=layout.tokens,
+        judges_samples=balance != "global",
+    )
+
+
+def shape_of(layers: Sequence[MoELayer | None], sharing: Sharing) -> StepShape:
     """The uncut shape of a step of these layers (None: a dense one); they need the same kinds of tasks."""
-    sharing = Sharing(mp_size=layout.mp_size, esp_size=layout.esp_size, tokens=layout.tokens)
     moe = [layer for layer in layers if layer is not None]
     if not moe:
         return StepShape(moe_layers=(False,) * len(layers), sharing=sharing)

@@ -116,6 +116,7 @@ def route(
         "route": None
         if plan.slots is None
         else maker.even(plan.slots, moe.num_local_experts, context.degrees),
+        "choices": sums.chosen_BE,
         "routers": _counted(context, task, GateSums(sums.chosen_BE, probability_BE, z)),
         "saved": SavedRoute(segment, sums.chosen_BE),
     }
@@ -145,7 +146,9 @@ def route_gradients(
     """Gradients of all that `route` left, in that order; None for what nothing came back."""
     statistics: StepStatistics = inputs.one("d_routers")
     y = sum(part.moe is not None for part in context.parts.parts[: task.layer])
-    slope_BE = context.balance.slope(saved.chosen_BE, statistics.chosen_YE[y], statistics.tokens)
+    judged_BE = inputs.maybe("d_choices")
+    judged_BE = saved.chosen_BE if judged_BE is None else judged_BE
+    slope_BE = context.balance.slope(judged_BE, statistics.chosen_YE[y], statistics.tokens)
     slope_z = context.moe.z_loss_coeff / statistics.tokens
     return [
         added(inputs.all("d_residual")),

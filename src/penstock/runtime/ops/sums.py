@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from penstock.graph import Phase, Task
+from penstock.graph import Name, Phase, Task
 from penstock.moe.choices import GateSums
 from penstock.ops import Op
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
@@ -12,16 +14,26 @@ from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, han
 
 @handles(Op.STATISTICS, Phase.FORWARD)
 def statistics(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """loss, routers: the sums, which stand for the gradients of what was summed."""
+    """loss, routers: the sums, which stand for the gradients of what was summed.
+
+    choices: those that balance is judged by, where no rank has them alone.
+    """
     layers: dict[int, list[GateSums]] = {}
+    judged = dict(zip(map(_piece, task.inputs.get("choices", ())), inputs.all("choices"), strict=True))
     for name, sums in zip(task.inputs["routers"], inputs.all("routers"), strict=True):
-        layers.setdefault(name.layer, []).append(sums)
+        known = replace(sums, judged_BE=judged.get(_piece(name)))
+        layers.setdefault(name.layer, []).append(known)
     packed = context.codec.pack(inputs.all("loss"), list(layers.values()))
     everything = torch.cat([packed, context.marks])
     context.transports.of(task.lane, task.axes).all_reduce(everything, task.axes)
     context.total = context.codec.unpack(everything[: len(packed)])
     context.marks_total = everything[len(packed) :]
     return {"loss": context.total, "routers": context.total}
+
+
+def _piece(name: Name) -> tuple[int, int | None]:
+    """The layer and microbatch of a task."""
+    return name.layer, name.microbatch
 
 
 @handles(Op.ALL_REDUCE, Phase.BACKWARD)

@@ -104,6 +104,14 @@ for op in (Op.GATHER_TOKENS, Op.GATHER_OUTPUT):
     _moves("hidden", op, gather, keep)
 
 
+@handles(Op.CHOICES, F)
+def choices(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """choices: summed over the ranks that share every sample's tokens, [B, E]."""
+    total_BE = inputs.one("choices").clone()
+    _transport(context, task).all_reduce(total_BE, task.axes)
+    return {"choices": total_BE}
+
+
 # ---- computing on shards -----------------------------------------------------------------------------------
 
 

@@ -22,7 +22,8 @@ class TensorParallel:
 
     ranks: that share attention. split: whether between blocks each has its part of every sample's tokens;
     moe_split: the same for the MoE part, gate to un-order. Where the two differ, tokens are gathered (`MG`,
-    `UG`) or all but this rank's are left out (`MS`, `US`).
+    `UG`) or all but this rank's are left out (`MS`, `US`). judges_samples: whether balance is judged by
+    sample or microbatch: where the MoE part has parts of them, choices are summed over ranks (`NC`).
 
     before  EM ─hidden─ AT ─rows─ D ... U ─hidden─ HD ─loss─ ST
     after   EM ─hidden─ ES ─hidden─ TG ─hidden─ TA ─attended─ TS ─attended─ GT ─rows─ D
@@ -35,6 +36,7 @@ class TensorParallel:
     ranks: int
     split: bool
     moe_split: bool
+    judges_samples: bool = False
     name = "tensor_parallel"
     stage = Stage.INSERT
 
@@ -49,19 +51,22 @@ class _Rewriting:
     def __init__(self, how: TensorParallel, moe_layers: set[int]) -> None:
         self._how, self._moe_layers = how, moe_layers
         self._moved: dict[Name, Name] = {}
+        self._judged: list[Name] = []
         self._rules: dict[str, Callable[[Task], Iterator[Task]]] = {
             Op.EMBED: self._embedding,
             Op.ATTENTION: self._block,
             Op.UNORDER: self._unorder,
             Op.HEAD: self._head,
+            Op.STATISTICS: self._statistics,
         }
 
     def tasks(self, graph: Graph) -> Iterator[Task]:
         for task in graph.tasks:
             moved = {r: tuple(self._moved.get(n, n) for n in names) for r, names in task.inputs.items()}
             made = list(self._rules.get(task.op, self._inside)(task.reading(moved)))
-            if made[-1].name != task.name:
-                self._moved[task.name] = made[-1].name
+            last = next(each.name for each in reversed(made) if each.op != Op.CHOICES)
+            if last != task.name:
+                self._moved[task.name] = last
             yield from made
 
     def _embedding(self, task: Task) -> Iterator[Task]:
@@ -85,7 +90,10 @@ class _Rewriting:
         if not moe:
             yield from self._dense(task, after)
             return
-        yield self._computing(task, Op.GATE, split=split, hidden=hidden, attended=(after.name,))
+        yield (gate := self._computing(task, Op.GATE, split=split, hidden=hidden, attended=(after.name,)))
+        if how.judges_samples and how.moe_split:
+            yield self._transfer(task, Op.CHOICES, split=True, choices=(gate.name,))
+            self._judged.append(task.name._replace(op=Op.CHOICES))
 
     def _dense(self, task: Task, attended: Task) -> Iterator[Task]:
         read = {"hidden": task.inputs["hidden"], "attended": (attended.name,)}
@@ -110,9 +118,13 @@ class _Rewriting:
         yield (peaks := self._transfer(task, Op.PEAKS, split=False, peaks=(logits.name,)))
         yield self._computing(task, Op.LOSS, logits=(logits.name,), peaks=(peaks.name,))
 
+    def _statistics(self, task: Task) -> Iterator[Task]:
+        judged = {"choices": tuple(self._judged)} if self._judged else {}
+        yield task.reading({**task.inputs, **judged})
+
     def _inside(self, task: Task) -> Iterator[Task]:
         """A task of an MoE part, on this rank's tokens or on all of them."""
-        inside = task.layer in self._moe_layers and task.op != Op.STATISTICS
+        inside = task.layer in self._moe_layers
         yield self._on_part(task) if inside and self._how.moe_split else task
 
     # ---- making tasks --------------------------------------------------------------------------------------
