@@ -106,7 +106,7 @@ class Case:
     @property
     def form(self) -> ExpertForm:
         """How the MoE part uses ranks that share attention and experts."""
-        return OWN_FORMS.get(self.schedule.name, getattr(self.schedule, "expert_form", "gather"))
+        return OWN_FORMS.get(self.schedule.name, self.schedule.expert_form or "gather")
 
     @property
     def fixed_slots(self) -> bool:

@@ -51,10 +51,9 @@ def _sharing_passes(shape: StepShape) -> list[Pass]:
     sharing, form = shape.sharing, shape.expert_form
     found: list[Pass] = []
     if sharing.mp_size > 1:
-        split = sharing.tokens == "split"
-        found.append(
-            TensorParallel(sharing.mp_size, split, FORM_TOKENS[form] == "split", sharing.judges_samples)
-        )
+        split, moe_split = sharing.tokens == "split", FORM_TOKENS[form] == "split"
+        by_sample, differ = sharing.judges_samples, shape.copies_differ
+        found.append(TensorParallel(sharing.mp_size, split, moe_split, by_sample, differ))
     if not any(shape.moe_layers) or sharing.is_none:
         return found
     if form == "baseline":

@@ -141,6 +141,15 @@ class StepShape:
         """What ranks that share attention have of every sample's tokens in a layer, after its attention."""
         return FORM_TOKENS[self.expert_form] if self.moe_layers[layer] else self.sharing.tokens
 
+    @property
+    def copies_differ(self) -> bool:
+        """Whether ranks with the same tokens compute them in different places, and so differ by rounding.
+
+        In the baseline form every copy of a row is computed for itself. Gradients of what those ranks have
+        whole must then be averaged over them, or their parameters would drift apart.
+        """
+        return self.sharing.mp_size > 1 and self.expert_form == "baseline" and any(self.moe_layers)
+
     def chunks_of(self, phase: Phase) -> int:
         """Chunks of an MoE layer in this phase."""
         return self.chunks if phase is Phase.FORWARD else self.backward_chunks

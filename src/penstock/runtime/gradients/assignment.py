@@ -22,13 +22,15 @@ Layers = tuple[tuple[nn.Parameter, ...], ...]
 class Assignment:
     """Parameters by layer, each once. several: ids of expert parameters that several layers use.
 
-    partial: those to whose gradients every rank that shares attention adds a part.
+    partial: those to whose gradients every rank that shares attention adds a part. averaged: ids of those
+    whose part is all of it, so that the sum is divided.
     """
 
     replicated: Layers
     experts: Layers
     several: frozenset[int]
     partial: Layers
+    averaged: frozenset[int] = frozenset()
 
 
 def assign(parts: ModelParts, model: nn.Module, shape: StepShape | None = None) -> Assignment:
@@ -50,25 +52,30 @@ def assign(parts: ModelParts, model: nn.Module, shape: StepShape | None = None) 
     named = {id(p) for layer in (*replicated, *experts) for p in layer}
     replicated[0] = [*replicated[0], *(p for p in model.parameters() if id(p) not in named)]
     lowest = _lowest(replicated)
-    partial = frozenset[int]() if shape is None else _partial(parts, shape)
+    partial, averaged = (frozenset[int](),) * 2 if shape is None else _partial(parts, shape)
     return Assignment(
         tuple(tuple(p for p in layer if id(p) not in partial) for layer in lowest),
         _lowest(experts),
         _in_several(experts),
         tuple(tuple(p for p in layer if id(p) in partial) for layer in lowest),
+        averaged,
     )
 
 
-def _partial(parts: ModelParts, shape: StepShape) -> frozenset[int]:
-    """Ids of parameters to whose gradients every rank that shares attention adds a part."""
+def _partial(parts: ModelParts, shape: StepShape) -> tuple[frozenset[int], frozenset[int]]:
+    """Ids of parameters to whose gradients every rank that shares attention adds a part; and of those among
+    them whose part is all of it."""
     if shape.sharing.mp_size == 1:
-        return frozenset()
-    found: list[nn.Parameter] = []
+        return frozenset(), frozenset()
+    parted: list[nn.Parameter] = []
+    averaged: list[nn.Parameter] = []
     for layer in range(len(parts.parts)):
-        found += parts.partial_parameters(layer)
+        parted += parts.partial_parameters(layer)
         if shape.tokens_of(layer) == "split":
-            found += parts.token_parameters(layer)
-    return frozenset(map(id, found))
+            parted += parts.token_parameters(layer)
+        elif shape.copies_differ:
+            averaged += parts.token_parameters(layer)
+    return frozenset(map(id, (*parted, *averaged))), frozenset(map(id, averaged))
 
 
 def names_of(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> dict[int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -20,11 +20,12 @@ class FlatGradients:
 
     Between two backward passes the buffer belongs to the code that holds a gradient in it. If any does when
     the next pass begins, that pass gets a new buffer; otherwise it uses the old one again, since memory
-    fresh from the system costs several times as much as clearing what is there.
+    fresh from the system costs several times as much as clearing what is there. share: of the sum over ranks
+    that is the gradient.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, parameters: Sequence[nn.Parameter], share: float = 1.0) -> None:
+        self.parameters, self.share = list(parameters), share
         self.sizes = [p.numel() for p in self.parameters]
         self._kinds = [(p.dtype, p.shape, p.device) for p in self.parameters]
         self._flat: Tensor | None = None
@@ -91,6 +92,8 @@ class FlatGradients:
         since the forward pass keeps what it had.
         """
         replaced = []
+        if self.share != 1.0 and self._views:
+            self.flat.mul_(self.share)
         for parameter, view, before in zip(self.parameters, self._views, self._before, strict=True):
             if parameter.grad is not view:
                 replaced.append(parameter)
@@ -108,13 +111,16 @@ class GradientBucket:
     `begin` before a backward pass, `chunk(c)` for the pieces to reduce, `finish` after the last of them.
     Gradients that were there before (gradient accumulation) are kept aside and added to by `finish`, so that
     they are not reduced twice.
+
+    shares: by id of a parameter the share of the sum that is its gradient, where that is not all of it.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    def __init__(self, parameters: Sequence[nn.Parameter], shares: Mapping[int, float] | None = None) -> None:
+        kinds: dict[tuple[torch.dtype, torch.device, float], list[nn.Parameter]] = {}
         for parameter in parameters:
-            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        self.flats = [FlatGradients(alike) for alike in kinds.values()]
+            share = 1.0 if shares is None else shares.get(id(parameter), 1.0)
+            kinds.setdefault((parameter.dtype, parameter.device, share), []).append(parameter)
+        self.flats = [FlatGradients(alike, share) for (_, _, share), alike in kinds.items()]
 
     @property
     def size_bytes(self) -> int:

@@ -62,7 +62,7 @@ class Gradients:
     @staticmethod
     def _splits(shape: StepShape) -> tuple[object, ...]:
         """What decides which gradients are partial."""
-        return shape.sharing, tuple(map(shape.tokens_of, range(shape.num_layers)))
+        return shape.sharing, shape.copies_differ, tuple(map(shape.tokens_of, range(shape.num_layers)))
 
     def prepare(self) -> None:
         """Buckets for the model as it is now, before there is a plan; their sizes are what it is made of."""
@@ -128,6 +128,7 @@ class Gradients:
             for parameter in layer:
                 parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
         self._snapshot, self._names, self._experts = snapshot, names, assigned.experts
+        self._shares = dict.fromkeys(assigned.averaged, 1 / self._layout.mp_size)
         return assigned
 
     def _fill(self, replicated: Layers, experts: Layers, partial: Layers, at_once: frozenset[int]) -> None:
@@ -135,7 +136,7 @@ class Gradients:
         self.buckets = Buckets(
             replicated=[GradientBucket(_trained(layer)) for layer in replicated],
             experts=[GradientBucket(_trained(layer)) for layer in reduced],
-            partial=[GradientBucket(_trained(layer)) for layer in partial],
+            partial=[GradientBucket(_trained(layer), self._shares) for layer in partial],
             at_once=at_once,
         )
 

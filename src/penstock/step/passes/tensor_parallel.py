@@ -24,6 +24,7 @@ class TensorParallel:
     moe_split: the same for the MoE part, gate to un-order. Where the two differ, tokens are gathered (`MG`,
     `UG`) or all but this rank's are left out (`MS`, `US`). judges_samples: whether balance is judged by
     sample or microbatch: where the MoE part has parts of them, choices are summed over ranks (`NC`).
+    copies_differ: see `StepShape`.
 
     before  EM ─hidden─ AT ─rows─ D ... U ─hidden─ HD ─loss─ ST
     after   EM ─hidden─ ES ─hidden─ TG ─hidden─ TA ─attended─ TS ─attended─ GT ─rows─ D
@@ -37,6 +38,7 @@ class TensorParallel:
     split: bool
     moe_split: bool
     judges_samples: bool = False
+    copies_differ: bool = False
     name = "tensor_parallel"
     stage = Stage.INSERT
 
@@ -125,7 +127,7 @@ class _Rewriting:
     def _inside(self, task: Task) -> Iterator[Task]:
         """A task of an MoE part, on this rank's tokens or on all of them."""
         inside = task.layer in self._moe_layers
-        yield self._on_part(task) if inside and self._how.moe_split else task
+        yield self._settled(task, split=self._how.moe_split) if inside else task
 
     # ---- making tasks --------------------------------------------------------------------------------------
 
@@ -144,13 +146,21 @@ class _Rewriting:
     def _computing(self, task: Task, op: str, *, split: bool = False, **inputs: Names) -> Task:
         reads = spec_of(op).parameters(task.layer)
         made = Task(task.name._replace(op=op), Lane.COMPUTE, (), inputs, reads=reads)
-        return self._on_part(made) if split else made
+        tokenwise = op in (Op.GATE, Op.DENSE_NORM)
+        return self._settled(made, split=split) if tokenwise else self._on_part(made) if split else made
+
+    def _settled(self, task: Task, *, split: bool) -> Task:
+        """A task with whole parameters: on this rank's tokens what it adds to their gradients is partial."""
+        reads = task.reads
+        if split or self._how.copies_differ:
+            whole, partial = (parameters(state, task.layer)[0] for state in (REPLICATED, PARTIAL))
+            reads = tuple(partial if state == whole else state for state in reads)
+        settled = replace(task, reads=reads)
+        return self._on_part(settled) if split else settled
 
     def _on_part(self, task: Task) -> Task:
-        """The task on this rank's tokens: what it adds to gradients of whole parameters is partial."""
-        whole, partial = (parameters(state, task.layer)[0] for state in (REPLICATED, PARTIAL))
-        reads = tuple(partial if state == whole else state for state in task.reads)
-        return replace(task, cut=replace(task.cut, token_shards=self._how.ranks), reads=reads)
+        """The task on this rank's tokens."""
+        return replace(task, cut=replace(task.cut, token_shards=self._how.ranks))
 
 
 def parameters(state: str, layer: int) -> tuple[str, ...]:
