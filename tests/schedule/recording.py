@@ -21,14 +21,17 @@ from penstock.graph import Task
 from penstock.mesh import Mesh, Seconds
 from penstock.schedule import SCHEDULES, StepPlan, plan_step
 from penstock.simulate import simulate
-from penstock.step import StepShape
+from penstock.step import Sharing, StepShape
 
 RECORDED = Path(__file__).parent / "recorded" / "orders.txt"
+SHARED = Path(__file__).parent / "recorded" / "shared_orders.txt"
+"""Of steps whose ranks share attention or experts."""
 BYTES = 1000
 """Size of an all-reduce piece: gradients of a layer are a number of thousands."""
 SEARCHED = 8
 """In so many cases penstock's order is searched for, which takes a hundred times as long as a rule."""
 MESH = Mesh(world_size=8, ep_size=4, ep_local_size=2)
+SHARED_MESH = Mesh(world_size=8, ep_size=2, mp_size=2, esp_size=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,39 @@ def cases() -> list[Case]:
             all_reduce_chunk_bytes=BYTES,
         )
         reduced = GradientBytes(gradients, tuple(BYTES * rng.choice([0, 0, 1, 2]) for _ in range(layers)))
+        partition = _partition(moe_layers, gradients, rng) if number % 3 == 0 else None
+        made.append(Case(shape=shape, gradients=reduced, choice=replace(choice, partition=partition)))
+    return made
+
+
+def shared_cases() -> list[Case]:
+    """Twelve steps of ranks that share attention, experts or both, with the forms that differ for them."""
+    rng = random.Random(12)
+    made = []
+    for number in range(12):
+        layers = 1 + number % 3
+        moe_layers = tuple(rng.random() < 0.75 for _ in range(layers))
+        gradients, partial, experts = (
+            tuple(BYTES * rng.randint(1, 3) for _ in range(layers)) for _ in range(3)
+        )
+        shape = StepShape(
+            moe_layers=moe_layers,
+            exchange_counts=number % 2 == 0,
+            shared_experts=number % 5 < 2,
+            sharing=Sharing(
+                mp_size=(2, 2, 1)[number % 3],
+                esp_size=(2, 1, 2)[number % 3],
+                tokens="split" if number % 4 < 2 else "replicated",
+            ),
+        )
+        choice = Decision(
+            microbatches=rng.choice([1, 2, 3]),
+            chunks=rng.choice([None, 1, 2, 3]),
+            backward_chunks=rng.choice([None, 1, 2, 3]),
+            all_reduce_chunk_bytes=BYTES,
+            expert_form=(*shape.sharing.forms, None)[number // 3],
+        )
+        reduced = GradientBytes(gradients, experts, partial if shape.sharing.mp_size > 1 else ())
         partition = _partition(moe_layers, gradients, rng) if number % 3 == 0 else None
         made.append(Case(shape=shape, gradients=reduced, choice=replace(choice, partition=partition)))
     return made
@@ -123,8 +159,9 @@ def line(number: int, name: str, plan: StepPlan) -> str:
     """Case, schedule, number of tasks, hash of the order, seconds on equal ranks and on ranks that differ."""
     order = replace(plan.schedule, name=name).text().replace(".p", ".c").encode()
     digest = hashlib.sha256(order).hexdigest()[:16]
-    even_s = simulate(plan.schedule, plan.graph, seconds, MESH).iteration_s
-    uneven_s = simulate(plan.schedule, plan.graph, seconds_by_rank, MESH).iteration_s
+    mesh = MESH if plan.shape.sharing.is_none else SHARED_MESH
+    even_s = simulate(plan.schedule, plan.graph, seconds, mesh).iteration_s
+    uneven_s = simulate(plan.schedule, plan.graph, seconds_by_rank, mesh).iteration_s
     return f"{number} {name} {len(plan.graph.tasks)} {digest} {even_s:.6f} {uneven_s:.6f}"
 
 
@@ -134,4 +171,5 @@ def recording(number: int, case: Case) -> list[str]:
 
 
 if __name__ == "__main__":
-    RECORDED.write_text("".join(f"{each}\n" for n, case in enumerate(cases()) for each in recording(n, case)))
+    for file, made in ((RECORDED, cases()), (SHARED, shared_cases())):
+        file.write_text("".join(f"{each}\n" for n, case in enumerate(made) for each in recording(n, case)))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.schedule.recording import RECORDED, Case, cases, recording
+from penstock.schedule import SCHEDULES
+from tests.schedule.recording import RECORDED, SHARED, Case, cases, recording, shared_cases
 
 
-def recorded(number: int) -> list[str]:
-    lines = RECORDED.read_text().splitlines()
-    return [line for line in lines if line.partition(" ")[0] == str(number)]
+def recorded(file: Path, number: int) -> list[str]:
+    return [line for line in file.read_text().splitlines() if line.partition(" ")[0] == str(number)]
 
 
 def test_the_recording_holds_every_schedule_of_every_case() -> None:
@@ -21,4 +23,14 @@ def test_the_recording_holds_every_schedule_of_every_case() -> None:
 
 @pytest.mark.parametrize(("number", "case"), list(enumerate(cases())))
 def test_orders_and_simulated_times_are_as_recorded(number: int, case: Case) -> None:
-    assert recording(number, case) == recorded(number)
+    assert recording(number, case) == recorded(RECORDED, number)
+
+
+@pytest.mark.parametrize(("number", "case"), list(enumerate(shared_cases())))
+def test_orders_of_ranks_that_share_are_as_recorded(number: int, case: Case) -> None:
+    assert recording(number, case) == recorded(SHARED, number)
+
+
+def test_every_schedule_is_recorded_with_ranks_that_share() -> None:
+    names = {line.split()[1].partition("/")[0] for line in SHARED.read_text().splitlines()}
+    assert names == set(SCHEDULES)
