@@ -4,26 +4,29 @@ What the papers leave open is decided here: a problem is a stack of equal layers
 can be reduced under the ones below: four of them on FSMoE's testbeds (of two, half of all gradients have no
 layer below), two for FlowMoE. Embedding, head and the sums behind the
 loss cost nothing, routing is even. Attention computes four projections and its scores; on FSMoE's testbeds
-the ranks of a node share that and the dense gradients (4 M^2 + M E over N_MP), and copies cost nothing.
+the ranks of a node share that, its gradients (4 M^2 over N_MP) and every expert, and copies cost nothing; the
+gate's gradients (M E) are summed over all ranks, since each sees its part of the tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
+from typing import Any
 
-from penstock.cost import AlphaBeta, ClusterFile, ProfiledCluster, Span, Workload
+from penstock.cost import ClusterFile, ProfiledCluster, Workload
 from penstock.cost.cluster_file import TaskModel
 from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision
-from penstock.graph import Phase
+from penstock.graph import Lane, Phase, Task
+from penstock.mesh import Group, holders
 from penstock.ops import Op
-from penstock.ops.transfers import FLAT, Hop
+from penstock.ops.places import INPUT, OUTPUT
 from penstock.plan import Problem
-from penstock.plan.subject import SHARDED
 from penstock.schedule import Cost
 from penstock.step import StepShape
+from penstock.step.shape import Sharing
 
 FLOAT_BYTES = 4
 FSMOE_STACK, FLOWMOE_STACK = 4, 2
@@ -39,14 +42,14 @@ class LayerProblem(Problem):
 
     def cost(self, choice: Decision, cut: StepShape) -> Cost:
         cost = super().cost(choice, cut)
-        return lambda task: 0.0 if task.op in (Op.EMBED, Op.HEAD, Op.STATISTICS) else cost(task)
+        return lambda task: 0.0 if task.op in (*INPUT, *OUTPUT, Op.STATISTICS) else cost(task)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """One configured layer, in a stack of so many.
 
-    batch: samples of a group of shards, which is one device where nothing is sharded. heads: change no cost.
+    batch: samples of the ranks that share attention, or of one. heads: change no cost.
     """
 
     batch: int
@@ -58,10 +61,10 @@ class LayerSpec:
     heads: int = 8
     stack: int = FLOWMOE_STACK
 
-    def workload(self, file: ClusterFile, *, shard_size: int) -> Workload:
-        """One expert group in all, one expert per rank or group of shards."""
-        groups = num_experts = file.ranks // shard_size
-        dense = 4 * self.hidden_size**2 + self.hidden_size * num_experts
+    def workload(self, file: ClusterFile, *, shards: int) -> Workload:
+        """One expert group in all, one expert per rank or group of ranks that share it, and attention."""
+        groups = num_experts = holders(file.ranks, shards)
+        attention, gate = 4 * self.hidden_size**2 * FLOAT_BYTES, self.hidden_size * num_experts * FLOAT_BYTES
         return Workload(
             batch=self.batch,
             seq_len=self.seq_len,
@@ -73,13 +76,15 @@ class LayerSpec:
             expert_matrices=self.expert_matrices,
             capacity_factor=self.capacity_factor,
             min_capacity=1,
-            world_size=groups,
+            world_size=file.ranks,
             ep_size=groups,
             element_bytes=FLOAT_BYTES,
-            all_reduce_bytes=(dense // shard_size * FLOAT_BYTES,) * self.stack,
+            all_reduce_bytes=(attention // shards + (gate if shards == 1 else 0),) * self.stack,
             expert_all_reduce_bytes=(0,) * self.stack,
+            partial_all_reduce_bytes=(gate if shards > 1 else 0,) * self.stack,
             devices_per_node=file.ranks_per_node,
-            shard_size=shard_size,
+            mp_size=shards,
+            esp_size=shards,
         )
 
 
@@ -121,8 +126,8 @@ def fsmoe_problem(spec: LayerSpec, cluster: str) -> LayerProblem:
         tasks=_compute_models(file.rates.task_overhead_s, spec.expert_matrices),
     )
     return LayerProblem(
-        shape=_shape(spec.stack, SHARDED),
-        workload=spec.workload(file, shard_size=file.ranks_per_node),
+        shape=_shape(spec.stack, file.ranks_per_node),
+        workload=spec.workload(file, shards=file.ranks_per_node),
         cluster=ProfiledCluster.build(tuned),
     )
 
@@ -133,33 +138,35 @@ def one_lane(problem: LayerProblem) -> LayerProblem:
     A chunk's all-gather goes with its all-to-all, and so does its reduce-scatter: one transfer with the time
     of the two.
     """
-    assert isinstance(problem.cluster, ProfiledCluster)
-    built = ProfiledCluster.build(problem.cluster.file)
-    shards = problem.workload.shard_size
-    cluster = OneLaneCluster(**vars(built), shards_per_group=shards)
-    return replace(problem, shape=_shape(problem.shape.num_layers, FLAT), cluster=cluster)
+    return OneLaneProblem(**{each.name: getattr(problem, each.name) for each in fields(problem)})
 
 
-@dataclass(frozen=True, kw_only=True)
-class OneLaneCluster(ProfiledCluster):
-    """All-to-alls that take the time of the collective inside the node as well."""
+class OneLaneProblem(LayerProblem):
+    """All-to-alls take the time of the collective over shards as well, which takes none by itself."""
 
-    shards_per_group: int
+    def cost(self, choice: Decision, cut: StepShape) -> Cost:
+        cost = super().cost(choice, cut)
 
-    def leg(self, dispatch: str, op: str, span: Span) -> AlphaBeta:
-        """Dispatch with the all-gather, combine with the reduce-scatter; on the way back it is the other way
-        round, which changes no sum."""
-        between = super().leg(dispatch, op, span)
-        inside = self.shards(self.shards_per_group, scatters=op == Op.COMBINE)
-        return AlphaBeta(
-            alpha_s=between.alpha_s + inside.alpha_s,
-            beta_s_per_byte=between.beta_s_per_byte + self.shards_per_group * inside.beta_s_per_byte,
-        )
+        def joined(task: Task) -> Any:
+            if task.op in WITHIN.values():
+                return 0.0
+            inside = WITHIN.get(task.op)
+            return cost(task) + (cost(_beside(task, inside)) if inside else 0.0)
+
+        return joined
+
+
+WITHIN = {Op.DISPATCH: Op.SHARD_GATHER, Op.COMBINE: Op.SHARD_SCATTER}
+
+
+def _beside(task: Task, op: str) -> Task:
+    """The task of `op` inside the node that has the same rows."""
+    return replace(task, name=task.name._replace(op=op), lane=Lane.INTRA, axes=Group.SHARDS)
 
 
 def _compute_models(product_s: float, expert_matrices: int) -> tuple[TaskModel, ...]:
     """Every matrix product starts up; a backward is twice a forward, start-ups included."""
-    products = {Op.EXPERTS: expert_matrices, Op.ATTENTION: ATTENTION_PRODUCTS, Op.UNORDER: 0}
+    products = {Op.EXPERTS: expert_matrices, Op.HEADS: ATTENTION_PRODUCTS, Op.GATE: 0, Op.UNORDER: 0}
     scales = {Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.INPUT: 1.0, Phase.WEIGHT: 1.0}
     return tuple(
         TaskModel(op=op, phase=phase, alpha_s=scale * count * product_s, scale=scale)
@@ -168,8 +175,9 @@ def _compute_models(product_s: float, expert_matrices: int) -> tuple[TaskModel, 
     )
 
 
-def _shape(layers: int, dispatch: tuple[Hop, ...]) -> StepShape:
-    return StepShape(moe_layers=(True,) * layers, exchange_counts=False, dispatch=dispatch)
+def _shape(layers: int, shards: int) -> StepShape:
+    sharing = Sharing(mp_size=shards, esp_size=shards)
+    return StepShape(moe_layers=(True,) * layers, exchange_counts=False, sharing=sharing)
 
 
 # ---- FlowMoE -----------------------------------------------------------------------------------------------
@@ -194,7 +202,7 @@ def flowmoe_problem(spec: LayerSpec, cluster: str) -> LayerProblem:
     """One expert per device and a flat all-to-all; see the cluster's file for what its rates assume."""
     file = find_cluster(cluster)
     return LayerProblem(
-        shape=_shape(spec.stack, FLAT),
-        workload=spec.workload(file, shard_size=1),
+        shape=_shape(spec.stack, 1),
+        workload=spec.workload(file, shards=1),
         cluster=ProfiledCluster.build(file),
     )

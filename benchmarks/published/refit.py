@@ -44,8 +44,8 @@ KINDS: Final[Mapping[str, Kind]] = {
     "all-reduce": _of(Op.ALL_REDUCE),
     "iteration": lambda task: task.op not in OUTSIDE,
     "all-to-all, forward": _of(Op.DISPATCH, Op.COMBINE, phase=FORWARD),
-    "all-gather, forward": _of(Op.DISPATCH_SCATTER, phase=FORWARD),
-    "reduce-scatter, forward": _of(Op.COMBINE_GATHER, phase=FORWARD),
+    "all-gather, forward": _of(Op.SHARD_GATHER, phase=FORWARD),
+    "reduce-scatter, forward": _of(Op.SHARD_SCATTER, phase=FORWARD),
     "experts, forward": _of(Op.EXPERTS, phase=FORWARD),
     "experts, backward": _of(Op.EXPERTS, phase=BACKWARD),
 }

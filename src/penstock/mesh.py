@@ -65,6 +65,8 @@ class Group:
         return next((name for name, own in cls.NAMES.items() if own == axes), " x ".join(axes))
 
 
+INSIDE = frozenset({"ep_local", "mp", "esp"})
+"""Axes along which all ranks are in one node."""
 VIEWS: dict[str, Axes] = {"dense": ("dp", "mp"), "experts": ("edp", "ep_node", "ep_local", "esp")}
 JOINED: dict[str, Axes] = {"ep": ("ep_node", "ep_local")}
 """Axes that stand for several of a view."""
@@ -90,6 +92,11 @@ def resolve(axes: Axes) -> tuple[str, Axes]:
         f"axes {', '.join(axes)} belong to different views of the world ({_described()}): "
         "a group extends along axes of one view"
     )
+
+
+def stays_inside(axes: Axes) -> bool:
+    """Whether groups along `axes` never leave a node, however ranks are laid out."""
+    return INSIDE.issuperset(resolve(axes)[1])
 
 
 def _described() -> str:

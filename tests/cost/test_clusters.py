@@ -107,7 +107,7 @@ def test_fsmoe_start_ups_are_those_of_the_paper(name: str) -> None:
     file = find_cluster(name)
     assert file.rates.task_overhead_s * 1e3 == pytest.approx(product)
     assert file.rates.all_to_all(file.nodes).alpha_s * 1e3 == pytest.approx(between, rel=1e-4)
-    gather = file.rates.shards(file.ranks_per_node, scatters=False)
+    gather = file.rates.inside("all_gather", file.ranks_per_node)
     assert gather.alpha_s * 1e3 == pytest.approx(inside, rel=1e-4)
 
 

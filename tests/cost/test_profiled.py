@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.cost import AlphaBeta, ProfiledCluster, Span, StepCost
+from penstock.cost.cluster import Inside
 from penstock.cost.cluster_file import LinkModel, TaskModel
 from penstock.cost.clusters import find_cluster
 from penstock.graph import Phase
@@ -38,12 +39,13 @@ TESTBED_B = replace(
 )
 """Its rates, and the lines of one rank per node, as they might have been measured."""
 
+INSIDE: dict[str, Inside] = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter"}
 SIZES = {"all_to_all": 8, "all_reduce": 8, "all_gather": 4, "reduce_scatter": 4}
 
 
 def line(cluster: ProfiledCluster, collective: str, ranks: int) -> AlphaBeta:
-    if collective in ("all_gather", "reduce_scatter"):
-        return cluster.shards(ranks, scatters=collective == "reduce_scatter")
+    if collective in INSIDE:
+        return cluster.inside(INSIDE[collective], ranks)
     return cluster.all_to_all(ranks) if collective == "all_to_all" else cluster.all_reduce(ranks)
 
 

@@ -26,7 +26,7 @@ def test_spans_are_those_of_the_layout(kind: Axes, ep_size: int, replicas: int, 
     world = ep_size * replicas
     mesh = Layout(world_size=world, ep_size=ep_size, rank=0, node_size=node_size).mesh
     groups = mesh.groups(kind)
-    span = span_of(mesh, kind, node_size, 1)
+    span = span_of(mesh, kind, node_size)
     on = [[rank // node_size for rank in ranks] for ranks in groups]
     size = len(groups[0])
     assert span == Span.of(on) and span.ranks == size
@@ -61,5 +61,11 @@ def test_what_a_workload_says_of_its_groups() -> None:
 
 def test_shards_of_a_node_share_its_card() -> None:
     """Groups of 4 shards that fill a node each: every one of 4 devices has its like in the others."""
-    work = replace(workload(StepShape(moe_layers=(True,)), ep_size=4), shard_size=4, devices_per_node=4)
-    assert work.span(Group.EXPERT) == work.span(Group.WORLD) == Span.regular(4, 1, at_once=4)
+    whole = workload(StepShape(moe_layers=(True,)), ep_size=4)
+    told = replace(whole, world_size=16, mp_size=4, esp_size=4, node_size=1)
+    work = replace(told, devices_per_node=4)
+    assert work.span(Group.EXPERT) == work.span(Group.DATA) == Span.regular(4, 1, at_once=4)
+    assert work.span(Group.EXPERT_SHARDS) == work.span(Group.WORLD) == Span.regular(4, 4)
+    inside = Span.of([[node] * 4 for node in range(4)])
+    assert work.span(Group.SHARDS) == work.span(Group.TENSOR) == inside
+    assert told.span(Group.EXPERT) == work.span(Group.EXPERT), "places in nodes say how large nodes are"

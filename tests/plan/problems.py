@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, ClusterFile, Workload
 from penstock.dispatch import DISPATCHES
 from penstock.plan import Problem
-from penstock.step import StepShape
+from penstock.step import Sharing, StepShape
+from penstock.step.shape import TokenLayout
 
 FILE = ClusterFile(
     name="two-nodes",
@@ -56,6 +60,40 @@ def problem(
         dispatches=dispatches,
         slowness=slowness,
     )
+
+
+Shared = Callable[[Problem], Problem]
+
+
+@st.composite
+def shared(draw: st.DrawFn) -> Shared:
+    """The same step on twice or four times as many ranks, which share attention or experts or both."""
+    mp_size, esp_size = draw(st.sampled_from(((2, 2), (2, 1), (1, 2), (4, 2), (2, 4))))
+    tokens: TokenLayout = draw(st.sampled_from(("split", "replicated")))
+    return lambda each: with_sharing(each, mp_size, esp_size, tokens)
+
+
+def with_sharing(each: Problem, mp_size: int, esp_size: int, tokens: TokenLayout = "split") -> Problem:
+    """The same step on nodes that have `max(mp_size, esp_size)` times as many ranks."""
+    work, size = each.workload, max(mp_size, esp_size)
+    shape = replace(
+        each.shape,
+        moe_layers=each.shape.moe_layers,
+        sharing=Sharing(mp_size=mp_size, esp_size=esp_size, tokens=tokens),
+        all_reduce_chunks=(),
+        expert_all_reduce_chunks=(),
+        partial_all_reduce_chunks=(),
+    )
+    work = replace(
+        work,
+        world_size=work.world_size * size,
+        mp_size=mp_size,
+        esp_size=esp_size,
+        devices_per_node=work.ranks_per_node * size,
+        node_size=work.ranks_per_node * size // esp_size if size == esp_size else 0,
+        partial_all_reduce_bytes=(1 << 16 if mp_size > 1 else 0,) * len(each.shape.moe_layers),
+    )
+    return replace(each, shape=shape, workload=work, dispatches=("flat",), slowness=())
 
 
 @st.composite

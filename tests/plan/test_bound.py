@@ -13,7 +13,7 @@ from penstock.decision import Decision
 from penstock.plan import Problem, evaluate
 from penstock.plan.bound import QuickBounds
 from penstock.plan.space import space
-from tests.plan.problems import problem, problems
+from tests.plan.problems import Shared, problem, problems, shared
 from tests.support.draws import draws
 
 
@@ -27,6 +27,18 @@ def test_no_order_beats_a_quick_bound_and_it_is_not_below_the_busiest_lane(each:
         quick_s = bounds.seconds(choice)
         assert quick_s <= found.predicted_s * (1 + 1e-9)
         assert quick_s >= found.bound.busiest_lane_s * (1 - 1e-9), "work is not estimated: layers add up"
+
+
+@draws(30)
+@given(problems(layers=3), shared(), st.randoms(use_true_random=False))
+def test_the_same_where_ranks_share_attention_and_experts(each: Problem, sharing: Shared, rng: Any) -> None:
+    each = sharing(each)
+    choices = list(space(each))
+    bounds = QuickBounds(each)
+    for choice in rng.sample(choices, min(4, len(choices))):
+        found = evaluate(each, choice)
+        quick_s = bounds.seconds(choice)
+        assert found.bound.busiest_lane_s * (1 - 1e-9) <= quick_s <= found.predicted_s * (1 + 1e-9)
 
 
 def test_one_chain_binds_where_nothing_is_cut() -> None:

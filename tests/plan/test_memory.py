@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-
-import pytest
+from itertools import product
 
 from penstock.decision import Decision
 from penstock.plan import estimate_memory
 from penstock.plan.memory import ACTIVATIONS, STATE
+from penstock.step.shape import FORM_TOKENS, Sharing, TokenLayout
 from tests.plan.problems import problem
+
+TOKENS: tuple[TokenLayout, ...] = ("split", "replicated")
 
 
 def test_by_hand() -> None:
@@ -49,9 +51,24 @@ def test_dense_blocks_and_shared_experts_count() -> None:
 
 
 def test_shards_share_weights_and_tokens() -> None:
+    """256 tokens of a pair of ranks, 2 x 128 x 256 of an expert of which each of two ranks has half."""
     each = problem()
-    halves = replace(each, workload=replace(each.workload, shard_size=2))
-    whole, half = estimate_memory(each, Decision()), estimate_memory(halves, Decision())
-    experts = 2 * 2 * 128 * 256 * 4
-    assert whole.weights_bytes - half.weights_bytes == experts // 2
-    assert half.activations_bytes == pytest.approx(whole.activations_bytes / 2, rel=0.01)
+    work = replace(each.workload, world_size=8, mp_size=2, esp_size=2)
+    whole, found = estimate_memory(each, Decision()), {}
+    for tokens, form in product(TOKENS, FORM_TOKENS):
+        sharing = Sharing(mp_size=2, esp_size=2, tokens=tokens)
+        shared = replace(each, workload=work, shape=replace(each.shape, sharing=sharing))
+        found[tokens, form] = estimate_memory(shared, Decision(expert_form=form))
+        experts = 2 * 2 * 128 * 256 * 4
+        assert whole.weights_bytes - found[tokens, form].weights_bytes == experts // 2
+    split, hidden = found["split", "gather"], 128
+    block = 256 * hidden * (2 + 4 / 2 + 2 / 2)
+    rows = 256 * hidden * 2 + 256 * (2 * 2 * hidden + 2 * 256)
+    assert split.activations_bytes == int(2 * 4 * (block + rows) + 256 * 64 * 4 * 2 / 2)
+    assert split.activations_bytes == found["split", "s1"].activations_bytes
+    kept = found["replicated", "gather"].activations_bytes - split.activations_bytes
+    assert kept == 2 * 4 * 128 * hidden * 2, "what lies between blocks, of the tokens of the other rank"
+    ordered = found["split", "s2"].activations_bytes - split.activations_bytes
+    assert ordered == 2 * 4 * 256 * hidden * 2, "rows at home, of the tokens of the other rank"
+    repeated = found["split", "baseline"].activations_bytes - found["split", "s2"].activations_bytes
+    assert repeated == 2 * 4 * 256 * (2 * 2 * hidden + 2 * 256), "rows that each of a pair sends to experts"

@@ -28,24 +28,29 @@ def test_every_model_has_a_step_on_every_cluster(name: str, cluster: str) -> Non
     each = published_problem(name, file, few).problem
     found = evaluate(each, Decision(schedule="flowmoe", microbatches=2))
     assert 0 < found.bound.seconds <= found.predicted_s
-    assert each.workload.shard_size == (file.ranks_per_node if MODELS[name].sharded else 1)
+    work, shared = each.workload, file.ranks_per_node if MODELS[name].sharded else 1
+    assert (work.mp_size, work.esp_size, work.world_size) == (shared, shared, file.ranks)
 
 
 def test_mixtral_on_testbed_b() -> None:
     subject = published_problem("Mixtral-7B", TESTBED_B)
     work = subject.problem.workload
-    assert (work.world_size, work.ep_size, work.shard_size, work.num_experts) == (8, 8, 4, 8)
+    assert (work.world_size, work.ep_size, work.num_experts) == (32, 8, 8)
+    assert (work.mp_size, work.esp_size, work.nodes) == (4, 4, 8)
     assert (subject.problem.shape.num_layers, work.batch, work.seq_len, work.top_k) == (7, 1, 256, 2)
-    assert work.all_reduce_bytes == ((4 * 4096**2 + 4096 * 8) * 4 // 4,) * 7
-    assert work.rows(0, 1, 0, 1) == 8 * 20, "ceil(1.2 x 2 x 64 tokens of a shard / 8 experts) slots of each"
+    assert work.all_reduce_bytes == (4 * 4096**2 * 4 // 4,) * 7
+    assert work.partial_all_reduce_bytes == (4096 * 8 * 4,) * 7, "every rank routes its part of the tokens"
+    assert work.rows(0, 1, 0, 1, 4) == 8 * 20, (
+        "ceil(1.2 x 2 x 64 tokens of a shard / 8 experts) slots of each"
+    )
     assert any("7 layers and 256 tokens" in note for note in subject.notes)
-    assert any("does not shard experts yet" in note for note in subject.notes)
+    assert "4 ranks of a node share attention, samples and every expert" in subject.ranks
     assert subject.memory_bytes == TESTBED_B.memory_bytes
 
 
 def test_elsewhere_mixtral_has_its_published_sizes() -> None:
     work = published_problem("Mixtral-7B", TESTBED_A).problem.workload
-    assert (len(work.all_reduce_bytes), work.seq_len, work.num_experts, work.shard_size) == (32, 1024, 6, 8)
+    assert (len(work.all_reduce_bytes), work.seq_len, work.num_experts, work.esp_size) == (32, 1024, 6, 8)
 
 
 def test_a_flowmoe_model_spreads_its_experts_over_all_ranks() -> None:
@@ -116,11 +121,11 @@ def test_one_group_reduces_in_no_time_and_still_holds_its_weights() -> None:
     assert with_weights - without == replicated > 0
 
 
-def test_shards_are_as_slow_as_their_slowest() -> None:
+def test_ranks_that_share_experts_wait_for_the_slowest() -> None:
     """Eight nodes of four: the ranks of a node share attention and experts."""
     slow = tuple(3.0 if rank == 9 else 1.0 for rank in range(32))
     each = published_problem("Mixtral-7B", replace(TESTBED_B, slowness=slow))
-    assert each.problem.slowness == (1.0, 1.0, 3.0, *(1.0,) * 5)
+    assert each.problem.slowness == slow
     usual = evaluate(published_problem("Mixtral-7B", TESTBED_B).problem, Decision())
     assert evaluate(each.problem, Decision()).predicted_s > 1.3 * usual.predicted_s
     elsewhere = published_problem("Mixtral-7B", replace(TESTBED_B, slowness=slow), Overrides(nodes=4))

@@ -10,6 +10,7 @@ from penstock.cost.legs import even_leg
 from penstock.cost.span import Span
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase
+from penstock.mesh import Axes, Group
 from penstock.ops.transfers import FLAT
 
 MOST_RATE = 1e30
@@ -36,6 +37,7 @@ class AlphaBeta:
 
 
 RateOf = Literal["device", "node"]
+Inside = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +78,15 @@ class ClusterConfig:
             intra_bytes_per_s=min(self.intra_bytes_per_s * intra, MOST_RATE),
         )
 
-    def all_to_all(self, group: Span | int) -> AlphaBeta:
+    def all_to_all(self, group: Span | int, axes: Axes = Group.EXPERT) -> AlphaBeta:
         """Argument: bytes of the buffer each rank sends, its own share included. int: ranks on nodes unknown.
+
+        axes: along which they meet.
 
         A rank sends to every other in turn. What leaves a node passes its card while the rest passes the
         devices' links, so the busier of the two counts.
         """
+        del axes  # the rates are those of links, whoever meets over them
         span = as_span(group)
         abroad, inside = span.ranks - span.most, span.most - 1
         card = (span.ranks - span.fewest) / span.ranks if self.link_rate_of == "device" else span.leaving
@@ -90,19 +95,20 @@ class ClusterConfig:
             beta_s_per_byte=self._busier(inside / span.ranks, card if span.nodes > 1 else 0.0),
         )
 
-    def leg(self, dispatch: str, op: str, span: Span) -> AlphaBeta:
+    def leg(self, dispatch: str, op: str, span: Span, axes: Axes = Group.EXPERT) -> AlphaBeta:
         """One leg of a dispatch or combine. Argument: bytes of the rows that each rank has for all experts.
 
-        span: of the expert group; for a hierarchical dispatch it covers whole nodes.
+        span: of the expert group; for a hierarchical dispatch it covers whole nodes. axes: along which a flat
+        one meets.
         """
         if DISPATCHES[dispatch].hops == FLAT:
-            return self.all_to_all(span)
+            return self.all_to_all(span, axes)
         leg = even_leg(dispatch, op, span.nodes, span.most)
         if leg.lane is Lane.INTRA:
             start_s, rate, sharing = self.intra_latency_s, self.intra_bytes_per_s, 1.0
         else:  # the devices of a node send at once, where it is the node's rate
             start_s, rate = self.link_latency_s, self.link_bytes_per_s
-            sharing = leg.sharing if self.link_rate_of == "node" else 1.0
+            sharing = leg.sharing * max(1, span.crossing) if self.link_rate_of == "node" else 1.0
         return AlphaBeta(alpha_s=leg.messages * start_s, beta_s_per_byte=leg.share * sharing / rate)
 
     def all_reduce(self, group: Span | int) -> AlphaBeta:
@@ -120,13 +126,25 @@ class ClusterConfig:
             beta_s_per_byte=self._busier(inside / span.most, rounds / span.nodes * groups),
         )
 
-    def shards(self, ranks: int, *, scatters: bool) -> AlphaBeta:
-        """Reduce-scatter (argument: bytes of its input) or all-gather (of its output) inside a node."""
-        del scatters  # the same bytes either way
-        share = (ranks - 1) / ranks
+    def inside(self, collective: Inside, ranks: int) -> AlphaBeta:
+        """A collective among ranks of one node.
+
+        Argument: bytes of the gathered output, of the input that is summed and scattered, of the tensor that
+        is summed; the last is done as the other two.
+        """
+        times = 2 if collective == "all_reduce" else 1
+        share = times * (ranks - 1) / ranks
         return AlphaBeta(
-            alpha_s=(ranks - 1) * self.intra_latency_s, beta_s_per_byte=share / self.intra_bytes_per_s
+            alpha_s=times * (ranks - 1) * self.intra_latency_s, beta_s_per_byte=share / self.intra_bytes_per_s
         )
+
+    def pair(self, span: Span) -> AlphaBeta | None:
+        """Combine and the gather after it at the same time (Parm's SAA), as one operation; None = not known.
+
+        Argument: bytes of the buffer that each rank sends. span: of combine.
+        """
+        del span  # rates do not say how much of the one hides behind the other
+        return None
 
     def compute_s(self, op: str, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
         """A compute task whose forward has these operations and copies. Backward is twice forward.

@@ -37,6 +37,9 @@ WHAT_TO_WRITE: Final = (
     "ranks_per_node."
 )
 
+PAIR: Final = "simultaneous_pair"
+"""Combine and the gather behind it at the same time: Parm's SAA, with its alpha_o and beta_o."""
+
 COLLECTIVES = (
     "all_to_all",
     "uneven_all_to_all",
@@ -45,6 +48,7 @@ COLLECTIVES = (
     "all_reduce",
     "broadcast",
     "point_to_point",
+    PAIR,
 )
 """What is measured of links, beside the legs of dispatches, which go by the dispatch's name and their op."""
 
@@ -86,7 +90,8 @@ class LinkModel:
 
     n: bytes by the convention of ClusterConfig: what each rank sends to all (all-to-all), the gathered output
     (all-gather), the whole input (reduce-scatter), the tensor (all-reduce, broadcast, point-to-point).
-    group: ep, node, rail, edp or world, as Group names them. op: the leg of a hierarchical dispatch, else "".
+    group: ep, node, rail, edp, world, esp, mp, dp or ep x esp, as Group names them. op: the leg of a
+    hierarchical dispatch, else "".
     """
 
     collective: str

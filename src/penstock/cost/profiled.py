@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Self
 
-from penstock.cost.cluster import AlphaBeta, ClusterConfig
-from penstock.cost.cluster_file import ClusterFile, LinkModel, TaskModel
+from penstock.cost.cluster import AlphaBeta, ClusterConfig, Inside
+from penstock.cost.cluster_file import PAIR, ClusterFile, LinkModel, TaskModel
 from penstock.cost.span import Span
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Phase
+from penstock.mesh import Axes, Group
 from penstock.ops.transfers import FLAT, outward
 
 
@@ -38,26 +39,36 @@ class ProfiledCluster(ClusterConfig):
         rates = super().faster(inter=inter, intra=intra, compute=compute)
         return replace(rates, file=self.file.faster(inter=inter, intra=intra, compute=compute))
 
-    def all_to_all(self, group: Span | int) -> AlphaBeta:
-        found = self.file.link("all_to_all", "ep")
+    def all_to_all(self, group: Span | int, axes: Axes = Group.EXPERT) -> AlphaBeta:
+        names = dict.fromkeys((Group.name(axes), "ep"))
+        found = next((link for name in names if (link := self.file.link("all_to_all", name))), None)
         return self._of_size(super().all_to_all, group, [] if found is None else [found])
 
     def all_reduce(self, group: Span | int) -> AlphaBeta:
         found = [link for link in self.file.links if (link.collective, link.lane) == ("all_reduce", "inter")]
         return self._of_size(super().all_reduce, group, found)
 
-    def leg(self, dispatch: str, op: str, span: Span) -> AlphaBeta:
+    def leg(self, dispatch: str, op: str, span: Span, axes: Axes = Group.EXPERT) -> AlphaBeta:
         if DISPATCHES[dispatch].hops == FLAT:
-            return self.all_to_all(span)
+            return self.all_to_all(span, axes)
         for link in self.file.links:
             if link.collective == dispatch and link.op == outward(op):
                 return self._beside(link.model)
         return self._beside(super().leg(dispatch, op, span))
 
-    def shards(self, ranks: int, *, scatters: bool) -> AlphaBeta:
-        found = self.file.link("reduce_scatter" if scatters else "all_gather", "node")
-        by_rates = partial(super().shards, scatters=scatters)
-        return self._of_size(by_rates, ranks, [] if found is None else [found])
+    def inside(self, collective: Inside, ranks: int) -> AlphaBeta:
+        found = [link for link in self.file.links if (link.collective, link.lane) == (collective, "intra")]
+        if collective == "all_reduce" and not found:  # nobody measured it, perhaps what it is made of
+            both = self.inside("reduce_scatter", ranks), self.inside("all_gather", ranks)
+            return AlphaBeta(
+                alpha_s=sum(each.alpha_s for each in both),
+                beta_s_per_byte=sum(each.beta_s_per_byte for each in both),
+            )
+        return self._of_size(partial(super().inside, collective), ranks, found)
+
+    def pair(self, span: Span) -> AlphaBeta | None:
+        found = self.file.link(PAIR, Group.name(Group.EXPERT_SHARDS))
+        return None if found is None or found.ranks != span.ranks else self._beside(found.model)
 
     def compute_s(self, op: str, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
         """pieces: where the file was measured, every piece has the fixed part of a task."""

@@ -58,11 +58,10 @@ class Span:
 
 
 @lru_cache(maxsize=256)
-def span_of(mesh: Mesh, axes: Axes, node_size: int, at_once: int) -> Span:
+def span_of(mesh: Mesh, axes: Axes, node_size: int) -> Span:
     """The groups along `axes`, of a world with `node_size` consecutive ranks in a node.
 
-    node_size 0: not known, every rank counts as a node. at_once: the number of groups that stand for each, on
-    the same nodes (the shards of a rank that stands for several).
+    node_size 0: not known, every rank counts as a node.
     """
     size = node_size or 1
-    return Span.of([[node_of(rank, size) for rank in ranks] for ranks in mesh.groups(axes)] * at_once)
+    return Span.of([node_of(rank, size) for rank in ranks] for ranks in mesh.groups(axes))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from penstock.cost.cluster import ClusterConfig
 from penstock.cost.workload import Workload, part_sizes, split_sizes
 from penstock.graph import Task
-from penstock.mesh import Group
+from penstock.mesh import Group, stays_inside
 from penstock.ops import Op, Work, spec_of
 from penstock.step import StepShape
 
@@ -98,25 +98,24 @@ class StepCost:
     def _computed_s(self, task: Task, load: Any) -> Any:
         work = self.work(task)
         flops, copied_bytes = load * work.flops, load * work.copied_bytes
-        alone_s = self.cluster.compute_s(task.op, task.phase, flops, copied_bytes, work.pieces)
-        return alone_s + self._transfer_s(task, work, 1.0)
+        return self.cluster.compute_s(task.op, task.phase, flops, copied_bytes, work.pieces)
 
     def _transfer_s(self, task: Task, work: Work, load: float) -> float:
-        """Seconds of the task's collective; none takes none."""
+        """Seconds of the task's collective in the groups that it meets; without one, of its copies."""
         cluster, sizes = self.cluster, self.workload
         sent_bytes = load * work.sent_bytes if work.follows_rows else work.sent_bytes
         match work.collective:
             case "":
-                return 0.0
+                return cluster.nominal_s(0.0, load * work.copied_bytes)
             case "leg":
-                return cluster.leg(sizes.dispatch, task.op, sizes.span(Group.EXPERT)).seconds(sent_bytes)
+                axes = Group.EXPERT_SHARDS if task.axes == Group.EXPERT_SHARDS else Group.EXPERT
+                return cluster.leg(sizes.dispatch, task.op, sizes.span(axes), axes).seconds(sent_bytes)
             case "all_to_all":
-                return cluster.all_to_all(sizes.span(task.axes)).seconds(sent_bytes)
-            case "all_reduce":
+                return cluster.all_to_all(sizes.span(task.axes), task.axes).seconds(sent_bytes)
+            case "all_reduce" if not stays_inside(task.axes):
                 return cluster.all_reduce(sizes.span(task.axes)).seconds(sent_bytes)
-        ranks = work.ranks or sizes.mesh.size(task.axes)
-        scatters = work.collective == "reduce_scatter"
-        return cluster.shards(ranks, scatters=scatters).seconds(sent_bytes)
+            case collective:
+                return cluster.inside(collective, sizes.mesh.size(task.axes)).seconds(sent_bytes)
 
     def forward_work(self, task: Task) -> tuple[float, float]:
         """Floating-point operations and bytes copied of the forward task."""
@@ -126,9 +125,9 @@ class StepCost:
     def rows(self, task: Task) -> float:
         """Token copies that a rank sends to all experts in the task's chunk."""
         assert task.microbatch is not None and task.chunk is not None, task
-        cut, microbatch = task.cut, task.microbatch
-        rows = sum(self.workload.rows(microbatch, cut.microbatches, s, cut.slices) for s in cut.held)
-        return rows / cut.token_shards
+        cut, sizes = task.cut, self.workload
+        whole = task.microbatch, cut.microbatches
+        return sum(sizes.rows(*whole, s, cut.slices, cut.token_shards) for s in cut.held)
 
     def reduced_bytes(self, task: Task) -> int:
         """Bytes of gradients in one piece of an all-reduce. A layer is cut once, however many its pieces."""
@@ -145,7 +144,7 @@ class StepSizes:
 
     def __init__(self, step: StepCost) -> None:
         work = step.workload
-        self.num_experts, self.top_k, self.shard_size = work.num_experts, work.top_k, work.shard_size
+        self.num_experts, self.top_k = work.num_experts, work.top_k
         self.mp_size, self.esp_size = work.mp_size, work.esp_size
         self.moe_layers = step.shape.moe_layers
         self.rows, self.reduced_bytes = step.rows, step.reduced_bytes
@@ -159,7 +158,7 @@ class StepSizes:
     def tokens(self, task: Task) -> int:
         """Tokens of the task's microbatch, this rank's part where ranks share them."""
         assert task.microbatch is not None, task
-        return -(-self._tokens(task.microbatch, task.cut.microbatches) // task.cut.token_shards)
+        return self._tokens(task.microbatch, task.cut.microbatches, task.cut.token_shards)
 
 
 @dataclass(frozen=True)

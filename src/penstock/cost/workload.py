@@ -50,10 +50,9 @@ class Workload:
     devices_per_node: of the cluster, whose ranks are consecutive; 0 = not known, unless node_size tells.
     shared_ffn_hidden_size: of the shared experts, 0 for none.
     mp_size, esp_size: ranks that share attention, and every expert; `batch` is what the former have
-    together. partial_all_reduce_bytes: gradients of which those have each a part.
-    shard_size: ranks that share attention and every expert (FSMoE's N_MP = N_ESP); for planning only. `batch`
-    is then what a group of shards has, gradients are those of one shard, and world_size counts groups.
-    all_reduce_bytes / expert_all_reduce_bytes: gradients per layer. dense_ffn_hidden_size: of dense blocks.
+    together. all_reduce_bytes, expert_all_reduce_bytes, partial_all_reduce_bytes: gradients per layer on one
+    rank, the last those of which ranks that share attention have each a part. dense_ffn_hidden_size: of dense
+    blocks.
     """
 
     batch: int
@@ -78,7 +77,6 @@ class Workload:
     node_size: int = 0
     devices_per_node: int = 0
     shared_ffn_hidden_size: int = 0
-    shard_size: int = 1
     mp_size: int = 1
     esp_size: int = 1
     partial_all_reduce_bytes: tuple[int, ...] = ()
@@ -120,20 +118,22 @@ class Workload:
 
     def span(self, axes: Axes) -> Span:
         """Where the groups along `axes` are, and what they share."""
-        known = self.devices_per_node or (self.node_size * self.shard_size if self.nodes > 1 else 0)
-        size = max(1, known // self.shard_size) if known else 0
-        return span_of(self.mesh, axes, size, self.shard_size if known else 1)
+        known = self.devices_per_node or (self.node_size * self.esp_size if self.nodes > 1 else 0)
+        return span_of(self.mesh, axes, known)
 
-    def tokens(self, microbatch: int, microbatches: int) -> int:
-        """Tokens of one microbatch on one rank; shards have each their part."""
-        return split_sizes(self.batch, microbatches)[microbatch] * self.seq_len // self.shard_size
+    def tokens(self, microbatch: int, microbatches: int, shares: int = 1) -> int:
+        """Tokens of one microbatch on one rank; of the rank with most, if `shares` ranks cut every sample."""
+        return split_sizes(self.batch, microbatches)[microbatch] * split_sizes(self.seq_len, shares)[0]
 
-    def rows(self, microbatch: int, microbatches: int, chunk: int, chunks: int) -> float:
-        """Token copies that one rank sends to all experts in one chunk of one microbatch."""
-        tokens = self.tokens(microbatch, microbatches)
+    def rows(self, microbatch: int, microbatches: int, chunk: int, chunks: int, shares: int = 1) -> float:
+        """Token copies that one rank sends to all experts in one chunk of one microbatch.
+
+        shares: ranks that cut every sample, or the slots of every expert, which are as many rows.
+        """
+        tokens = self.tokens(microbatch, microbatches, shares)
         if self.slots_per_sample:
             slots = split_sizes(self.batch, microbatches)[microbatch] * self.slots_per_sample
-            return split_sizes(slots, chunks)[chunk] * self.num_experts
+            return split_sizes(split_sizes(slots, shares)[0], chunks)[chunk] * self.num_experts
         if self.capacity_factor is None:
             return split_sizes(tokens, chunks)[chunk] * self.top_k
         slots = capacity_slots(tokens, self.num_experts, self.top_k, self.capacity_factor, self.min_capacity)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from penstock.graph.task import Task
 from penstock.ops.base import Kind, OpSpec, register
 from penstock.ops.names import Op
@@ -26,28 +24,9 @@ def _copies(task: Task, sizes: Sizes) -> Work:
 
 
 def _attention(task: Task, sizes: Sizes) -> Work:
-    """With shards it ends with a reduce-scatter over them, during which its ranks compute nothing."""
     tokens = sizes.tokens(task)
     dense = 0.0 if sizes.moe_layers[task.layer] else sizes.dense_flops(tokens)
-    flops = sizes.attention_flops(tokens) + dense
-    return replace(_between_shards(task, sizes, scatters=task.forward), flops=flops)
-
-
-def _unorder(task: Task, sizes: Sizes) -> Work:
-    """With shards it ends with an all-gather."""
-    return _between_shards(task, sizes, scatters=not task.forward)
-
-
-def _between_shards(task: Task, sizes: Sizes, *, scatters: bool) -> Work:
-    copied = _copied(task, sizes)
-    if sizes.shard_size == 1:
-        return Work(copied_bytes=copied)
-    return Work(
-        copied_bytes=copied,
-        collective="reduce_scatter" if scatters else "all_gather",
-        sent_bytes=sizes.hidden_bytes(sizes.tokens(task) * sizes.shard_size),
-        ranks=sizes.shard_size,
-    )
+    return Work(flops=sizes.attention_flops(tokens) + dense, copied_bytes=_copied(task, sizes))
 
 
 def _shared(task: Task, sizes: Sizes) -> Work:
@@ -100,7 +79,7 @@ register(
         name=Op.UNORDER,
         title="un-order, gate weights, residual",
         kind=Kind.COMPUTE,
-        work=_unorder,
+        work=_copies,
         given=frozenset({"order"}),
         gradients=REPLICATED,
     ),

@@ -47,17 +47,8 @@ def _counts(task: Task, sizes: Sizes) -> Work:
 
 
 def _leg(task: Task, sizes: Sizes) -> Work:
-    """With shards, a leg inside a node is an all-gather of rows to all of them, or a reduce-scatter."""
     sent_bytes = sizes.wire_bytes(sizes.rows(task) * task.cut.row_copies)
-    if task.lane is not Lane.INTRA or sizes.shard_size == 1:
-        return Work(collective="leg", sent_bytes=sent_bytes, follows_rows=True)
-    scatters = (task.op == Op.COMBINE_GATHER) is task.forward
-    return Work(
-        collective="reduce_scatter" if scatters else "all_gather",
-        sent_bytes=sent_bytes * sizes.shard_size,
-        ranks=sizes.shard_size,
-        follows_rows=True,
-    )
+    return Work(collective="leg", sent_bytes=sent_bytes, follows_rows=True)
 
 
 _TITLES = {

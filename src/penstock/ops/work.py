@@ -17,8 +17,7 @@ class Work:
 
     flops, copied_bytes: computation; pieces: its number of parts. collective: what the task does on its
     lane ("leg": one leg of the step's dispatch); sent_bytes: its argument by the convention of ClusterConfig.
-    ranks: that take part, where those are not the ranks along the task's axes. follows_rows: whether all of
-    it grows with the rows that a rank's experts receive.
+    follows_rows: whether all of it grows with the rows that a rank's experts receive.
     """
 
     flops: float = 0.0
@@ -26,7 +25,6 @@ class Work:
     pieces: int = 1
     collective: Collective = ""
     sent_bytes: float = 0.0
-    ranks: int = 0
     follows_rows: bool = False
 
 
@@ -38,9 +36,6 @@ class Sizes(Protocol):
 
     @property
     def top_k(self) -> int: ...
-
-    @property
-    def shard_size(self) -> int: ...
 
     @property
     def mp_size(self) -> int: ...

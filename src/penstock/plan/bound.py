@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.decision import Decision
-from penstock.graph import Lane, Phase, Task
+from penstock.graph import Graph, Lane, Task
 from penstock.ops import Op
+from penstock.ops.places import INPUT, OUTPUT
 from penstock.ops.sums import REDUCTIONS
 from penstock.plan.predict import alone
 from penstock.plan.problem import Problem
 from penstock.schedule import Cost
 from penstock.schedule.freeze import slowest
-from penstock.simulate import lower_bound
+from penstock.simulate import chain_ends, lower_bound
 from penstock.step import StepShape, build_graph
 from penstock.step.passes.gradient_pieces import reductions
 from penstock.step.plain import statistics
@@ -27,8 +28,9 @@ Half = tuple[bool, Lane]
 class _Part:
     """Work by half and lane, and a chain of dependencies. Seconds.
 
-    first_s, last_s: from the start of the forward half until a transfer can begin, and from the last transfer
-    until its end; back_s: from the start of the backward half until a transfer can begin.
+    Of a layer together with the ends of its step: first_s, last_s: from the start of the forward half until a
+    transfer between nodes can begin, and from the last one until its end; back_s: from the start of the
+    backward half until one can begin. Without such transfers: until the layer is left.
     """
 
     work: Mapping[Half, float]
@@ -83,9 +85,9 @@ class QuickBounds:
         work[False, Lane.INTER] += sum(n * sum_s for n, (sum_s, _) in zip(counts, reductions, strict=True))
         first, last = (parts[is_moe][1] for is_moe in (cut.moe_layers[0], cut.moe_layers[-1]))
         if work[True, Lane.INTER]:
-            work[True, Lane.INTER] += ends.first_s + first.first_s + ends.last_s + last.last_s
+            work[True, Lane.INTER] += first.first_s + last.last_s
         if work[False, Lane.INTER]:
-            work[False, Lane.INTER] += ends.back_s + last.back_s
+            work[False, Lane.INTER] += last.back_s
         halves = [
             max((s for (half, _), s in work.items() if half is each), default=0.0) for each in (True, False)
         ]
@@ -108,6 +110,8 @@ class QuickBounds:
             cut.chunks,
             cut.backward_chunks,
             cut.split_experts,
+            cut.expert_form,
+            cut.pair_slices,
             choice.dispatch,
             choice.more,
         )
@@ -129,21 +133,23 @@ class QuickBounds:
         cost = self._few.only((example,)).cost(choice, shape)
         seconds = {task: slowest(cost(task)) for task in graph.tasks}
         sums = statistics(shape.last)
-        ends = {task: each for task, each in seconds.items() if task.op in (Op.EMBED, Op.HEAD)}
+        ends = {task: each for task, each in seconds.items() if task.op in (*INPUT, *OUTPUT)}
         inner = {task: each for task, each in seconds.items() if task not in ends and task.name != sums.name}
         ends_s = sum(each for task, each in ends.items() if task.microbatch == 0)
         chain_s = lower_bound(graph, seconds.__getitem__).critical_path_s - ends_s - slowest(cost(sums))
-        return _part(ends, ends_s), _part(inner, chain_s)
+        waits = _waits(graph, list(seconds.values()))
+        return _Part(_work(ends), ends_s), _Part(_work(inner), chain_s, *waits)
 
     def _reductions(self, problem: Problem, choice: Decision, cut: StepShape) -> list[tuple[float, float]]:
-        """For every layer the seconds of its reductions, and of the longest one of replicated gradients."""
+        """For every layer the seconds of its reductions, and of the longest one outside of experts."""
         work, cost, found = problem.workload, problem.cost(choice, cut), []
         for layer in range(cut.num_layers):
             parts = cut.all_reduce_parts[layer] if cut.all_reduce_parts else ()
-            pieces = (cut.all_reduce_chunks[layer], cut.expert_all_reduce_chunks[layer])
+            pieces = tuple(len(cut.parts_of(layer, op)) for op in REDUCTIONS)
             key = (
                 work.all_reduce_bytes[layer],
                 work.expert_all_reduce_bytes[layer],
+                work.gradients[Op.PARTIAL_ALL_REDUCE][layer],
                 parts,
                 pieces,
                 cut.moe_layers[layer],
@@ -157,10 +163,7 @@ class QuickBounds:
 
 def _kinds(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
     """The first layer, the last, and one of each kind between them; and how many layers each stands for."""
-    work, last = problem.workload, problem.shape.last
-    kinds = list(
-        zip(problem.shape.moe_layers, work.all_reduce_bytes, work.expert_all_reduce_bytes, strict=True)
-    )
+    last, kinds = problem.shape.last, problem.layer_kinds
     examples: dict[Hashable, int] = {}
     counts: dict[int, int] = {}
     for layer, kind in enumerate(kinds):
@@ -170,22 +173,53 @@ def _kinds(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
     return problem.only(tuple(kept)), tuple(counts[layer] for layer in kept)
 
 
-def _part(seconds: Mapping[Task, float], chain_s: float) -> _Part:
-    def least(op: str, phase: Phase) -> float:
-        return min(
-            (each for task, each in seconds.items() if (task.op, task.phase) == (op, phase)), default=0.0
-        )
-
+def _work(seconds: Mapping[Task, float]) -> Mapping[Half, float]:
     work: dict[Half, float] = defaultdict(float)
     for task, each in seconds.items():
         work[task.forward, task.lane] += each
-    return _Part(
-        work=work,
-        chain_s=chain_s,
-        first_s=least(Op.EMBED, Phase.FORWARD) + least(Op.ATTENTION, Phase.FORWARD),
-        last_s=least(Op.UNORDER, Phase.FORWARD) + least(Op.HEAD, Phase.FORWARD),
-        back_s=least(Op.HEAD, Phase.BACKWARD) + least(Op.UNORDER, Phase.BACKWARD),
-    )
+    return work
+
+
+def _waits(graph: Graph, seconds: Sequence[float]) -> tuple[float, float, float]:
+    """`first_s`, `last_s` and `back_s` of a step of one layer that reduces nothing."""
+    ends, tails = chain_ends(graph, seconds), _tails(graph, seconds)
+    sums_s = next(end for task, end in zip(graph.tasks, ends, strict=True) if task.op == Op.STATISTICS)
+    starts = [end - each for end, each in zip(ends, seconds, strict=True)]
+    there, back = _inner(graph, forward=True), _inner(graph, forward=False)
+    first_s = _least(graph, there, starts, ends)
+    last_s = _least(graph, there, tails, [tail + each for tail, each in zip(tails, seconds, strict=True)])
+    return first_s, last_s, _least(graph, back, starts, ends) - sums_s
+
+
+def _inner(graph: Graph, *, forward: bool) -> list[int]:
+    """Positions of a half's tasks between the ends of a step."""
+    outside = (*INPUT, *OUTPUT, Op.STATISTICS)
+    return [i for i, task in enumerate(graph.tasks) if task.forward is forward and task.op not in outside]
+
+
+def _least(
+    graph: Graph, positions: Sequence[int], crossing: Sequence[float], passing: Sequence[float]
+) -> float:
+    """The least of the tasks that cross nodes, or else of the microbatches, which pass through the layer."""
+    across = [i for i in positions if graph.tasks[i].lane is Lane.INTER]
+    if across:
+        return min(crossing[i] for i in across)
+    longest: dict[int | None, float] = defaultdict(float)
+    for i in positions:
+        microbatch = graph.tasks[i].microbatch
+        longest[microbatch] = max(longest[microbatch], passing[i])
+    return min(longest.values())
+
+
+def _tails(graph: Graph, seconds: Sequence[float]) -> list[float]:
+    """For every forward task, by its position, the longest chain from its end to the sums of the loss."""
+    tasks, tails = graph.tasks, [0.0] * len(graph.tasks)
+    for position in reversed(range(len(tasks))):
+        if not tasks[position].forward or tasks[position].op == Op.STATISTICS:
+            continue
+        for need in graph.links[position]:
+            tails[need] = max(tails[need], tails[position] + seconds[position])
+    return tails
 
 
 def _reduce_s(cost: Cost, layer: int, cut: StepShape) -> tuple[float, float]:
@@ -194,4 +228,5 @@ def _reduce_s(cost: Cost, layer: int, cut: StepShape) -> tuple[float, float]:
         parts[Op.EXPERT_ALL_REDUCE] = ()
     made = reductions(layer, parts, sharing=cut.sharing.mp_size > 1)
     seconds = {op: [slowest(cost(task)) for task in tasks] for op, tasks in made.items()}
-    return sum(map(sum, seconds.values())), max(seconds[Op.ALL_REDUCE], default=0.0)
+    whole = [*seconds[Op.ALL_REDUCE], *seconds[Op.PARTIAL_ALL_REDUCE]]
+    return sum(map(sum, seconds.values())), max(whole, default=0.0)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from penstock.cost import Workload
 from penstock.decision import Decision
 from penstock.plan.problem import Problem
+from penstock.step import StepShape
+from penstock.step.shape import FORM_TOKENS
 
 FLOAT32_BYTES = 4
 MOMENTS = 2
 """What AdamW keeps for every weight, in float32."""
 
-BLOCK_COPIES = 8
-"""Hidden states that a block saves per token: two norms' inputs, queries, keys, values, attention's output
-twice, and the residual."""
+GATHERED_COPIES, HEAD_COPIES, BLOCK_COPIES = 2, 4, 2
+"""Hidden states that a block saves per token: of all tokens the input of attention's norm and its output; of
+this rank's heads queries, keys, values and attention's output; of the tokens that stay here between blocks
+that output once more, and the residual."""
 
-ROW_COPIES = 4
-"""Hidden states per routed row: ordered, received, the experts' output, and what came home."""
+HOME_COPIES, EXPERT_ROW_COPIES = 2, 2
+"""Hidden states per routed row: ordered and what came home; received and the experts' output."""
 
-EXPERT_COPIES = {2: 2, 3: 4}
+WIDE_COPIES = {2: 2, 3: 4}
 """Hidden activations of an expert per row, by its matrices: GELU's input and output; SwiGLU's gate, its
 activation, the other factor, and the product."""
 
@@ -66,23 +70,25 @@ class MemoryEstimate:
 def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     """Weights W, gradients W, AdamW's moments 2 W, activations of the whole batch, buffers.
 
-    W = 4 bytes x (replicated weights + layers x experts per rank x matrices x M x H / shards). Activations
-    are kept from forward to backward, and the sums that normalise the loss end the whole forward before any
-    backward begins: cutting the batch saves none of them. Per token and layer: e (8 M + r (4 M + c H)), with
-    e bytes per element, r rows per token, c = 2 for GELU and 4 for SwiGLU; a dense block e (8 M + 2 H_dense);
-    logits twice in float32. What the framework and the transports need themselves is not counted.
+    W = 4 bytes x (this rank's weights outside of experts + layers x experts here x matrices x M x H / esp).
+    Activations are kept from forward to backward, and the sums that normalise the loss end the whole forward
+    before any backward begins: cutting the batch saves none of them. Per token and layer: e (8 M + r (4 M +
+    c H)), with e bytes per element, r rows per token, c = 2 for GELU and 4 for SwiGLU; a dense block e (8 M +
+    2 H_dense); logits twice in float32. Ranks that share attention divide heads, dense widths, the vocabulary
+    and, where tokens are split, what stays between blocks; shards of an expert all have its rows. What the
+    framework and the transports need themselves is not counted.
 
     Against BENCHMARKS.md (default model, memory of a step above what is held before it, MiB): activations and
     buffers are 292 for sequential (measured 264 to 296) and moe_pipeline (247 to 256), 259 for flowmoe and
     penstock with R = 2 (242 to 287), 242 with R = 4 (244 to 257): from 10 % too little to 18 % too much.
     """
     weights = _weights_bytes(problem)
-    per_layer = [_layer_bytes(problem, is_moe) for is_moe in problem.shape.moe_layers]
-    work = problem.workload
-    tokens = work.tokens(0, 1)
-    microbatches = problem.cut(choice).microbatches
-    logits = tokens * work.vocab_size * FLOAT32_BYTES * LOGIT_COPIES
-    piece_rows = work.rows(0, microbatches, 0, 1) if any(problem.shape.moe_layers) else 0.0
+    cut, work = problem.cut(choice), problem.workload
+    per_layer = [_layer_bytes(work, cut, is_moe) for is_moe in problem.shape.moe_layers]
+    microbatches = cut.microbatches
+    logits = work.tokens(0, 1) * work.vocab_size * FLOAT32_BYTES * LOGIT_COPIES / work.mp_size
+    moe = any(problem.shape.moe_layers)
+    piece_rows = work.rows(0, microbatches, 0, 1, _row_shares(work, cut)) * work.esp_size if moe else 0.0
     return MemoryEstimate(
         weights_bytes=weights,
         gradients_bytes=weights,
@@ -95,18 +101,26 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
 def _weights_bytes(problem: Problem) -> int:
     work = problem.workload
     expert = work.expert_matrices * work.hidden_size * work.ffn_hidden_size * FLOAT32_BYTES
-    experts = sum(problem.shape.moe_layers) * work.placement.slots * expert / work.shard_size
-    return sum(work.all_reduce_bytes) + int(experts)
+    experts = sum(problem.shape.moe_layers) * work.placement.slots * expert / work.esp_size
+    return sum(work.all_reduce_bytes) + sum(work.partial_all_reduce_bytes) + int(experts)
 
 
-def _layer_bytes(problem: Problem, is_moe: bool) -> float:
+def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool) -> float:
     """What the whole batch of one rank leaves behind in one layer until its backward."""
-    work = problem.workload
-    tokens, hidden = work.tokens(0, 1), work.hidden_size
-    block = tokens * BLOCK_COPIES * hidden
+    tokens, hidden, mp_size = work.tokens(0, 1), work.hidden_size, work.mp_size
+    kept = work.tokens(0, 1, mp_size if cut.sharing.tokens == "split" else 1)
+    block = hidden * (tokens * (GATHERED_COPIES + HEAD_COPIES / mp_size) + kept * BLOCK_COPIES)
     if not is_moe:
-        return work.element_bytes * (block + tokens * 2 * work.dense_ffn_hidden_size)
-    copies = EXPERT_COPIES[work.expert_matrices]
-    expert = work.rows(0, 1, 0, 1) * (ROW_COPIES * hidden + copies * work.ffn_hidden_size)
-    shared = tokens * copies * work.shared_ffn_hidden_size
-    return work.element_bytes * (block + expert + shared)
+        return work.element_bytes * (block + tokens * 2 * work.dense_ffn_hidden_size / mp_size)
+    wide = WIDE_COPIES[work.expert_matrices]
+    gate_shares = mp_size if FORM_TOKENS[cut.expert_form] == "split" else 1
+    home = work.rows(0, 1, 0, 1, gate_shares) * HOME_COPIES * hidden
+    there = work.rows(0, 1, 0, 1, _row_shares(work, cut))
+    expert = there * (work.esp_size * EXPERT_ROW_COPIES * hidden + wide * work.ffn_hidden_size)
+    shared = work.tokens(0, 1, gate_shares) * wide * work.shared_ffn_hidden_size
+    return work.element_bytes * (block + home + expert + shared)
+
+
+def _row_shares(work: Workload, cut: StepShape) -> int:
+    """By how many ranks with the same samples rows are divided when experts get them."""
+    return 1 if cut.expert_form == "baseline" else work.mp_size

@@ -29,6 +29,7 @@ from penstock.plan.problem import Problem
 from penstock.plan.search import Candidate
 from penstock.schedule import Schedule, StepPlan
 from penstock.step import build_graph
+from penstock.step.shape import TokenLayout
 
 VERSION = 1
 AGAIN = "Correct the number, or make the file again with `penstock plan --out`."
@@ -53,7 +54,9 @@ class PlanSizes:
     top_k: Size
     ranks: Size
     ep_size: Size
-    shard_size: Size
+    mp_size: Size = 1
+    esp_size: Size = 1
+    tokens: TokenLayout = "split"
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -72,7 +75,9 @@ class PlanSizes:
             top_k=work.top_k,
             ranks=work.world_size,
             ep_size=work.ep_size,
-            shard_size=work.shard_size,
+            mp_size=work.mp_size,
+            esp_size=work.esp_size,
+            tokens=problem.shape.sharing.tokens,
         )
 
 
@@ -140,7 +145,7 @@ class PlanFile:
         """Raises ConfigError that names the file, the key and its value, and says what to do."""
         table = read_json(path, "Give a plan file, or make one with `penstock plan --out`.")
         try:
-            file = from_dict(PlanFile, _with_table(table, path), str(path))
+            file = from_dict(PlanFile, _with_table(_with_shards(table, path), path), str(path))
             _check_decided(file.choice, table.get("choice", {}), path)
             return file
         except ScheduleError as error:
@@ -218,6 +223,17 @@ def _check_decided(choice: Decision, given: Mapping[str, Any], path: Path) -> No
         if name not in given and FIELDS[name].default is not None:
             hint = f"Write it, such as {json.dumps(getattr(choice, name))}, or make the file again."
             raise ConfigError(f"{path}.choice.{name}", UNSET, "is missing, so the file does not say it", hint)
+
+
+def _with_shards(table: Any, path: Path) -> Any:
+    """What a file holds; once it said of a step whether it was for planning only, with so many shards."""
+    sizes = table.get("sizes") if isinstance(table, dict) else None
+    if not isinstance(sizes, dict) or "shard_size" not in sizes:
+        return table
+    if sizes["shard_size"] != 1:
+        why = "was planned with ranks that stand for several, which no step has any more"
+        raise ConfigError(f"{path}.sizes.shard_size", sizes["shard_size"], why, AGAIN)
+    return {**table, "sizes": {key: value for key, value in sizes.items() if key != "shard_size"}}
 
 
 def _with_table(table: Any, path: Path) -> Any:

@@ -10,6 +10,7 @@ from penstock.cost import ClusterConfig, StepCost, UnevenRanks, Workload
 from penstock.decision import Decision, GradientBytes
 from penstock.dispatch import DISPATCHES
 from penstock.mesh import Group, Mesh
+from penstock.ops import Op
 from penstock.schedule import Cost, StepPlan, cut, plan_step
 from penstock.schedule.system import least_chunk_bytes
 from penstock.simulate import LowerBound, Timeline, lower_bound, simulate
@@ -55,6 +56,11 @@ class Problem:
         return max(map(least_chunk_bytes, self.gradients))
 
     @property
+    def layer_kinds(self) -> list[tuple[object, ...]]:
+        """For every layer what tells it from others: whether it has experts, and its gradients."""
+        return list(zip(self.shape.moe_layers, *self.workload.gradients.values(), strict=True))
+
+    @property
     def paces(self) -> tuple[float, ...]:
         """A number by rank: those with the same are taken to wait alike. Empty: all do."""
         if self.slowness and self.load:
@@ -66,13 +72,14 @@ class Problem:
 
         The others share what is left. Raises ConfigError for what no rank can get.
         """
-        size = self.workload.ep_size
+        size, shards = self.workload.ep_size, self.workload.esp_size
         if not 1 <= ratio <= size:
             why = f"the busiest of {size} ranks gets 1 to {size} times the mean"
             raise ConfigError("--imbalance", ratio, why, "Use 1 for even routing.")
         if ratio == 1:
             return self
-        group = (ratio, *((size - ratio) / (size - 1),) * (size - 1))
+        others = (size - ratio) / (size - 1)
+        group = (*(ratio,) * shards, *(others,) * (size - 1) * shards)
         return replace(self, load=group * self.mesh.size(Group.EXPERT_REPLICAS))
 
     def workload_of(self, choice: Decision) -> Workload:
@@ -135,5 +142,8 @@ class Problem:
                 work,
                 all_reduce_bytes=tuple(work.all_reduce_bytes[layer] for layer in layers),
                 expert_all_reduce_bytes=tuple(work.expert_all_reduce_bytes[layer] for layer in layers),
+                partial_all_reduce_bytes=tuple(
+                    work.gradients[Op.PARTIAL_ALL_REDUCE][layer] for layer in layers
+                ),
             ),
         )

@@ -381,10 +381,7 @@ def _cut(candidate: Candidate) -> Decision:
 
 def sketch(problem: Problem) -> Problem:
     """A model with few of the layers that repeat, the first and the last; the problem itself if none do."""
-    work = problem.workload
-    kinds = list(
-        zip(problem.shape.moe_layers, work.all_reduce_bytes, work.expert_all_reduce_bytes, strict=True)
-    )
+    kinds = problem.layer_kinds
     middle = kinds[1:-1]
     for period in range(1, FEW_LAYERS + 1):
         keep = -(-FEW_LAYERS // period) * period

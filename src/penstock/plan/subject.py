@@ -10,14 +10,12 @@ from penstock.config import ConfigError, Within, check_bounds, check_name
 from penstock.config.bounds import MOST_RANKS, Ranks
 from penstock.cost import ClusterFile, ProfiledCluster, Workload
 from penstock.dispatch import DISPATCHES
-from penstock.mesh import Group, group_sizes, ranks_per_node
-from penstock.ops import Op
-from penstock.ops.transfers import FLAT as FLAT_HOPS
-from penstock.ops.transfers import Hop
+from penstock.mesh import group_sizes, holders, ranks_per_node
 from penstock.placement import ExpertPlacement
 from penstock.plan.models import MODELS, PublishedModel
 from penstock.plan.problem import Problem
 from penstock.step import StepShape
+from penstock.step.shape import Sharing
 
 ELEMENT_BYTES = FLOAT32_BYTES = 4
 MATRICES = {"gelu": 2, "swiglu": 3}
@@ -27,15 +25,13 @@ Tokens = Annotated[int, Within(1, 1 << 24, "a sample's attention is computed in 
 Experts = Annotated[int, Within(1, 1 << 20, "the router compares every token with all of them")]
 UNITS = {"num_layers": "layers", "seq_len": "tokens per sample"}
 FLAT = "flat"
-SHARDED = (*FLAT_HOPS, Hop(Op.DISPATCH_SCATTER, Group.NODE))
-"""Rows cross nodes, then all shards of their expert get them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
     """What a user says instead of the study; None = as published.
 
-    nodes, ranks_per_node: of the cluster. ep_size: ranks (sharded: nodes) that share the experts of a layer.
+    nodes, ranks_per_node: of the cluster. ep_size: ranks that share the experts of a layer.
     """
 
     layers: Layers | None = None
@@ -83,30 +79,32 @@ class Subject:
         return (
             f"{shape.num_layers} layers ({sum(shape.moe_layers)} MoE), hidden {work.hidden_size}, "
             f"{work.num_experts} experts of {work.ffn_hidden_size}, top-{work.top_k}, {capacity}; "
-            f"{work.batch} x {work.seq_len} tokens per {'node' if work.shard_size > 1 else 'rank'}"
+            f"{work.batch} x {work.seq_len} tokens per {self._sharing_attention}"
         )
+
+    @property
+    def _sharing_attention(self) -> str:
+        size = self.problem.workload.mp_size
+        return f"group of {size} ranks" if size > 1 else "rank"
 
     @property
     def ranks(self) -> str:
         """How the ranks are used, in a line."""
         work = self.problem.workload
-        if work.shard_size > 1:
-            return (
-                f"{work.world_size * work.shard_size} ranks on {work.world_size} nodes; "
-                f"the {work.shard_size} ranks of a node share attention and every expert; "
-                f"experts spread over {work.ep_size} nodes"
-            )
-        return (
-            f"{work.world_size} ranks, {work.ranks_per_node} per node; "
-            f"experts spread over {work.ep_size} ranks"
-        )
+        parts = [f"{work.world_size} ranks, {work.devices_per_node or work.ranks_per_node} per node"]
+        shared = {"attention and samples": work.mp_size, "every expert": work.esp_size}
+        if work.mp_size == work.esp_size:
+            shared = {"attention, samples and every expert": work.mp_size}
+        parts += [f"{size} ranks of a node share {what}" for what, size in shared.items() if size > 1]
+        groups = "groups of ranks" if work.esp_size > 1 else "ranks"
+        return "; ".join([*parts, f"experts spread over {work.ep_size} {groups}"])
 
 
 def published_problem(name: str, file: ClusterFile, overrides: Overrides | None = None) -> Subject:
     """The step of model `name` on the cluster. Raises ConfigError for what does not fit together.
 
     The head is left out, as in the studies, which count blocks only. Replicated gradients of a layer are
-    4 M^2 + M E numbers (SYSTEMS.md 2.1), of one shard where ranks share them.
+    4 M^2 + M E numbers (SYSTEMS.md 2.1); where ranks share attention, each has its part of the first.
     """
     changes = overrides or Overrides()
     published, notes = _published(name, file.name)
@@ -124,8 +122,6 @@ def published_problem(name: str, file: ClusterFile, overrides: Overrides | None 
             notes.append(
                 "slower ranks in the file are ignored, because this cluster has another number of ranks"
             )
-    if model.sharded and per_node > 1:
-        notes.append("for planning only: the trainer does not shard experts yet")
     return Subject(
         title=f"{name} ({model.study})",
         cluster_name=file.name,
@@ -150,22 +146,14 @@ def _problem(
     model: PublishedModel, changes: Overrides, nodes: int, per_node: int, cluster: ProfiledCluster
 ) -> Problem:
     work = _workload(model, changes, nodes, per_node)
-    sharded = work.shard_size > 1
-    spans = not sharded and 1 < work.ranks_per_node < work.ep_size
     shape = StepShape(
         moe_layers=(True,) * model.num_layers,
         exchange_counts=work.capacity_factor is None,
-        dispatch=SHARDED if sharded else FLAT_HOPS,
+        sharing=Sharing(mp_size=work.mp_size, esp_size=work.esp_size),
     )
-    dispatches = tuple(DISPATCHES) if spans else (FLAT,)
-    slowness = _slowest_shards(cluster.file.slowness, work) if cluster.file.ranks == nodes * per_node else ()
+    dispatches = tuple(DISPATCHES) if 1 < work.ranks_per_node < work.ep_size else (FLAT,)
+    slowness = cluster.file.slowness if cluster.file.ranks == nodes * per_node else ()
     return Problem(shape=shape, workload=work, cluster=cluster, dispatches=dispatches, slowness=slowness)
-
-
-def _slowest_shards(slowness: tuple[float, ...], work: Workload) -> tuple[float, ...]:
-    """By group of shards, which wait for the slowest of them; a rank alone is such a group."""
-    size = work.shard_size
-    return tuple(max(slowness[first : first + size]) for first in range(0, len(slowness), size))
 
 
 def _words(sizes: Mapping[str, int]) -> str:
@@ -175,14 +163,15 @@ def _words(sizes: Mapping[str, int]) -> str:
 
 def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: int) -> Workload:
     shards = per_node if model.sharded else 1
-    groups = nodes * per_node // shards
-    usual = model.experts_per_device * nodes * per_node + model.experts_per_node * nodes
+    ranks = nodes * per_node
+    groups = holders(ranks, shards)
+    usual = model.experts_per_device * ranks + model.experts_per_node * nodes
     experts = changes.num_experts or usual
     if model.top_k > experts:
         why = f"there are {experts} experts"
         raise ConfigError("--top-k", model.top_k, why, f"Use {experts} or fewer, or more nodes.")
     ep_size = _ep_size(changes.ep_size, groups, experts)
-    replicated = (4 * model.hidden_size**2 + model.hidden_size * experts) * FLOAT32_BYTES // shards
+    attention, gate = 4 * model.hidden_size**2 * FLOAT32_BYTES, model.hidden_size * experts * FLOAT32_BYTES
     matrices = MATRICES[model.expert]
     expert = matrices * model.hidden_size * model.ffn_hidden_size * FLOAT32_BYTES // shards
     replicas = expert * ExpertPlacement.even(experts, ep_size).slots if groups > ep_size else 0
@@ -197,14 +186,16 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
         expert_matrices=matrices,
         capacity_factor=model.capacity_factor,
         min_capacity=1,
-        world_size=groups,
+        world_size=ranks,
         ep_size=ep_size,
         element_bytes=ELEMENT_BYTES,
-        all_reduce_bytes=(replicated,) * model.num_layers,
+        all_reduce_bytes=(attention // shards + (gate if shards == 1 else 0),) * model.num_layers,
         expert_all_reduce_bytes=(replicas,) * model.num_layers,
-        node_size=ranks_per_node(ep_size, per_node) if shards == 1 else 0,
+        partial_all_reduce_bytes=(gate if shards > 1 else 0,) * model.num_layers,
+        node_size=holders(ranks_per_node(ep_size * shards, per_node), shards),
         devices_per_node=per_node,
-        shard_size=shards,
+        mp_size=shards,
+        esp_size=shards,
     )
 
 

@@ -10,6 +10,7 @@ from penstock.config import to_dict
 from penstock.decision import Field
 from penstock.decision.record import FIELDS
 from penstock.plan import Candidate, Explanation, FoundPlan, PlanFile, Subject
+from penstock.plan.plan_file import PlanSizes
 from penstock.words import change, folded, gib, milliseconds
 
 LEGEND = "R: microbatches; chunks: forward/backward; bound: lower bound for any order of the same tasks"
@@ -69,11 +70,18 @@ def saved_plan(file: PlanFile, name: str, width: int) -> str:
     lines = [
         f"{name}: {file.model} on {file.cluster}",
         f"step     {sizes.layers} layers, {sizes.batch_per_rank} x {sizes.seq_len} tokens, "
-        f"hidden {sizes.hidden_size}, {sizes.num_experts} experts, {sizes.ranks} x {sizes.shard_size} ranks",
+        f"hidden {sizes.hidden_size}, {sizes.num_experts} experts, {_ranks(sizes)}",
         f"order    {order}",
         *file.why,
     ]
     return "\n".join(folded(line, width) for line in lines) + "\n"
+
+
+def _ranks(sizes: PlanSizes) -> str:
+    shared = [
+        f"{name} = {size}" for name, size in (("mp", sizes.mp_size), ("esp", sizes.esp_size)) if size > 1
+    ]
+    return ", ".join([f"{sizes.ranks} ranks", *shared])
 
 
 def heading(subject: Subject, width: int) -> str:

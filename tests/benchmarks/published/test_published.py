@@ -16,7 +16,6 @@ from benchmarks.published.study import FSMOE_BASELINE, Gain, Grid
 from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision
 from penstock.graph import Phase
-from penstock.ops.transfers import FLAT
 from penstock.plan import Problem
 from penstock.plan.published import PUBLISHED, Durations
 
@@ -55,7 +54,6 @@ def test_one_lane_carries_what_two_did() -> None:
     grid = GRIDS["fsmoe-testbed-b"]
     asked = fsmoe_problem(grid.specs[100], grid.cluster)
     narrow = one_lane(asked)
-    assert narrow.shape.dispatch == FLAT
     plain = [p.simulate(Decision(), p.plan(Decision())).iteration_s for p in (asked, narrow)]
     assert plain[0] == pytest.approx(plain[1])
 

@@ -25,7 +25,7 @@ def test_shipped_rates_are_those_of_the_rows(name: str) -> None:
         assert getattr(file.rates, each) == pytest.approx(getattr(found.rates, each), rel=1e-3)
 
 
-FARTHEST = {"flowmoe-cluster-1": 0.34, "fsmoe-testbed-a": 0.09, "fsmoe-testbed-b": 0.05}
+FARTHEST = {"flowmoe-cluster-1": 0.34, "fsmoe-testbed-a": 0.09, "fsmoe-testbed-b": 0.065}
 """How far any row is from its price; BERT-Large's attention is the one beyond 13 % on cluster 1."""
 
 

@@ -15,8 +15,8 @@ from penstock.cost import ClusterConfig, Workload
 from penstock.decision import MOST_SLICES, Decision, ScheduleConfig
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Phase
-from penstock.mesh import Group
 from penstock.ops import Op
+from penstock.ops.sums import REDUCTIONS
 from penstock.ops.transfers import FLAT, Hop
 from penstock.plan import Problem
 from penstock.plan.published import (
@@ -34,6 +34,7 @@ from penstock.plan.published.degree import DEGREES, total_s
 from penstock.plan.published.partition import PartitionPlanner
 from penstock.plan.published.table import apart
 from penstock.step import StepShape, build_graph
+from penstock.step.shape import Sharing
 from tests.plan.published.layers import random_part
 from tests.steps import task_at
 from tests.support.draws import draws
@@ -49,10 +50,10 @@ def problem(
     batch: int = 4,
     cluster: ClusterConfig = SLOW_LINK,
     dispatch: tuple[Hop, ...] = FLAT,
-    shard_size: int = 1,
+    shards: int = 1,
     all_reduce_bytes: int = 4 << 20,
 ) -> Problem:
-    """Four ranks, or four groups of shards, with one expert each."""
+    """Four ranks, or groups of ranks that share attention and experts, with one expert each."""
     layers = len(moe_layers)
     workload = Workload(
         batch=batch,
@@ -65,15 +66,19 @@ def problem(
         expert_matrices=2,
         capacity_factor=None,
         min_capacity=1,
-        world_size=4,
+        world_size=4 * shards,
         ep_size=4,
         element_bytes=4,
         all_reduce_bytes=(all_reduce_bytes,) * layers,
         expert_all_reduce_bytes=(0,) * layers,
         dense_ffn_hidden_size=2048,
-        shard_size=shard_size,
+        partial_all_reduce_bytes=(1 << 14 if shards > 1 else 0,) * layers,
+        mp_size=shards,
+        esp_size=shards,
+        node_size=1 if shards > 1 else 0,
     )
-    shape = StepShape(moe_layers=moe_layers, exchange_counts=False, dispatch=dispatch)
+    sharing = Sharing(mp_size=shards, esp_size=shards)
+    shape = StepShape(moe_layers=moe_layers, exchange_counts=False, dispatch=dispatch, sharing=sharing)
     return Problem(shape=shape, workload=workload, cluster=cluster)
 
 
@@ -103,15 +108,35 @@ def test_every_choice_is_a_plan_that_runs(name: str, moe_layers: tuple[bool, ...
 @pytest.mark.parametrize("degree", [1, 2, 3, 5])
 def test_the_formula_is_what_a_problem_simulates(phase: Phase, degree: int) -> None:
     """On three lanes, with chunks that are all equal."""
-    legs = (*FLAT, Hop(Op.DISPATCH_SCATTER, Group.NODE))
-    asked = problem((True,), dispatch=legs, shard_size=2)
+    asked = problem((True,), shards=2)
     choice = Decision(schedule="moe_pipeline", chunks=degree, backward_chunks=degree)
     times = asked.simulate(choice, asked.plan(choice)).times
-    chain = {Op.DISPATCH, Op.DISPATCH_SCATTER, Op.EXPERTS, Op.COMBINE_GATHER, Op.COMBINE}
+    chain = {Op.DISPATCH, Op.SHARD_GATHER, Op.EXPERTS, Op.SHARD_SCATTER, Op.COMBINE}
     spans = [span for task, span in times.items() if task.op in chain and task.phase is phase]
     start_s, end_s = min(s.start.min() for s in spans), max(s.end.max() for s in spans)
     expected_s = makespan_s(Durations(asked).part(0, phase), degree)
     assert end_s - start_s == pytest.approx(expected_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_ranks_that_share_experts_have_plans_too(name: str) -> None:
+    asked = problem((True, False, True), shards=2)
+    choice = PUBLISHED[name](asked)
+    plan = asked.plan(choice)
+    reduced = [(task.op, task.layer) for task in plan.graph.tasks if task.op in REDUCTIONS and not task.piece]
+    assert {op for op, _ in reduced} == {Op.ALL_REDUCE, Op.PARTIAL_ALL_REDUCE}
+    assert len(reduced) == 2 * 3
+
+
+def test_dense_time_is_what_lies_between_two_moe_parts() -> None:
+    asked = problem((True, False, True), shards=2)
+    cost, graph = asked.cost(Decision(), asked.shape), build_graph(asked.shape)
+    top, last = (gap.dense_s for gap in Durations(asked).backward().gaps)
+    dense = ("FA", "FS", "FF", "FG", "FN", "TS", "TA", "TG")
+    names = [*(f"L2.{op}" for op in ("GT", "TS", "TA", "TG")), *(f"L1.{op}" for op in dense), "L0.U"]
+    assert top == pytest.approx(sum(cost(task_at(graph, f"{name}.m0.B")) for name in names))
+    lowest = ("GT", "TS", "TA", "TG", "ES", "EM")
+    assert last == pytest.approx(sum(cost(task_at(graph, f"L0.{op}.m0.B")) for op in lowest))
 
 
 def test_durations_are_those_of_the_cluster() -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.decision import Decision
-from penstock.graph import Graph, Lane, Name, Phase
-from penstock.mesh import Group
+from penstock.graph import Graph, Lane, Name, Phase, Task
+from penstock.mesh import Axes
 from penstock.ops import Op
+from penstock.ops.places import place_of
+from penstock.ops.sums import REDUCTIONS
 from penstock.plan.problem import Problem
 from penstock.plan.published.backward import Backward, GapLayer, Made
 from penstock.plan.published.degree import DEGREES, Linear, MoEPart
 from penstock.schedule.freeze import Cost, slowest
 from penstock.step import StepShape, build_graph
 
-Seconds = Callable[[str, Phase, int], float]
-"""Seconds of one op of one layer's MoE part in all chunks together, by their number."""
+Where = tuple[str, Lane]
+"""An op and its lane."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,9 @@ class Durations:
         time counts with the leg on arrival, and the formulas are an estimate.
         """
         once, twice = self._shape(1), self._shape(2)
-        out = [(hop.op, hop.lane) for hop in once.dispatch]
-        home = [(hop.home.op, hop.lane) for hop in reversed(once.dispatch)]
-        before, behind = (out, home) if phase is Phase.FORWARD else (home, out)
+        before, behind = self._transfers(layer, phase)
 
-        def linear(ops: Sequence[tuple[str, Lane]], lane: Lane) -> Linear:
+        def linear(ops: Sequence[Where], lane: Lane) -> Linear:
             mine = [op for op, on in ops if on is lane]
             whole_s = sum(self._seconds(layer, op, phase, once) for op in mine)
             halves_s = sum(self._seconds(layer, op, phase, twice) for op in mine)
@@ -67,6 +67,17 @@ class Durations:
             rs=linear(behind, Lane.INTRA),
             experts=linear([(Op.EXPERTS, Lane.COMPUTE)], Lane.COMPUTE),
         )
+
+    def _transfers(self, layer: int, phase: Phase) -> tuple[list[Where], list[Where]]:
+        """What moves rows before and behind a layer's experts."""
+        mine = (layer, phase, 0, 0)
+        ops = [
+            (task.op, task.lane)
+            for task in self._graphs[1].tasks
+            if (task.layer, task.phase, task.microbatch, task.chunk) == mine
+        ]
+        experts = ops.index((Op.EXPERTS, Lane.COMPUTE))
+        return ops[:experts], ops[experts + 1 :]
 
     def backward(self) -> Backward:
         """The backward pass for a partition."""
@@ -89,18 +100,24 @@ class Durations:
                 )
                 for layer, end in zip(layers, ends, strict=True)
             ),
-            all_reduce=problem.cluster.all_reduce(problem.workload.span(Group.WORLD)),
+            all_reduce=problem.cluster.all_reduce(problem.workload.span(self._reduced_over)),
             above=made(problem.shape.last, layers[0]),
             degrees=self.degrees,
         )
 
     def _dense_s(self, layer: int, end: int) -> float:
-        """Computation between the MoE parts of `layer` and of `end`, the next below (-1: the start)."""
-        back = Phase.BACKWARD
-        names = [Name(between, Op.ATTENTION, back, 0) for between in range(layer, end, -1)]
-        names.append(Name(end, Op.UNORDER, back, 0) if end >= 0 else Name(0, Op.EMBED, back, 0))
-        cost, tasks = self._costs[1], self._graphs[1].by_name
-        return sum(slowest(cost(tasks[name])) for name in names)
+        """From the MoE part of `layer` to that of `end`, the next below (-1: the start).
+
+        Computation, and what ranks that share attention exchange inside nodes.
+        """
+        cost = self._costs[1]
+        between = [task for task in self._graphs[1].tasks if _is_between(task, layer, end)]
+        return sum(slowest(cost(task)) for task in between)
+
+    @property
+    def _reduced_over(self) -> Axes:
+        """The ranks that sum the gradients which a partition is about."""
+        return REDUCTIONS[Op.ALL_REDUCE].axes_of(sharing=self.problem.workload.mp_size > 1)
 
     @cached_property
     def _costs(self) -> dict[int, Cost]:
@@ -119,3 +136,16 @@ class Durations:
 
     def _shape(self, chunks: int) -> StepShape:
         return replace(self.problem.shape, microbatches=1, chunks=chunks, degree_backward=0)
+
+
+def _is_between(task: Task, layer: int, end: int) -> bool:
+    """Whether a backward task lies on the way from the MoE part of `layer` to that of `end`."""
+    whole = task.chunk is None and task.piece is None  # neither rows on their way nor a reduction
+    match place_of(task.op):
+        case _ if task.phase is not Phase.BACKWARD or not whole:
+            return False
+        case "behind":  # as forward sees it: on the way back it comes before the MoE part of its layer
+            return task.layer == end
+        case "input" | "block":
+            return end < task.layer <= layer
+    return False

@@ -1,0 +1,27 @@
+"""Where in a step an op stands, for whoever looks at its parts."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from penstock.ops.names import Op
+
+Place = Literal["input", "block", "behind", "beside", "output"]
+"""Below the first layer, above the last one; in a layer behind its experts, or beside what waits for them;
+block: everything else."""
+
+INPUT: Final = (Op.EMBED, Op.EMBED_SCATTER, Op.EMBED_REDUCE)
+OUTPUT: Final = (Op.HEAD, Op.HEAD_GATHER, Op.HEAD_COPY, Op.LOGITS, Op.PEAKS, Op.LOSS)
+BEHIND: Final = (Op.UNORDER, Op.KEEP_OUTPUT, Op.GATHER_OUTPUT)
+
+_PLACES: Final[dict[str, Place]] = {
+    **dict.fromkeys(INPUT, "input"),
+    **dict.fromkeys(OUTPUT, "output"),
+    **dict.fromkeys(BEHIND, "behind"),
+    Op.SHARED: "beside",
+}
+
+
+def place_of(op: str) -> Place:
+    """Where tasks of an op stand."""
+    return _PLACES.get(op, "block")
