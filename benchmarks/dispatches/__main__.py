@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.command import run_on_ranks
-from benchmarks.dispatches.measure import measure_dispatches, summarise_dispatches
+from benchmarks.dispatches.measure import LINKS_S, measure_dispatches, summarise_dispatches
 from benchmarks.dispatches.render import render_dispatches
 from benchmarks.dispatches.result import DispatchesResult
 from penstock.bench import BenchConfig
@@ -17,7 +17,8 @@ from penstock.train.assemble import build_machinery
 def measure(config: BenchConfig, layout: Layout, emulate: EmulateConfig | None) -> DispatchesResult:
     """As one of the ranks."""
     machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
-    found = measure_dispatches(machinery, rounds=config.compare.rounds)
+    links_s = min(LINKS_S, config.compare.profile_s)
+    found = measure_dispatches(machinery, rounds=config.compare.rounds, links_s=links_s)
     return summarise_dispatches(found, None if emulate is None else emulate.inter_rate_bit_per_s)
 
 

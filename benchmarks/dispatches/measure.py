@@ -81,18 +81,22 @@ class DispatchTimes:
 
 
 def measure_dispatches(
-    machinery: Machinery, *, sizes_bytes: Sequence[int] = SIZES_BYTES, rounds: int = ROUNDS
+    machinery: Machinery,
+    *,
+    sizes_bytes: Sequence[int] = SIZES_BYTES,
+    rounds: int = ROUNDS,
+    links_s: float = LINKS_S,
 ) -> DispatchTimes:
     """Fit the links, then time every dispatch that the layout can run. All ranks call it at the same point.
 
-    sizes_bytes: one or more, of the rows that each rank has; see `even_sizes`. Raises `ConfigError`, on all
-    ranks alike, if a rank is alone.
+    sizes_bytes: one or more, of the rows that each rank has; see `even_sizes`. links_s: to fit links for.
+    Raises `ConfigError`, on all ranks alike, if a rank is alone.
     """
     transports, layout, control = machinery.transports, machinery.layout, machinery.control
     _check(layout, rounds)
     names = runnable(layout)
     hierarchical = [name for name in names if DISPATCHES[name].needs_table]
-    links = measure_links(machinery, hierarchical, LINKS_S, used_only=True)
+    links = measure_links(machinery, hierarchical, links_s, used_only=True)
     nodes = layout.nodes
     file = ClusterFile(name="links", nodes=nodes, ranks_per_node=layout.world_size // nodes, links=links)
     cluster = ProfiledCluster.build(file)

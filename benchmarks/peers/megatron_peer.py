@@ -55,6 +55,9 @@ class MegatronPeer(Peer):
         with self._inside():
             for group in _groups():
                 dist.destroy_process_group(group)
+        # Hooks of the backward pass keep it, in a circle through C++ that nothing collects: without this, all
+        # groups would keep their threads.
+        vars(self._parallel).clear()
 
     def _build(self, work: Work) -> Frame:
         with quiet("megatron"):

@@ -44,7 +44,7 @@ def config_of(
         moe=MoEConfig(**(sizes | moe)),
         schedule=ScheduleConfig(microbatches=2, all_reduce_chunk_bytes=2048),
         parallel=ParallelConfig(processes=world_size, timeout_s=60),
-        compare=CompareConfig(schedules=schedules, rounds=ROUNDS, warmup=1, batch_per_device=4, tune=tune),
+        compare=CompareConfig(schedules=schedules, rounds=ROUNDS, warmup=1, tune=tune, profile_s=1.0),
         virtual=ZIPF,
     )
 
@@ -175,9 +175,7 @@ def run_planned(rank: int, config: BenchConfig) -> tuple[list[str], list[float |
 
 
 def test_the_plan_stands_beside_published_ones_and_is_explained(ranks: Pools) -> None:
-    config = config_of()
-    config = replace(config, compare=replace(config.compare, profile_s=1.0))
-    first, second = ranks(2).run(run_planned, config)
+    first, second = ranks(2).run(run_planned, config_of())
     assert first == second
     labels, simulated_s, notes = first
     assert labels == ["sequential", "pipemoe", "flowmoe", "fsmoe", "planned"] and len(notes) == 5

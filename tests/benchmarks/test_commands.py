@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -19,18 +22,18 @@ STARTED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE"
 STARTED |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}
 
 
-def run(*arguments: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """`python -m benchmarks.ARGUMENTS`, to its end."""
     module, *rest = arguments
     command = [sys.executable, "-m", f"benchmarks.{module}", *rest]
-    environ = clean_environ() | (environ or {})
     return subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=150, check=False
+        command, cwd=ROOT, env=clean_environ(), capture_output=True, text=True, timeout=150, check=False
     )
 
 
 def test_collectives_as_json() -> None:
-    result = run("collectives", "--json", *QUICK)
+    """Settings may stand before and after options."""
+    result = run("collectives", QUICK[0], "--json", *QUICK[1:])
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert (found["ranks"], found["nodes"], found["inter_rate_bit_per_s"]) == (2, 1, None)
@@ -40,11 +43,32 @@ def test_collectives_as_json() -> None:
         assert row["times_s"].keys() == {"penstock", "gloo"}
 
 
-def test_settings_stand_before_and_after_options() -> None:
-    result = run("dispatches", "compare.rounds=1", "--json", "moe.num_experts=4")
+@pytest.mark.soak
+def test_dispatches_as_json() -> None:
+    """In `make test` on emulated links, see tests/emulate."""
+    result = run("dispatches", "compare.rounds=1", "--json", "moe.num_experts=4", "compare.profile_s=1")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["ranks"] == 2 and found["models"].keys() == {"flat"}
+
+
+def said_here(
+    capsys: pytest.CaptureFixture[str], *arguments: str, environ: dict[str, str] | None = None
+) -> tuple[int, str, str]:
+    """Exit code, output and errors of the same command, which starts no rank, in this process."""
+    module, *rest = arguments
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*found in sys.modules")  # other tests import it, too
+        patch.setattr(sys, "argv", [module, *rest])
+        for name in os.environ.keys() - clean_environ().keys():
+            patch.delenv(name)
+        for name, value in (environ or {}).items():
+            patch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module(f"benchmarks.{module}", run_name="__main__", alter_sys=True)
+    found = capsys.readouterr()
+    return int(ended.value.code or 0), found.out, found.err
 
 
 @pytest.mark.parametrize(
@@ -61,17 +85,17 @@ def test_settings_stand_before_and_after_options() -> None:
     ],
 )
 def test_what_is_wrong_is_named_with_a_way_out(
-    arguments: list[str], environ: dict[str, str], words: list[str]
+    capsys: pytest.CaptureFixture[str], arguments: list[str], environ: dict[str, str], words: list[str]
 ) -> None:
-    result = run(*arguments, environ=environ)
-    check_refusal(result.returncode, result.stdout, result.stderr)
-    assert all(word in result.stderr for word in words), result.stderr
+    code, out, error = said_here(capsys, *arguments, environ=environ)
+    check_refusal(code, out, error)
+    assert all(word in error for word in words), error
 
 
 @pytest.mark.parametrize(
     "module", ["collectives", "dispatches", "drift", "interpreter", "layer", "published", "suite"]
 )
-def test_help_says_what_to_type(module: str) -> None:
-    result = run(module, "--help")
-    assert result.returncode == 0, result.stderr
-    assert f"usage: python -m benchmarks.{module} " in result.stdout
+def test_help_says_what_to_type(capsys: pytest.CaptureFixture[str], module: str) -> None:
+    code, out, error = said_here(capsys, module, "--help")
+    assert (code, error) == (0, "")
+    assert f"usage: python -m benchmarks.{module} " in out

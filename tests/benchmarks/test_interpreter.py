@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 
 from benchmarks.interpreter import (
@@ -41,6 +42,7 @@ def test_both_ways_leave_the_same_gradients() -> None:
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-8, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
 def test_alone_it_is_measured_beside_plain_autograd() -> None:
     found = measure_interpreter(ALONE, BenchConfig(), rounds=2)
     assert (found.ranks, found.rounds) == (1, 2)

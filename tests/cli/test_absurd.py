@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,8 @@ import pytest
 
 from penstock.cli import ranks as ranks_module
 from penstock.cli import train as train_module
-from tests.support.runs import clean_environ, command, refused, write_config
+from tests.support.forked import run_forked
+from tests.support.runs import refused, write_config
 
 BIG, DIGITS = "1000000007", "9" * 5000
 
@@ -129,17 +129,10 @@ def test_a_run_does_not_wait_for_its_text(
 
 @pytest.mark.slow
 def test_ranks_that_nobody_has_checked_do_not_wait_either(tmp_path: Path) -> None:
-    """As one process that starts no others; the plan is read later than all else."""
+    """As one process that something else has started; the plan is read later than all else."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     given = ["parallel.processes=1", f"plan.source={path}"]
-    done = subprocess.run(
-        command("train", write_config(tmp_path), *given),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=clean_environ(),
-        check=False,
-    )
+    done = run_forked(1, "train", write_config(tmp_path), *given)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("penstock: ") == 1 and "is a named pipe, not a file" in done.stderr

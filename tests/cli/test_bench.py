@@ -14,6 +14,7 @@ from benchmarks.peers import require
 from penstock.bench import checkout
 from penstock.bench.config import PEERS
 from penstock.config import ConfigError
+from tests.support.forked import run_forked
 from tests.support.runs import check_refusal, clean_environ, command, refused, run
 
 pytestmark = pytest.mark.slow
@@ -24,6 +25,7 @@ SMALL = (
     "model.num_layers=2",
     "model.seq_len=16",
     "moe.moe_ffn_hidden_size=32",
+    "compare.profile_s=1",
     "compare.rounds=3",
 )
 QUICK = (*SMALL[:-1], "compare.rounds=1", "compare.warmup=1")
@@ -56,7 +58,7 @@ def plotted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     """JSON and figures of one comparison, of which three schedules are asked for by option."""
     folder = tmp_path_factory.mktemp("plotted") / "figures"
     options = ("--json", "--plot", folder, "--schedules", "penstock,sequential,flowmoe")
-    return printed(run("bench", *options, *SMALL)), folder
+    return printed(run_forked(2, "bench", *options, *SMALL)), folder
 
 
 @pytest.mark.slow
@@ -101,7 +103,7 @@ def test_figures_and_a_page_are_written(plotted: tuple[dict[str, Any], Path]) ->
 @pytest.mark.slow
 def test_virtual_devices_are_marked_in_json() -> None:
     zipf = ("virtual.routing=zipf", "virtual.zipf_exponent=1.5")
-    found = printed(run("bench", "--virtual", "--json", "--schedules", "flowmoe", *QUICK, *zipf))
+    found = printed(run_forked(2, "bench", "--virtual", "--json", "--schedules", "flowmoe", *QUICK, *zipf))
     assert found["virtual"] is True
     assert found["virtual_devices"] == "virtual devices, zipf routing (exponent 1.5)"
     assert found["cases"][0].keys() >= CASE_KEYS
@@ -109,7 +111,7 @@ def test_virtual_devices_are_marked_in_json() -> None:
 
 @pytest.mark.slow
 def test_virtual_devices_are_marked_in_text_and_page(tmp_path: Path) -> None:
-    result = run("bench", "--virtual", "--plot", tmp_path, "--schedules", "flowmoe", *QUICK)
+    result = run_forked(2, "bench", "--virtual", "--plot", tmp_path, "--schedules", "flowmoe", *QUICK)
     assert result.returncode == 0, result.stderr
     assert "virtual devices, uniform routing; computation is slept" in result.stdout.splitlines()[0]
     assert "(virtual devices)</h2>" in (tmp_path / "index.html").read_text()

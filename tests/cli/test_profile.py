@@ -10,6 +10,7 @@ import pytest
 from penstock.config import to_dict
 from penstock.cost.clusters import find_cluster
 from tests.autopilot.test_profiling import TINY, check
+from tests.support.forked import run_forked
 from tests.support.runs import check_refusal, refused, run
 
 pytestmark = pytest.mark.slow
@@ -32,7 +33,7 @@ def test_two_processes_print_and_save_the_same_file(tmp_path: Path) -> None:
 def test_one_process_takes_a_file_and_prints_tables(tmp_path: Path) -> None:
     config, out = tmp_path / "one.toml", tmp_path / "one.json"
     config.write_text("[parallel]\nprocesses = 1\n")
-    result = run("profile", config, *TINY, "--budget", "1", "--out", out)
+    result = run_forked(1, "profile", config, *TINY, "--budget", "1", "--out", out)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("one: 1 rank on 1 node, ") and f"saved as {out}" in result.stdout
     assert "X.W" in result.stdout and "matmul" in result.stdout and "all_to_all" not in result.stdout

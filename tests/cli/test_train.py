@@ -19,6 +19,7 @@ import pytest
 from penstock.graph import Lane
 from penstock.report import RunSummary
 from penstock.virtual import RecordedModel, read_recording
+from tests.support.forked import run_forked
 from tests.support.ranks import Pools
 from tests.support.runs import (
     check_refusal,
@@ -60,9 +61,8 @@ class Whole:
     said: str
 
 
-def whole(folder: Path, *settings: str) -> Whole:
-    """A run of 20 steps in `folder`."""
-    result = run("train", write_config(folder), "--json", *settings)
+def whole(folder: Path, result: subprocess.CompletedProcess[str]) -> Whole:
+    """What a run of 20 steps in `folder` has said and left."""
     assert result.returncode == 0, result.stderr
     found: dict[str, Any] = json.loads(result.stdout)  # exactly one object, nothing else on stdout
     return Whole(folder / "run", found, result.stderr)
@@ -72,14 +72,16 @@ def whole(folder: Path, *settings: str) -> Whole:
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """On four ranks; with a checkpoint of step 11 beside the last one."""
     folder = tmp_path_factory.mktemp("whole")
-    return whole(folder, "parallel.processes=4", "output.tensorboard=true", "train.checkpoint_every=11")
+    settings = ("parallel.processes=4", "output.tensorboard=true", "train.checkpoint_every=11")
+    return whole(folder, run_forked(4, "train", write_config(folder), "--json", *settings))
 
 
 @pytest.fixture(scope="module")
 def pair_run(tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """On two ranks, with its routing; with a checkpoint of step 18 beside the last one."""
+    """On two ranks that the command starts; with its routing, and a checkpoint of step 18 beside the last."""
     folder = tmp_path_factory.mktemp("pair")
-    return whole(folder, "output.routing=true", "train.checkpoint_every=18")
+    settings = ("output.routing=true", "train.checkpoint_every=18")
+    return whole(folder, run("train", write_config(folder), "--json", *settings))
 
 
 def trained(ranks: Pools, folder: Path, *settings: str) -> RunSummary:
@@ -176,7 +178,9 @@ def test_schedules_agree_over_twenty_steps(pair_run: Whole, ranks: Pools, tmp_pa
             assert abs(loss - expected[step]) <= 1e-5 * expected[step], f"{name} step {step}"
 
 
-def test_killed_rank_is_named_and_the_run_resumes_to_the_same_losses(pair_run: Whole, tmp_path: Path) -> None:
+def test_killed_rank_is_named_and_the_run_resumes_to_the_same_losses(
+    pair_run: Whole, ranks: Pools, tmp_path: Path
+) -> None:
     config, errors, folder = write_config(tmp_path), tmp_path / "stderr", tmp_path / "run"
     process = start("train", config, "train.checkpoint_every=4", stderr=errors)
     wait_until(lambda: len(losses(folder)) >= 5, process)
@@ -189,8 +193,7 @@ def test_killed_rank_is_named_and_the_run_resumes_to_the_same_losses(pair_run: W
     survivors = [line for line in text.splitlines() if line.startswith("penstock: rank") and "failed" in line]
     assert survivors, text
     assert all("task L" in line or "step" in line for line in survivors), text
-    resumed = run("train", config, "train.resume=true", "train.checkpoint_every=4")
-    assert resumed.returncode == 0, resumed.stderr
+    trained(ranks, tmp_path, "train.resume=true", "train.checkpoint_every=4")
     assert losses(folder) == losses(pair_run.folder)  # the very same bits
 
 
@@ -209,7 +212,7 @@ def test_stopped_rank_runs_into_the_timeout(tmp_path: Path) -> None:
     )
 
 
-def test_ctrl_c_saves_and_ends_cleanly(pair_run: Whole, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_ends_cleanly(pair_run: Whole, ranks: Pools, tmp_path: Path) -> None:
     config, errors, folder = write_config(tmp_path), tmp_path / "stderr", tmp_path / "run"
     process = start("train", config, stderr=errors)
     wait_until(lambda: len(losses(folder)) >= 5, process)
@@ -218,8 +221,7 @@ def test_ctrl_c_saves_and_ends_cleanly(pair_run: Whole, tmp_path: Path) -> None:
     done = max(losses(folder))
     assert (folder / "checkpoints" / f"step-{done:08d}").is_dir()
     if done < 20:
-        resumed = run("train", config, "train.resume=true")
-        assert resumed.returncode == 0, resumed.stderr
+        trained(ranks, tmp_path, "train.resume=true")
     assert losses(folder) == losses(pair_run.folder)
 
 
@@ -253,9 +255,9 @@ def test_checkpoint_of_four_ranks_continues_on_two(whole_run: Whole, ranks: Pool
 def test_an_earlier_run_is_kept(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     for _ in range(2):
-        result = run("train", config, "parallel.processes=1", "train.steps=3")
+        result = run_forked(1, "train", config, "parallel.processes=1", "train.steps=3")
         assert result.returncode == 0, result.stderr
-    assert "which was moved to" in result.stderr
+    assert "which was moved to" in " ".join(result.stderr.split())
     assert losses(tmp_path / "run") == losses(tmp_path / "run.1")
     assert (tmp_path / "run.1" / "checkpoints" / "step-00000003").is_dir()
 
@@ -281,7 +283,7 @@ def recorded_run(pair_run: Whole, tmp_path_factory: pytest.TempPathFactory) -> P
     folder = tmp_path_factory.mktemp("recorded")
     copy_without_last(pair_run, folder / "run")
     settings = ("output.routing=true", "train.steps=22", "train.resume=true")
-    result = run("train", write_config(folder), *settings)
+    result = run_forked(2, "train", write_config(folder), *settings)
     assert result.returncode == 0, result.stderr
     assert "step-00000018" in result.stderr
     return folder / "run" / "routing.jsonl"
@@ -299,14 +301,15 @@ def test_every_step_is_recorded_once_also_where_a_run_goes_on(recorded_run: Path
 def test_virtual_devices_route_as_the_run_did(recorded_run: Path) -> None:
     routing = ("virtual.routing=recorded", f"virtual.recorded={recorded_run}")
     options = ("--virtual", "--json", "--schedules", "sequential")
-    result = run("bench", *options, *RECORDED_MODEL, *routing, "compare.rounds=1", "compare.warmup=1")
+    once = ("compare.rounds=1", "compare.warmup=1")
+    result = run_forked(2, "bench", *options, *RECORDED_MODEL, *routing, *once)
     assert result.returncode == 0, result.stderr
     assert f"recorded routing ({recorded_run})" in json.loads(result.stdout)["virtual_devices"]
 
 
 def test_another_model_than_the_recorded_one_is_refused(recorded_run: Path) -> None:
     routing = ("virtual.routing=recorded", f"virtual.recorded={recorded_run}", "moe.num_experts=8")
-    result = run("bench", "--virtual", "parallel.processes=1", *RECORDED_MODEL, *routing)
+    result = run_forked(1, "bench", "--virtual", "parallel.processes=1", *RECORDED_MODEL, *routing)
     assert result.returncode == 2
     assert "num_experts = 4, and this model has 8" in result.stderr and "Traceback" not in result.stderr
 

@@ -14,8 +14,9 @@ import pytest
 
 from penstock.dispatch import DISPATCHES
 from penstock.report import RunSummary
+from tests.support.forked import run_forked
 from tests.support.ranks import Pools
-from tests.support.runs import losses, run, write_config
+from tests.support.runs import losses, write_config
 from tests.support.training import train_on
 
 pytestmark = pytest.mark.slow
@@ -67,7 +68,7 @@ def test_loss_free_balance_goes_on_where_it_was(ranks: Pools, tmp_path: Path) ->
 
 
 def test_losses_carry_the_name_of_their_group(tmp_path: Path) -> None:
-    done = run("train", write_config(tmp_path), "--json", "train.steps=2", *DEEPSEEK)
+    done = run_forked(2, "train", write_config(tmp_path), "--json", "train.steps=2", *DEEPSEEK)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["dispatch"] == "flat"

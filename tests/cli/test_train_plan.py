@@ -10,8 +10,9 @@ import pytest
 
 from penstock.cost import ClusterFile
 from penstock.report import RunSummary
+from tests.support.forked import run_forked
 from tests.support.ranks import Pools
-from tests.support.runs import losses, run, write_config
+from tests.support.runs import losses, write_config
 from tests.support.training import train_on
 
 pytestmark = pytest.mark.slow
@@ -22,10 +23,10 @@ SIX = "train.steps=6"
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
-    """A run by the command: its folder, its JSON and what it said beside it."""
+    """A run by the command on two ranks: its folder, its JSON and what it said beside it."""
     folder = tmp_path_factory.mktemp("plan")
     settings = ("parallel.timeout_s=60", SIX, "plan.source=auto", "plan.profile_s=2")
-    done = run("train", write_config(folder), "--json", *settings)
+    done = run_forked(2, "train", write_config(folder), "--json", *settings)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)  # exactly one object, whatever libraries print
     return folder, found, done.stderr
@@ -72,8 +73,9 @@ def test_the_plan_and_the_cluster_serve_again(
     assert searched.cluster is not None
 
 
-def test_a_plan_file_that_is_not_there(tmp_path: Path) -> None:
-    done = run("train", write_config(tmp_path), "plan.source=nowhere.json")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1  # every rank finds the same fault; once is enough
-    assert done.stderr.startswith("penstock: nowhere.json: there is no such file")
+def test_a_plan_file_that_is_not_there(ranks: Pools, tmp_path: Path) -> None:
+    """Every rank finds the same fault, and `penstock train` says it once: see test_train.py."""
+    write_config(tmp_path)
+    for told in ranks(2).run(train_on, 2, tmp_path, ["plan.source=nowhere.json"], None):
+        assert told.refused is not None and told.said == ""
+        assert told.refused[1].startswith("nowhere.json: there is no such file")

@@ -35,7 +35,13 @@ def fits(text: str) -> bool:
     return all(len(line) <= WIDTH for line in text.splitlines())
 
 
-@pytest.mark.parametrize("words", [*(["schedule", name] for name in SCHEDULES), [*PLAN, "--budget", "0.01"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["schedule", name] for name in SCHEDULES),
+        pytest.param([*PLAN, "--budget", "0.01"], marks=pytest.mark.slow),
+    ],
+)
 def test_commands_fit(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     assert fits(capsys.readouterr().out)

@@ -7,15 +7,17 @@ import json
 import pytest
 
 from tests.benchmarks.test_commands import run as benchmark
-from tests.cli.test_bench import SMALL
+from tests.cli.test_bench import QUICK
 from tests.support.runs import run
+
+ONCE = ("compare.rounds=1", "compare.profile_s=1")
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("emulation")]
 
 
 def test_the_limit_is_that_of_the_slow_link() -> None:
     options = ("--emulate", "2x1", "--inter-rate", "20mbit", "--schedules", "sequential,penstock")
-    result = run("bench", "--json", *options, *SMALL)
+    result = run("bench", "--json", *options, *QUICK)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert (found["ranks"], found["nodes"], found["inter_rate_bit_per_s"]) == (2, 2, 20e6)
@@ -28,7 +30,7 @@ def test_the_limit_is_that_of_the_slow_link() -> None:
 
 
 def test_a_benchmark_of_its_own_knows_the_rate() -> None:
-    options = ("--emulate", "2x1", "--inter-rate", "200mbit", "moe.num_experts=2", "compare.rounds=1")
+    options = ("--emulate", "2x1", "--inter-rate", "200mbit", "moe.num_experts=2", *ONCE)
     result = benchmark("dispatches", "--json", *options)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)

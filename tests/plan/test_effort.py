@@ -62,6 +62,7 @@ def test_the_usual_budget_leaves_no_published_planner_out() -> None:
         assert found.best.predicted_s <= evaluate(each, planner(each)).predicted_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effort", ["low", "usual"])
 def test_work_ends_soon_after_the_budget(effort: Effort) -> None:
     """The last simulation may exceed it, or the last order that is searched for, and nothing else."""
@@ -95,6 +96,7 @@ def looked(found: FoundPlan) -> Searched:
     return replace(found.searched, budget=0, allowed=0, stopped=None)
 
 
+@pytest.mark.slow
 def test_every_choice_is_counted_once() -> None:
     """Simulated, ruled out and left out are all there are, whatever the budget; some are not in the space."""
     each = problem((True, True))

@@ -19,6 +19,7 @@ SLOW_LINK = ClusterConfig(flops_per_s=1e12, link_bytes_per_s=1e7, link_latency_s
 SLOW_DEVICE = ClusterConfig(flops_per_s=1e8, link_bytes_per_s=1e10, link_latency_s=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "lane", "what"),
     [(SLOW_LINK, "inter", "inter-node bandwidth"), (SLOW_DEVICE, "compute", "faster devices")],

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from penstock.config import ConfigError
 from penstock.decision import Decision, Field, register, unregister
-from penstock.plan import MemoryBudget, Problem, Progress, estimate_memory, evaluate, find_plan
+from penstock.plan import FoundPlan, MemoryBudget, Problem, Progress, estimate_memory, evaluate, find_plan
 from penstock.plan import search as module
 from penstock.plan.effort import Effort
 from penstock.plan.published import PUBLISHED
@@ -28,6 +28,13 @@ def few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "ALL_REDUCE_PIECES", (1, 4))
 
 
+@pytest.fixture(scope="module")
+def usual() -> tuple[FoundPlan, list[Progress]]:
+    """The plan of the usual problem, and what was told on the way."""
+    steps: list[Progress] = []
+    return find_plan(problem(), progress=steps.append), steps
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_pieces")
 @draws(12)
@@ -43,6 +50,7 @@ def test_no_choice_is_better_than_the_plan(each: Problem) -> None:
     assert found.lower_bound_s <= found.best.predicted_s * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_partition_is_tried_with_the_best_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Degrees are searched with all of a layer's gradients in one gap, then gaps are planned for the best."""
     each, looked = problem((True, True, True)), []
@@ -63,6 +71,7 @@ def test_partition_is_tried_with_the_best_cut(monkeypatch: pytest.MonkeyPatch) -
     assert len({(choice.chunks, choice.backward_chunks) for _, choice in looked}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effort", ["low", "usual"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_never_worse_than_a_published_planner(effort: Effort, batch: int) -> None:
@@ -72,16 +81,16 @@ def test_never_worse_than_a_published_planner(effort: Effort, batch: int) -> Non
         assert found.best.predicted_s <= evaluate(each, planner(each)).predicted_s, name
 
 
-def test_the_same_problem_has_the_same_plan() -> None:
-    first, second = (find_plan(problem()) for _ in range(2))
+@pytest.mark.slow
+def test_the_same_problem_has_the_same_plan(usual: tuple[FoundPlan, list[Progress]]) -> None:
+    first, second = usual[0], find_plan(problem())
     assert first.best.choice == second.best.choice
     assert first.best.plan.schedule.digest == second.best.plan.schedule.digest
     assert [each.choice for each in first.others] == [each.choice for each in second.others]
 
 
-def test_the_plan_is_what_it_says() -> None:
-    each = problem()
-    found = find_plan(each)
+def test_the_plan_is_what_it_says(usual: tuple[FoundPlan, list[Progress]]) -> None:
+    each, (found, _) = problem(), usual
     best = found.best
     best.plan.schedule.check(best.plan.graph)
     assert evaluate(each, best.choice).predicted_s == best.predicted_s
@@ -92,15 +101,16 @@ def test_the_plan_is_what_it_says() -> None:
     assert {other.choice.schedule for other in found.others} >= {"sequential", "moe_pipeline", "flowmoe"}
 
 
-def test_local_search_is_no_worse_than_its_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    searched = find_plan(problem()).best
+@pytest.mark.slow
+def test_local_search_is_no_worse_than_its_rules(
+    usual: tuple[FoundPlan, list[Progress]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(module.SEARCHED, "usual", 0)
-    assert searched.predicted_s <= find_plan(problem()).best.predicted_s
+    assert usual[0].best.predicted_s <= find_plan(problem()).best.predicted_s
 
 
-def test_progress_is_shown_and_never_goes_back() -> None:
-    steps: list[Progress] = []
-    find_plan(problem(), progress=steps.append)
+def test_progress_is_shown_and_never_goes_back(usual: tuple[FoundPlan, list[Progress]]) -> None:
+    _, steps = usual
     assert {step.stage for step in steps} >= {"first plans", "published planners", "better orders"}
     best = [step.best_s for step in steps if step.best_s is not None]
     assert best == sorted(best, reverse=True)
@@ -146,6 +156,7 @@ def test_a_thousand_ranks_and_64_layers() -> None:
 # ---- memory ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_chosen() -> None:
     """Fewer microbatches need more for what is under way."""
     each = problem(batch=8)
@@ -181,6 +192,7 @@ def warmth() -> Iterator[None]:
     unregister(WARMTH.name)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warmth")
 def test_a_registered_decision_takes_part() -> None:
     found = {(choice.schedule, choice.value("warmth")) for choice in space(problem())}

@@ -17,6 +17,7 @@ from tests.support.draws import draws
 NAMES: tuple[TunerName, ...] = ("bayesian", "grid", "random")
 SIZES = SizeRange(least_bytes=1 << 17, most_bytes=1 << 24)
 SAMPLES = 8
+EACH = [pytest.param("bayesian", marks=pytest.mark.slow), "grid", "random"]
 
 byte_counts = st.integers(1, 1 << 32)
 StepTime = Callable[[int], float]
@@ -72,7 +73,7 @@ def test_a_model_without_gradients_to_reduce_has_one_size() -> None:
 # ---- every tuner -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 @draws(8)
 @given(start=byte_counts)
 def test_the_first_size_is_the_start(name: TunerName, start: int) -> None:
@@ -80,14 +81,14 @@ def test_the_first_size_is_the_start(name: TunerName, start: int) -> None:
     assert tuner.ask() == tuner.ask() == SIZES.clamp(start)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_sizes_stay_in_the_range_and_are_whole_numbers(name: TunerName) -> None:
     _, asked = tuned(name, bumpy)
     assert all(type(size) is int for size in asked)
     assert all(SIZES.least_bytes <= size <= SIZES.most_bytes for size in asked)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_the_same_seed_asks_for_the_same_sizes(name: TunerName) -> None:
     assert tuned(name, bumpy, seed=3)[1] == tuned(name, bumpy, seed=3)[1]
 
@@ -96,7 +97,7 @@ def test_another_seed_asks_for_other_random_sizes() -> None:
     assert tuned("random", bumpy, seed=3)[1] != tuned("random", bumpy, seed=4)[1]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_the_best_was_measured(name: TunerName) -> None:
     tuner, asked = tuned(name, bumpy)
     assert tuner.best.size_bytes in asked
@@ -119,7 +120,7 @@ def test_more_samples_than_agreed_begin_again() -> None:
     assert asked[3:] == asked[:2]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_a_range_of_one_size(name: TunerName) -> None:
     sizes = SizeRange(least_bytes=4096, most_bytes=4096)
     tuner = build_tuner(name, start_bytes=1 << 20, sizes=sizes, samples=4)
@@ -138,7 +139,7 @@ def test_a_grid_covers_the_range() -> None:
     assert places[0] < 0.1 and places[-1] > 0.9 and max(steps) < 1.1 * min(steps)
 
 
-@pytest.mark.parametrize("start", [1 << 17, 1 << 20, 1 << 24])
+@pytest.mark.parametrize("start", [pytest.param(1 << 17, marks=pytest.mark.slow), 1 << 20, 1 << 24])
 def test_a_bayesian_tuner_finds_the_better_of_two_minima(start: int) -> None:
     """Also from the far end; the other minimum is 10 % slower, and a grid is no better by 3 %."""
     found = tuned("bayesian", bumpy, start=start)[0].best.seconds

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,13 @@ def receive(pipe: Connection) -> Any:
     return pickle.loads(pipe.recv_bytes())
 
 
+def forking() -> ForkServerContext:
+    """Starts processes that have imported already what ranks need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class RankPool:
     """`world_size` processes. `run(function, ...)` calls `function(rank, ...)` on all of them.
 
@@ -64,8 +72,7 @@ class RankPool:
     def __init__(self, world_size: int) -> None:
         from torch._C._distributed_c10d import TCPStore
 
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = forking()
         self.world_size, self.alive = world_size, True
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._pipes: list[Connection] = []

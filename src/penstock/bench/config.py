@@ -33,7 +33,8 @@ class CompareConfig:
     rounds: measured steps of each. warmup: steps before them.
     batch_per_device: samples per rank and step. seed: of weights and data.
     tune: predict every schedule with several numbers of pieces and compare it at its best.
-    profile_s: seconds to measure links and tasks for, before a plan is sought (`--plan`).
+    profile_s: seconds to measure links and tasks for, before a plan is sought (`--plan`); for given schedules
+    at most so many, and at most 20.
     """
 
     schedules: Names = ("sequential", "moe_pipeline", "flowmoe")

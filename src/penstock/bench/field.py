@@ -120,7 +120,8 @@ def predicted(stacks: Stacks) -> dict[str, list[Candidate]]:
     names = stacks.config.compare.schedules
     tried = {name: variants(stacks.config, name) for name in names}
     schedules = [variant for several in tried.values() for variant in several]
-    file = profile_schedules(stacks.run_config, stacks.machinery, schedules, COMPUTE_S)
+    budget_s = min(COMPUTE_S, stacks.config.compare.profile_s)
+    file = profile_schedules(stacks.run_config, stacks.machinery, schedules, budget_s)
     problem = run_problem(stacks.run_config, stacks.layout, file)
     return {
         name: [evaluate(problem, variant.decision(problem.workload.dispatch)) for variant in several]

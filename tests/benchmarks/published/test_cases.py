@@ -67,6 +67,7 @@ def test_at_a_tie_the_paper_s_strict_conditions_do_not_hold() -> None:
     assert closed_form_s(part, 4) == makespan_s(part, 4) == 10.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("alike", "worst", "usual"), [(True, 0.04, 1e-3), (False, 2.0, 0.06)])
 def test_what_the_published_search_costs(alike: bool, worst: float, usual: float) -> None:
     """Its degree against the exact one, both simulated: close where AG and RS are alike, not elsewhere."""

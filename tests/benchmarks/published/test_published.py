@@ -116,6 +116,7 @@ def test_a_gain_is_the_mean_of_ratios() -> None:
     assert Gain.of("x", [1.0, 2.0]) == Gain(contender="x", mean=1.5, least=1.0, most=2.0)
 
 
+@pytest.mark.slow
 def test_the_module_is_a_command() -> None:
     command = [sys.executable, "-m", "benchmarks.published", "--json", "--sample", "1", "--joint", "0"]
     run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)

@@ -1,0 +1,76 @@
+"""The command on ranks that are forked off a process that has loaded torch: a run costs what it does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from tests.support.ranks import forking
+from tests.support.runs import clean_environ
+
+
+def run_forked(
+    processes: int, *arguments: str | Path, timeout_s: float = 150
+) -> subprocess.CompletedProcess[str]:
+    """Run `penstock` to its end on ranks that find in their environment what torchrun leaves there.
+
+    All that `penstock` does, but for starting them: for that see `tests.support.runs.run`. The exit code is
+    the largest; output and errors are those of all ranks.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    words = list(map(str, arguments))
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        out, errors = Path(folder) / "out", Path(folder) / "errors"
+        ranks: list[BaseProcess] = []
+        for rank in range(processes):
+            environ = clean_environ() | _environ(rank, processes, store.port)
+            rank_of = forking().Process(target=_be_rank, args=(words, environ, out, errors), daemon=True)
+            rank_of.start()
+            ranks.append(rank_of)
+        codes = _ends(ranks, time.monotonic() + timeout_s)
+        return subprocess.CompletedProcess(words, max(codes), out.read_text(), errors.read_text())
+
+
+def _environ(rank: int, processes: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _be_rank(words: list[str], environ: dict[str, str], out: Path, errors: Path) -> None:
+    from penstock.cli import main
+
+    for path, descriptor in ((out, 1), (errors, 2)):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, descriptor)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = ["penstock", *words]
+    sys.exit(main(words))
+
+
+def _ends(ranks: list[BaseProcess], deadline_s: float) -> list[int]:
+    """Exit codes; AssertionError if they take too long. None is left."""
+    try:
+        for rank in ranks:
+            rank.join(deadline_s - time.monotonic())
+        codes = [rank.exitcode for rank in ranks]
+        assert None not in codes, "the run did not end"
+        return [code for code in codes if code is not None]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
