@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
+from penstock.moe.gates.soft import SoftGate
 from penstock.moe.shard_routes import (
     FusedRoutes,
     GatheredRoutes,
@@ -11,7 +12,7 @@ from penstock.moe.shard_routes import (
     ShardPlace,
     ShardRouteMaker,
 )
-from penstock.step.shape import ExpertForm
+from penstock.step.shape import FORM_TOKENS, ExpertForm
 from penstock.topology import Layout
 
 MAKERS: dict[ExpertForm, type[ShardRouteMaker]] = {
@@ -24,6 +25,7 @@ MAKERS: dict[ExpertForm, type[ShardRouteMaker]] = {
 
 def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
     """What makes the routes of a layer on this rank. Raises ValueError for an order that cannot be shared."""
+    _check_whole_samples(moe, layout, form)
     shared = layout.esp_size > 1 or (layout.mp_size > 1 and form in ("s2", "baseline"))
     if not shared:
         return RouteMaker(moe.dispatch, layout.place, moe.order.row_counts)
@@ -40,6 +42,16 @@ def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
             "parallel.esp_size=1"
         )
     return MAKERS[form](moe.dispatch, layout.place, False, _place(layout, form))
+
+
+def _check_whole_samples(moe: MoELayer, layout: Layout, form: ExpertForm) -> None:
+    """A soft gate's slots are means over all tokens of a sample: a part of them gives other slots."""
+    if layout.mp_size > 1 and FORM_TOKENS[form] == "split" and isinstance(moe.gate, SoftGate):
+        raise ValueError(
+            f"moe.gate = soft mixes all tokens of a sample, and with mp_size = {layout.mp_size} and "
+            f"expert_form = {form} every rank routes its own part of them. Set schedule.expert_form=s2, or "
+            "parallel.mp_size=1"
+        )
 
 
 def _place(layout: Layout, form: ExpertForm) -> ShardPlace:
