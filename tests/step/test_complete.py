@@ -12,7 +12,7 @@ from penstock.graph import Graph, Name, ScheduleError, Task
 from penstock.mesh import Group
 from penstock.step import Stage, StepShape, build_graph
 from tests.step.support import Rewriting
-from tests.steps import task_at
+from tests.steps import SHARED, task_at
 
 SHAPE = StepShape(moe_layers=(True, True), microbatches=2, shared_experts=True, all_reduce_chunks=(2, 2))
 
@@ -92,6 +92,42 @@ def test_what_a_pass_must_not_lose(lost: str) -> None:
     stage = Stage.SETTLE if "AR" in why else Stage.WEIGHTS
     with pytest.raises(ScheduleError, match=re.escape(why)):
         build_graph(replace(SHAPE, more=(Rewriting("losing", stage, rewrite),)))
+
+
+SHARING = replace(SHAPE, sharing=SHARED)
+
+
+def over_other_samples(graph: Graph) -> Graph:
+    """Sum partial gradients of layer 1 as if every rank had all of them."""
+    return Graph.of(
+        replace(task, axes=Group.DATA) if task.op == "PR" and task.layer else task for task in graph.tasks
+    )
+
+
+LOST_BY_SHARING: dict[str, tuple[Callable[[Graph], Graph], str]] = {
+    "partial gradients": (
+        without("L1.PR.p0.B"),
+        "partial gradients of L1 are not reduced over the ranks, or not all of them: no PR of layer 1",
+    ),
+    "gradients of shards": (without("L0.AR.p1.B"), "gradients of L0 are not reduced over the ranks"),
+    "ranks of partial gradients": (
+        over_other_samples,
+        "L1.PR.p0.B sums over dp, and gradients of that kind are summed over dp x mp",
+    ),
+    "attention": (unread("L1.TG.m0.B", "d_hidden"), "nobody reads d_hidden of L1.TA.m0.B"),
+    "residual": (first_of("L0.ES.m1.B", "d_hidden"), "nobody reads d_hidden of L0.GT.m1.B"),
+    "shards": (unread("L0.X.m1.c0.B", "d_rows"), "nobody reads d_rows of L0.XS.m1.c0.B"),
+    "logits": (unread("L1.HV.m0.B", "d_logits"), "nobody reads d_logits of L1.HL.m0.B"),
+}
+"""The same of ranks that share attention and experts."""
+
+
+@pytest.mark.parametrize("lost", LOST_BY_SHARING)
+def test_what_a_pass_must_not_lose_where_ranks_share(lost: str) -> None:
+    rewrite, why = LOST_BY_SHARING[lost]
+    stage = Stage.WEIGHTS if "nobody reads" in why else Stage.SETTLE
+    with pytest.raises(ScheduleError, match=re.escape(why)):
+        build_graph(replace(SHARING, more=(Rewriting("losing", stage, rewrite),)))
 
 
 @pytest.mark.parametrize("chunks", [(1, 1), (3, 2), (2, 4)])

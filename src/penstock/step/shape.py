@@ -76,7 +76,7 @@ class StepShape:
     sharing: ranks that share attention or experts. expert_form: how rows meet all shards of their experts.
     pair_slices: slices of combine and the gather after it, which run at the same time (Parm's SAA, form s2).
     partial_all_reduce_chunks: as all_reduce_chunks, of gradients that ranks sharing attention have parts of;
-    empty = one piece per layer where ranks share attention.
+    empty = one piece per layer. Where no ranks share attention, there are none, whatever this says.
     """
 
     moe_layers: tuple[bool, ...]
@@ -103,7 +103,7 @@ class StepShape:
         defaults = {
             "all_reduce_chunks": 1,
             "expert_all_reduce_chunks": 0,
-            "partial_all_reduce_chunks": int(self.sharing.mp_size > 1),
+            "partial_all_reduce_chunks": 1,
         }
         for name, default in defaults.items():
             if not getattr(self, name):
