@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import resource
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.sharding import Sharding
-from penstock.train.checkpoint import (
-    MOMENTS,
-    Checkpoints,
-)
+from penstock.train.checkpoint import MOMENTS, CheckpointError, Checkpoints
 from penstock.train.optimizer import build_adamw, initialise_state
 from tests.support.parity import Case, batch_of, logical, parts_of, stack_of
 from tests.support.reference_moe import Weights
@@ -97,3 +97,27 @@ def loaded_by(rank: int, case: Case, path: Path) -> Weights:
     run = bare(rank, replace(case, seed=5), path.parent)
     assert run.load(path) == 2
     return state_of(run)
+
+
+def saved_with_little_room(rank: int, case: Case, folder: Path, full: int) -> str:
+    """The error of saving where rank `full` may write short files only, as on a full disk."""
+    run = trained(rank, case, folder)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        run.save(3)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return ""
+
+
+def saved_as_before(run: Checkpoints, step: int) -> Path:
+    """A checkpoint in the format of earlier versions: torch's own, with a pickle and without checksums."""
+    path = run.folder / f"step-{step:08d}"
+    tensors = {name: held.tensor for name, held in run._state().items()}
+    torch_save({**tensors, "train.step": torch.tensor(step)}, checkpoint_id=path, no_dist=True)
+    (path / "data.json").write_text(json.dumps(run.identity))
+    return path

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from penstock.config import ConfigError
 from penstock.train.checkpoint import (
     CheckpointError,
-    Checkpoints,
     DamagedCheckpointError,
     complete_checkpoints,
 )
@@ -26,12 +22,13 @@ from tests.support.checkpoints import (
     bare,
     check_equal,
     loaded_by,
+    saved_as_before,
     saved_by,
+    saved_with_little_room,
     state_of,
     train,
     trained,
 )
-from tests.support.parity import Case
 from tests.support.ranks import Pools
 
 # ---- the round trip ----------------------------------------------------------------------------------------
@@ -201,21 +198,6 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints").read_text() == "mine"
 
 
-def saved_with_little_room(rank: int, case: Case, folder: Path, full: int) -> str:
-    """The error of saving where rank `full` may write short files only, as on a full disk."""
-    run = trained(rank, case, folder)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == full:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
-    try:
-        run.save(3)
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    return ""
-
-
 @pytest.mark.parametrize(("world_size", "full"), [(1, 0), (2, 0), (2, 1)])
 def test_no_room_leaves_nothing_under_a_final_name(
     ranks: Pools, tmp_path: Path, world_size: int, full: int
@@ -231,15 +213,6 @@ def test_no_room_leaves_nothing_under_a_final_name(
 
 
 # ---- checkpoints of earlier versions -----------------------------------------------------------------------
-
-
-def saved_as_before(run: Checkpoints, step: int) -> Path:
-    """A checkpoint in the format of earlier versions: torch's own, with a pickle and without checksums."""
-    path = run.folder / f"step-{step:08d}"
-    tensors = {name: held.tensor for name, held in run._state().items()}
-    torch_save({**tensors, "train.step": torch.tensor(step)}, checkpoint_id=path, no_dist=True)
-    (path / "data.json").write_text(json.dumps(run.identity))
-    return path
 
 
 def test_an_old_checkpoint_is_read(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -16,8 +17,23 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.sharding import Sharding
 from penstock.step.shape import TokenLayout
-from penstock.train.checkpoint import CheckpointError, Checkpoints
-from tests.support.checkpoints import CASE, bare, check_equal, parts_in, state_of, train, trained
+from penstock.train.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    NotFiniteError,
+    complete_checkpoints,
+)
+from tests.support.checkpoints import (
+    CASE,
+    bare,
+    check_equal,
+    parts_in,
+    saved_as_before,
+    saved_with_little_room,
+    state_of,
+    train,
+    trained,
+)
 from tests.support.joining import joined
 from tests.support.parity import Case, check_close
 from tests.support.ranks import Pools
@@ -210,3 +226,42 @@ def test_a_damaged_file_is_refused_on_all_ranks(
     damaged.write_bytes(damaged.read_bytes()[:-8])
     texts = ranks(world.ranks).run(refused, world.case, path)
     assert len(set(texts)) == 1 and texts[0].startswith("DamagedCheckpointError"), texts
+
+
+# ---- what fails on one rank --------------------------------------------------------------------------------
+
+SHARED = World(4, 2, 2, 2)
+
+
+@pytest.mark.parametrize("full", range(4))
+def test_no_room_on_one_rank_ends_the_save_on_all(ranks: Pools, tmp_path: Path, full: int) -> None:
+    errors = ranks(4).run(saved_with_little_room, SHARED.case, tmp_path, full)
+    assert all(error.startswith("saving the checkpoint of step 3 failed") for error in errors), errors
+    assert complete_checkpoints(tmp_path) == []
+
+
+def not_finite(rank: int, case: Case, folder: Path, name: str, only: int) -> str:
+    run = trained(rank, case, folder)
+    if rank == only:
+        run.stack.model.get_parameter(name).data.view(-1)[-1] = float("nan")
+    try:
+        run.save(2)
+    except NotFiniteError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["output.weight", "blocks.1.feed_forward.experts.w_up"])
+def test_a_part_that_is_not_finite_is_not_saved(ranks: Pools, tmp_path: Path, name: str) -> None:
+    texts = ranks(4).run(not_finite, SHARED.case, tmp_path, name, 3)
+    assert len(set(texts)) == 1 and name in texts[0] and "on rank 3 is not finite" in texts[0]
+    assert complete_checkpoints(tmp_path) == []
+
+
+def test_an_old_checkpoint_is_read_part_by_part(ranks: Pools, saved: Saved, tmp_path: Path) -> None:
+    """One of earlier versions, which knew no parts."""
+    path = saved_as_before(trained(0, ALONE.case, tmp_path), 2)
+    results = ranks(4).run(loading, SHARED.case, path)
+    found = whole([result[0] for result in results])
+    for name, tensor in saved(ALONE).saved.items():
+        assert torch.equal(found[name], tensor), name
