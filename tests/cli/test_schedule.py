@@ -16,8 +16,25 @@ from penstock.schedule.schedule import parse_orders
 def test_prints_grid_and_timeline(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", name, "--layers", "2", "--microbatches", "2", "--chunks", "2"]) == 0
     text = capsys.readouterr().out
-    assert "compute" in text and "inter" in text and "AT0" in text
+    own = SCHEDULES[name].expert_form is not None
+    assert "compute" in text and "inter" in text and ("TA0" if own else "AT0") in text
     assert "TIME (simulated)" in text
+    assert ("intra " in text) is own
+
+
+def test_ranks_that_share_are_drawn_on_the_lane_inside_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    sharing = ["--mp-size", "4", "--esp-size", "2", "--tokens", "replicated", "--expert-form", "s1"]
+    assert main(["schedule", "lina", *sharing]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "4 ranks share attention (mp), 2 every expert (esp); between blocks tokens are replicated" in text
+    assert "rows reach all shards as in s1" in text and "on 8 ranks with 2 experts each (ep 4)" in text
+    assert main(["schedule", "fsmoe", "--mp-size", "1", "--esp-size", "1"]) == 0
+    assert "intra " not in capsys.readouterr().out
+
+
+def test_sizes_that_the_drawn_step_cannot_have_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "parm_s1", "--esp-size", "5"]) == 2
+    assert "esp_size = 5" in (error := capsys.readouterr().err) and "Nearest valid: 4" in error
 
 
 def test_json_holds_the_schedule_itself(capsys: pytest.CaptureFixture[str]) -> None:

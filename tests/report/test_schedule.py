@@ -1,6 +1,8 @@
 """What `penstock schedule` prints: the whole text once, then the facts behind it for every schedule."""
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,8 @@ from penstock.report import ScheduleDescription, describe_schedule
 from penstock.schedule import SCHEDULES, Schedule
 from penstock.schedule.schedule import parse_orders
 from penstock.step import build_graph
+from penstock.step.shape import TokenLayout
+from tests.steps import SHARED
 
 SETTING = """\
 model        1 MoE layer, hidden 512, 8 GELU experts of 1024, top-2, dropless, vocabulary 256
@@ -93,6 +97,29 @@ def test_notes_say_what_a_schedule_does_not_read() -> None:
     assert describe("flowmoe").notes == ("flowmoe ignores chunks = 2 and runs with 1",)
     assert describe("flowmoe", chunks=1).notes == ()
     assert "moe_pipeline ignores microbatches = 2 and runs with 1" in describe("moe_pipeline").notes
+
+
+def test_notes_say_where_a_form_changes_nothing() -> None:
+    def notes(name: str, **given: Any) -> tuple[str, ...]:
+        fixed: dict[str, Any] = {"layers": 1, "microbatches": 1, "chunks": None, "all_reduce_chunks": 1}
+        return describe_schedule(name, **fixed, **given).notes
+
+    assert notes("lina", expert_form="s1") == ("lina ignores expert_form = s1 and runs with gather",)
+    assert notes("lina", expert_form="s1", sharing=SHARED) == ()
+    assert notes("parm_s2", expert_form="s1") == ("parm_s2 ignores expert_form = s1 and runs with s2",)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("tokens", ["split", "replicated"])
+def test_ranks_that_share_have_an_order_within_its_bounds_too(name: str, tokens: TokenLayout) -> None:
+    sharing = replace(SHARED, tokens=tokens)
+    description = describe_schedule(
+        name, layers=2, microbatches=2, chunks=2, all_reduce_chunks=2, sharing=sharing
+    )
+    assert description.shape.sharing == sharing
+    assert "intra " in description.grid
+    assert 0 < description.efficiency <= description.order_efficiency <= 1 + 1e-9
+    assert "ignores chunks = 2" not in " ".join(describe("parm_s2").notes)
 
 
 def test_speedup_is_over_sequential_on_the_same_cluster() -> None:

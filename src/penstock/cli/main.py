@@ -14,6 +14,7 @@ from penstock.cli.plan import add_plan
 from penstock.cli.run import exit_code, parse
 from penstock.config import ConfigError
 from penstock.schedule import SCHEDULES
+from penstock.step.shape import FORM_TOKENS
 
 MOST_PIECES = 64
 
@@ -94,8 +95,25 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     schedule.add_argument(
         "--all-reduce-chunks", type=_count, default=4, metavar="K", help="chunks per layer's all-reduce (4)"
     )
+    _add_sharing(schedule)
     schedule.add_argument("--json", action="store_true", help="print one JSON object")
     schedule.set_defaults(run=_schedule)
+
+
+def _add_sharing(schedule: argparse.ArgumentParser) -> None:
+    own = ", ".join(name for name, system in SCHEDULES.items() if system.expert_form)
+    schedule.add_argument(
+        "--mp-size", type=_count, metavar="N", help=f"ranks that share attention (2 for {own}; else 1)"
+    )
+    schedule.add_argument("--esp-size", type=_count, metavar="N", help="ranks that share every expert (same)")
+    schedule.add_argument(
+        "--tokens",
+        choices=dict.fromkeys(FORM_TOKENS.values()),
+        help="what ranks that share attention have of every sample between blocks (split)",
+    )
+    schedule.add_argument(
+        "--expert-form", choices=FORM_TOKENS, help="how rows meet all shards of their experts (gather)"
+    )
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

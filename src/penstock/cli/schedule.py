@@ -6,11 +6,14 @@ import argparse
 import json
 
 from penstock.report import describe_schedule
+from penstock.report.schedule import usual_sharing
+from penstock.step import Sharing
 from penstock.words import terminal_width
 
 
 def print_schedule(options: argparse.Namespace) -> int:
     """Print for the terminal's width, or one JSON object."""
+    usual = usual_sharing(options.name)
     description = describe_schedule(
         options.name,
         layers=options.layers,
@@ -18,6 +21,12 @@ def print_schedule(options: argparse.Namespace) -> int:
         chunks=options.chunks,
         backward_chunks=options.backward_chunks,
         all_reduce_chunks=options.all_reduce_chunks,
+        sharing=Sharing(
+            mp_size=options.mp_size or usual.mp_size,
+            esp_size=options.esp_size or usual.esp_size,
+            tokens=options.tokens or usual.tokens,
+        ),
+        expert_form=options.expert_form,
         width=terminal_width(),
     )
     print(json.dumps(description.to_dict()) if options.json else description.to_text())

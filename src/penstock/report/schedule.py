@@ -11,15 +11,20 @@ from typing import Any
 from penstock.config import ConfigError, check_name
 from penstock.cost import ClusterConfig, StepCost, Workload
 from penstock.decision import Decision, GradientBytes
+from penstock.mesh import holders
 from penstock.report.timeline import duration_text, render_timeline
 from penstock.schedule import SCHEDULES, StepPlan, System, plan_step
 from penstock.simulate import LowerBound, lower_bound, overlap_efficiency, simulate
-from penstock.step import StepShape
+from penstock.step import Sharing, StepShape
+from penstock.step.shape import FORM_TOKENS, ExpertForm
 from penstock.trace import Occupation, TaskRecord, occupation
 from penstock.words import counted
 
 SLOW_LINK_BYTES_PER_S = 5e7
 """With it the representative step communicates for about half as long as it computes."""
+
+SHARERS = (1, 2, 4, 8)
+"""Ranks that can share the step that is drawn, whose widths are powers of two."""
 
 BASELINE = "sequential"
 LABEL_WIDTH = 13
@@ -110,6 +115,7 @@ class ScheduleDescription:
 
     def _setting(self) -> Iterator[tuple[str, str]]:
         work, shape = self.workload, self.shape
+        sharers = "rank" if work.mp_size == 1 else f"{work.mp_size} ranks"
         yield (
             "model",
             f"{counted(shape.num_layers, 'MoE layer')}, hidden {work.hidden_size}, "
@@ -118,10 +124,12 @@ class ScheduleDescription:
         )
         yield (
             "step",
-            f"batch {work.batch} x {work.seq_len} tokens per rank, float32, on {work.world_size} ranks with "
-            f"{work.placement.slots} experts each (ep {work.ep_size})",
+            f"batch {work.batch} x {work.seq_len} tokens per {sharers}, float32, on {work.world_size} ranks "
+            f"with {work.placement.slots} experts each (ep {work.ep_size})",
         )
-        yield "cluster", _cluster_text(self.cluster)
+        if not shape.sharing.is_none:
+            yield "sharing", _sharing_text(shape)
+        yield "cluster", _cluster_text(self.cluster, nodes=not shape.sharing.is_none)
         yield "pieces", _pieces_text(shape)
         yield from (("note", note) for note in self.notes)
 
@@ -160,14 +168,17 @@ def describe_schedule(
     chunks: int | None,
     backward_chunks: int | None = None,
     all_reduce_chunks: int,
+    sharing: Sharing | None = None,
+    expert_form: ExpertForm | None = None,
     cluster: ClusterConfig | None = None,
     width: int = 110,
 ) -> ScheduleDescription:
     """Plan and simulate schedule `name` on a small representative step. Without `cluster`, a slow link.
 
-    chunks: None = the schedule's usual; backward_chunks: None = as many as forward.
+    chunks: None = the schedule's usual; backward_chunks: None = as many as forward. sharing: on two nodes, as
+    many ranks of each as it needs; None = `usual_sharing`. Raises ConfigError for what this step cannot have.
     """
-    check_name("schedule", name, SCHEDULES)
+    sharing = usual_sharing(name) if sharing is None else sharing
     counts = {
         "layers": layers,
         "microbatches": microbatches,
@@ -177,17 +188,20 @@ def describe_schedule(
     for key, value in {**counts, "all_reduce_chunks": all_reduce_chunks}.items():
         if value is not None and value < 1:
             raise ConfigError(key, value, "must be at least 1", "Use 1 or more.")
+    _check_sharing(sharing)
     cluster = cluster or ClusterConfig(link_bytes_per_s=SLOW_LINK_BYTES_PER_S)
-    workload = _workload(layers, microbatches)
     asked = Decision(
         schedule=name,
         microbatches=microbatches,
         chunks=chunks,
         backward_chunks=backward_chunks,
-        all_reduce_chunk_bytes=-(-workload.all_reduce_bytes[0] // all_reduce_chunks),
+        expert_form=expert_form,
     )
-    run = _run(asked, workload, cluster)
-    baseline = _run(replace(asked, schedule=BASELINE), workload, cluster)
+    workload = _workload(layers, microbatches, sharing, asked.form)
+    size = -(-workload.all_reduce_bytes[0] // all_reduce_chunks)
+    asked = replace(asked, all_reduce_chunk_bytes=size)
+    run = _run(asked, workload, cluster, sharing)
+    baseline = _run(replace(asked, schedule=BASELINE), workload, cluster, sharing)
     return ScheduleDescription(
         name=name,
         about=_about(SCHEDULES[name]),
@@ -215,14 +229,39 @@ def _about(system: System) -> str:
 # ---- the representative step -------------------------------------------------------------------------------
 
 
-def _workload(layers: int, microbatches: int) -> Workload:
+def usual_sharing(name: str) -> Sharing:
+    """Pairs of ranks that share attention and experts where schedule `name` says how rows meet shards.
+
+    Tokens lie between blocks as it wants them at the gate. Raises ConfigError for a name that is none.
+    """
+    check_name("schedule", name, SCHEDULES)
+    form = SCHEDULES[name].expert_form
+    return Sharing(mp_size=2, esp_size=2, tokens=FORM_TOKENS[form]) if form else Sharing()
+
+
+def _check_sharing(sharing: Sharing) -> None:
+    for key, value in (("mp_size", sharing.mp_size), ("esp_size", sharing.esp_size)):
+        if value not in SHARERS:
+            nearest = min(SHARERS, key=lambda size: abs(size - value))
+            why = f"the step that is drawn can be shared by {', '.join(map(str, SHARERS))} ranks"
+            raise ConfigError(key, value, why, f"Nearest valid: {nearest}.")
+
+
+def _workload(layers: int, microbatches: int, sharing: Sharing, form: ExpertForm) -> Workload:
     """A small float32 step in which neither computing nor a slow link is negligible.
 
     Every microbatch holds at least one sample. Experts have no replicas, so only what is replicated
-    (attention and gate) is reduced.
+    (attention and gate; norms only where ranks have parts of their gradients) is reduced. Ranks that share
+    something fill two nodes.
     """
-    hidden_size, num_experts = 512, 8
-    dense_bytes = 4 * (4 * hidden_size**2 + hidden_size * num_experts)
+    hidden_size, node_size = 512, max(sharing.mp_size, sharing.esp_size)
+    world_size = 4 if sharing.is_none else 2 * node_size
+    ep_size = holders(world_size, sharing.esp_size)
+    num_experts = max(8, ep_size)
+    gate_bytes, attention_bytes = 4 * hidden_size * num_experts, 4 * 4 * hidden_size**2 // sharing.mp_size
+    shared = sharing.mp_size > 1
+    gate_parts = shared and FORM_TOKENS[form] == "split"
+    norm_bytes = 4 * 2 * hidden_size * shared
     return Workload(
         batch=max(4, microbatches),
         seq_len=256,
@@ -234,11 +273,15 @@ def _workload(layers: int, microbatches: int) -> Workload:
         expert_matrices=2,
         capacity_factor=None,
         min_capacity=0,
-        world_size=4,
-        ep_size=4,
+        world_size=world_size,
+        ep_size=ep_size,
+        mp_size=sharing.mp_size,
+        esp_size=sharing.esp_size,
+        devices_per_node=0 if sharing.is_none else node_size,
         element_bytes=4,
-        all_reduce_bytes=(dense_bytes,) * layers,
+        all_reduce_bytes=(attention_bytes + gate_bytes * (not gate_parts),) * layers,
         expert_all_reduce_bytes=(0,) * layers,
+        partial_all_reduce_bytes=(norm_bytes + gate_bytes * gate_parts,) * layers,
     )
 
 
@@ -252,12 +295,14 @@ class _Run:
     bound: LowerBound
 
 
-def _run(asked: Decision, workload: Workload, cluster: ClusterConfig) -> _Run:
+def _run(asked: Decision, workload: Workload, cluster: ClusterConfig, sharing: Sharing) -> _Run:
     def cost_of(shape: StepShape) -> StepCost:
         return StepCost(shape, workload, cluster)
 
-    shape = StepShape(moe_layers=(True,) * len(workload.all_reduce_bytes))
-    gradients = GradientBytes(workload.all_reduce_bytes, workload.expert_all_reduce_bytes)
+    shape = StepShape(moe_layers=(True,) * len(workload.all_reduce_bytes), sharing=sharing)
+    gradients = GradientBytes(
+        workload.all_reduce_bytes, workload.expert_all_reduce_bytes, workload.partial_all_reduce_bytes
+    )
     plan = plan_step(asked, shape, gradients, cost_of)
     cost, ranks = cost_of(plan.shape), workload.mesh
     timeline = simulate(plan.schedule, plan.graph, cost, ranks)
@@ -273,19 +318,30 @@ def _notes(asked: Decision, shape: StepShape, all_reduce_chunks: int) -> Iterato
     """What was asked for and has no effect, read off the shape that the system made."""
     used = {
         "microbatches": (shape.microbatches, asked.microbatches),
-        "chunks": (shape.chunks, asked.chunks),
+        "chunks": (max(shape.chunks, shape.pair_slices), asked.chunks),
         "backward_chunks": (shape.backward_chunks, asked.backward_chunks),
         "all_reduce_chunks": (max(shape.all_reduce_chunks), all_reduce_chunks),
+        "expert_form": ("gather" if shape.sharing.is_none else shape.expert_form, asked.expert_form),
     }
     for key, (ran, wanted) in used.items():
         if wanted not in (None, ran):
             yield f"{asked.schedule} ignores {key} = {wanted} and runs with {ran}"
 
 
-def _cluster_text(cluster: ClusterConfig) -> str:
+def _sharing_text(shape: StepShape) -> str:
+    sharing = shape.sharing
     return (
-        f"link {cluster.link_bytes_per_s / 1e6:g} MB/s, latency {duration_text(cluster.link_latency_s)}; "
-        f"per rank {cluster.flops_per_s / 1e9:g} GFLOP/s, memory {cluster.memory_bytes_per_s / 1e9:g} GB/s"
+        f"{counted(sharing.mp_size, 'rank')} share attention (mp), {sharing.esp_size} every expert (esp); "
+        f"between blocks tokens are {sharing.tokens}; rows reach all shards as in {shape.expert_form}"
+    )
+
+
+def _cluster_text(cluster: ClusterConfig, *, nodes: bool) -> str:
+    inside = f" between nodes, {cluster.intra_bytes_per_s / 1e6:g} MB/s inside" if nodes else ""
+    return (
+        f"link {cluster.link_bytes_per_s / 1e6:g} MB/s{inside}, latency "
+        f"{duration_text(cluster.link_latency_s)}; per rank {cluster.flops_per_s / 1e9:g} GFLOP/s, "
+        f"memory {cluster.memory_bytes_per_s / 1e9:g} GB/s"
     )
 
 
@@ -294,5 +350,7 @@ def _pieces_text(shape: StepShape) -> str:
     chunks, backward = counted(shape.chunks, "chunk"), shape.backward_chunks
     if backward != shape.chunks:
         chunks = f"{shape.chunks} forward and {counted(backward, 'backward chunk')}"
+    if shape.pair_slices > 1:
+        chunks = f"{shape.pair_slices} slices of what runs at the same time"
     reduced = counted(max(shape.all_reduce_chunks), "all-reduce chunk")
     return f"{microbatches}, {chunks} per MoE layer, {reduced} per layer"
