@@ -119,7 +119,7 @@ class StepContext:
     part: the batch as far as this rank has tokens of its own, where ranks share those of every sample;
     tensor: its place among them. makers: what makes the routes of each layer; None for a dense one. segment:
     makes a compute segment. degrees: the numbers of chunks in which rows of an MoE layer travel. weights:
-    makes what a slice's weight gradients are left to. marks: [5] float64, to sum with the statistics.
+    makes what a slice's weight gradients are left to. marks: [6] float64, to sum with the statistics.
     loss_gradient: known when the backward half begins. total, marks_total: known when the statistics task
     has run.
     """

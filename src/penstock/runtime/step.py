@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
 from penstock.runtime.checks.marks import agree, mismatch, raise_mismatch
 from penstock.runtime.checks.misuse import raise_replaced
+from penstock.runtime.checks.samples import check_samples, with_samples
 from penstock.runtime.executor import Execution
 from penstock.runtime.handlers import Batch, StepContext, TensorPlace
 from penstock.runtime.segment import PassThrough, Segment
@@ -48,7 +49,7 @@ class Step:
             transports=machinery.transports,
             buckets=self.buckets,
             codec=stack.codec,
-            marks=stack.gradients.to_sum,
+            marks=with_samples(stack.gradients.to_sum, batch, layout),
         )
         program = stack.program(training=training)
         self.execution = Execution(stack.plan, program, machinery.lanes, self.context, machinery.layout.rank)
@@ -78,6 +79,7 @@ class Step:
         assert total is not None and gradients.marks is not None, "the statistics task has run"
         if device == "cuda" and not gradients.taken_up:
             return  # reading the sums would make the host wait; a rank that has changed something does
+        check_samples(total, machinery.layout)
         if not agree(total.tolist(), machinery.layout):
             if device == "cuda":
                 raise mismatch(gradients.changes(machinery.layout.rank))

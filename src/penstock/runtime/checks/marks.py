@@ -1,6 +1,6 @@
 """Whether all ranks train the same parameters from the same values, found out without an exchange of its own.
 
-Every rank adds five numbers to the sums of the statistics task, weighted so that they cancel where ranks
+Every rank adds six numbers to the sums of the statistics task, weighted so that they cancel where ranks
 agree. A rank that froze, replaced or added something by itself is seen before any gradient is reduced.
 
 All ranks must have parameters of the same names and shapes; values are compared between ranks that hold the
@@ -21,8 +21,9 @@ from penstock.mesh import Axes, Group
 from penstock.runtime.errors import ParameterMismatchError
 from penstock.topology import Control, Layout
 
-FIELDS = 5
-"""A one (to count ranks), then names with shapes, and values, of what is no expert's, and of experts."""
+FIELDS = 6
+"""A one (to count ranks), then names with shapes, and values, of what is no expert's, and of experts; and the
+samples of the step, see `checks.samples`."""
 PIECE = 1 << 20
 TOLERANCE = 1e-3
 """Values drawn apart differ by about one; those of the same seed on different processors by rounding."""
@@ -70,14 +71,15 @@ class Marks:
 
     def numbers(self, layout: Layout) -> list[float]:
         """What this rank adds to the sums, [FIELDS]. What must cancel exactly is whole and below 2**53."""
-        world, replicas = _weight_among(Group.WORLD, layout), _weight_among(Group.EXPERT_REPLICAS, layout)
-        of_parts = _weight_among(Group.DATA, layout) * _values(self.parts)
+        world, replicas = weight_among(Group.WORLD, layout), weight_among(Group.EXPERT_REPLICAS, layout)
+        of_parts = weight_among(Group.DATA, layout) * _values(self.parts)
         return [
             1.0,
             float(world * _digest(self.replicated)),
             world * _values(self.whole) + of_parts,
             float(replicas * _digest(self.experts)),
             replicas * _values(self.experts),
+            0.0,
         ]
 
     @property
@@ -104,7 +106,7 @@ COMPARED: Mapping[str, Axes] = {
 """Which of a rank's entries must be alike along which axes."""
 
 
-def _weight_among(axes: Axes, layout: Layout) -> int:
+def weight_among(axes: Axes, layout: Layout) -> int:
     """With such weights equal numbers of a group add up to 0, and those of two groups do not make up for each
     other."""
     mesh, rank = layout.mesh, layout.rank
@@ -116,7 +118,7 @@ def agree(total: Sequence[float], layout: Layout) -> bool:
     """Whether the sums over ranks say that all are alike. True where a transport sums nothing."""
     if total[0] != layout.world_size:
         return True
-    _, layouts, values, expert_layouts, expert_values = total
+    _, layouts, values, expert_layouts, expert_values, _ = total
     return layouts == expert_layouts == 0 and abs(values) < TOLERANCE and abs(expert_values) < TOLERANCE
 
 

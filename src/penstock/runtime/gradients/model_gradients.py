@@ -40,7 +40,7 @@ class Gradients:
     """What is reduced with which layer. `holds` is asked before every step, `renew` when it says no.
 
     buckets: trained parameters only; frozen ones keep whatever gradient they have. marks: what ranks compare;
-    to_sum: the same as numbers [5], for the statistics task.
+    to_sum: the same as numbers [6], for the statistics task.
     """
 
     def __init__(

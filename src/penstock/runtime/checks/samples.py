@@ -1,0 +1,54 @@
+"""Whether ranks that share attention work on the same samples, found out without an exchange of its own.
+
+Their marks stand beside those of parameters (`checks.marks`) in the sums of the statistics task, weighted so
+that they cancel where the ranks of every group agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.mesh import Group
+from penstock.runtime.checks.marks import weight_among
+from penstock.runtime.handlers import Batch
+from penstock.topology import Layout
+
+PRIME, PERIOD, BASE = 2**31 - 1, 8191, 31
+
+
+def with_samples(marks: Tensor, batch: Batch, layout: Layout) -> Tensor:
+    """`marks` with this rank's samples as the last of them; as they are where no ranks share attention."""
+    if layout.mp_size == 1:
+        return marks
+    of_samples = weight_among(Group.TENSOR, layout) * _mark(batch).to(marks)
+    return torch.cat([marks[:-1], of_samples.view(1)])
+
+
+def check_samples(total: Tensor, layout: Layout) -> None:
+    """Raise ValueError, the same on all ranks, if the sums over ranks say that samples differ."""
+    if float(total[-1]) != 0:
+        raise ValueError(
+            f"ranks that share attention (mp_size = {layout.mp_size}) were given different samples. Give all "
+            "ranks of a group the same tokens, labels, sample_ids_B and valid_BL: those of layout.dp_rank"
+        )
+
+
+def _mark(batch: Batch) -> Tensor:
+    """A whole number below `PRIME`, of all that is known of the samples."""
+    found: Tensor = batch.tokens[0].new_zeros(())
+    keys = [key.sample_ids_B for key in batch.keys]
+    for pieces in (batch.tokens, batch.labels, keys, batch.valid or ()):
+        found = (found * BASE + _mark_of(pieces, found)) % PRIME
+    return found
+
+
+def _mark_of(pieces: Sequence[Tensor], zero: Tensor) -> Tensor:
+    """Weighted by place, so that samples that have changed places are seen."""
+    if not pieces:
+        return zero
+    numbers = torch.cat([piece.flatten() for piece in pieces]).long()
+    places = torch.arange(1, len(numbers) + 1, device=numbers.device) % PERIOD + 1
+    return ((numbers + 1) % PRIME * places).sum() % PRIME

@@ -1,0 +1,60 @@
+"""Ranks that share attention must work on the same samples: anything else is an error on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.decision import ScheduleConfig
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from tests.support.parity import Case, batch_of, stack_of
+from tests.support.ranks import Pools
+
+pytestmark = pytest.mark.slow
+CASE = Case(
+    world_size=4,
+    mp_size=2,
+    ep_size=2,
+    schedule=ScheduleConfig(name="flowmoe", microbatches=2),
+    model=ModelConfig(num_layers=1, hidden_size=8, num_heads=2, seq_len=5, vocab_size=12),
+    moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=6),
+    batch=3,
+)
+
+
+def stepped(rank: int, case: Case, what: str | None, only: int) -> str:
+    """The error of a step in which rank `only` has something of its own; "" if there is none."""
+    stack, mine = stack_of(rank, case), case.mine(rank)
+    tokens, labels = (each[mine].clone() for each in batch_of(case))
+    given = {
+        "tokens": tokens,
+        "labels": labels,
+        "ids": torch.arange(len(tokens)) + mine.start,
+        "valid": torch.ones_like(tokens, dtype=torch.bool),
+    }
+    if rank == only and what == "order":
+        given |= {"tokens": tokens.flip(0), "labels": labels.flip(0)}
+    elif rank == only and what is not None:
+        changed = given[what].clone()
+        changed.view(-1)[-1] = 0 if what == "valid" else int(changed.view(-1)[-1]) + 1
+        given[what] = changed % case.model.vocab_size if what in ("tokens", "labels") else changed
+    try:
+        stack(given["tokens"], given["labels"], given["ids"], given["valid"]).backward()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["tokens", "labels", "ids", "valid", "order"])
+def test_what_one_rank_has_for_itself_is_told_on_all(ranks: Pools, what: str) -> None:
+    for text in ranks(4).run(stepped, CASE, what, 3):
+        assert "(mp_size = 2) were given different samples" in text
+
+
+@pytest.mark.parametrize("mp_size", [1, 2, 4])
+def test_groups_may_have_different_samples(ranks: Pools, mp_size: int) -> None:
+    model = replace(CASE.model, num_heads=4)
+    assert ranks(4).run(stepped, replace(CASE, mp_size=mp_size, model=model), None, 0) == [""] * 4
