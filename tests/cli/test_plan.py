@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,15 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The plan that SMALL asks for in a file, and what was printed."""
+    path, out = tmp_path_factory.mktemp("plan") / "plan.json", io.StringIO()
+    with redirect_stdout(out):
+        assert main([*SMALL, "--out", str(path)]) == 0
+    return path, out.getvalue()
+
+
 @pytest.mark.slow
 def test_mixtral_is_planned_without_torch() -> None:
     """As on a laptop: no GPU, no network, and torch is never imported."""
@@ -66,10 +78,9 @@ def test_json_is_one_object_with_every_number(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.slow
 def test_a_plan_is_saved_shown_and_can_be_replayed(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    saved: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "plan.json"
-    text = run([*SMALL, "--out", str(path)], capsys)
+    path, text = saved
     assert f"saved to {path}" in " ".join(text.split())
     shown = run(["plan", "--show", str(path)], capsys)
     assert "GPT2-Tiny-MoE" in shown and "Plan " in shown and "as saved" in shown
@@ -98,10 +109,9 @@ def test_what_a_budget_cut_short_is_said_everywhere(
 
 @pytest.mark.slow
 def test_a_plan_that_was_edited_is_not_explained_by_its_old_lines(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    saved: tuple[Path, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    path = tmp_path / "plan.json"
-    run([*SMALL, "--out", str(path)], capsys)
+    path = shutil.copy(saved[0], tmp_path / "plan.json")
     shown = run(["plan", "--show", str(path)], capsys)
     assert "Edited" not in shown
     table = json.loads(path.read_text())
@@ -135,6 +145,8 @@ def test_a_training_configuration_is_planned(capsys: pytest.CaptureFixture[str])
         "data.batch_per_device=2",
         "--cluster",
         "flowmoe-cluster-2",
+        "--budget",
+        "0.01",
     ]
     text = run(words, capsys)
     assert "tiny.toml on flowmoe-cluster-2" in text and "1 layers (1 MoE)" in text
