@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.pairwise import leave_to_soak
 from tests.support.ranks import Pools
+from tests.support.runs import end_started
 from tests.support.workers import GroupScheduling
 
 settings.register_profile(
@@ -44,6 +45,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
     """Of several processes, one runs all tests of a group."""
     return GroupScheduling(config, log)
+
+
+def pytest_runtest_teardown() -> None:
+    """Runs that a failed test has left would keep the processors from all that follow."""
+    end_started()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -103,15 +104,29 @@ def check_refusal(code: int, out: str, error: str) -> None:
 
 
 def start(*arguments: str | Path, stderr: Path) -> subprocess.Popen[bytes]:
-    """Start `penstock` in its own process group, as a shell would."""
+    """Start `penstock` in its own process group, as a shell would; what remains of it ends with the test."""
     with stderr.open("wb") as errors:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command(*arguments),
             stdout=subprocess.DEVNULL,
             stderr=errors,
             env=clean_environ(),
             start_new_session=True,
         )
+    _STARTED.append(process)
+    return process
+
+
+_STARTED: list[subprocess.Popen[bytes]] = []
+
+
+def end_started() -> None:
+    """Kill what a test has started and, as it failed, not ended."""
+    while _STARTED:
+        process = _STARTED.pop()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def losses(folder: Path) -> dict[int, float]:
