@@ -111,7 +111,8 @@ def test_what_a_budget_cut_short_is_said_everywhere(
 def test_a_plan_that_was_edited_is_not_explained_by_its_old_lines(
     saved: tuple[Path, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    path = shutil.copy(saved[0], tmp_path / "plan.json")
+    path = tmp_path / "plan.json"
+    shutil.copy(saved[0], path)
     shown = run(["plan", "--show", str(path)], capsys)
     assert "Edited" not in shown
     table = json.loads(path.read_text())
