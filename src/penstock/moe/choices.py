@@ -40,13 +40,19 @@ class TokenChoice:
     """Every token names its k experts.
 
     experts_Tk: int64, best first; -1 throughout for padding. weights: [T, k], gate precision, differentiable.
-    masked: whether any -1 can occur.
+    masked: whether any -1 can occur. most: tokens that a fixed number of slots is made for; None = T.
     """
 
     experts_Tk: Tensor
     weights: Tensor
     sums: GateSums
     masked: bool = False
+    most: int | None = None
+
+    @property
+    def counted(self) -> int:
+        """Tokens that a fixed number of slots is made for."""
+        return len(self.experts_Tk) if self.most is None else self.most
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,13 @@ def placed(choice: Choice, placement: ExpertPlacement, rank: int) -> Choice:
         return replace(choice, tokens_ES=choice.tokens_ES[experts], weights=choice.weights[experts])
     mix_BLES, weights = (part.index_select(2, experts) for part in (choice.mix_BLES, choice.weights))
     return replace(choice, mix_BLES=mix_BLES, weights=weights)
+
+
+def made_for(choice: Choice, tokens: Tokens) -> Choice:
+    """The same choice, which knows for how many tokens slots are made where other ranks have more."""
+    if tokens.most is None or not isinstance(choice, TokenChoice):
+        return choice
+    return replace(choice, most=tokens.most)
 
 
 def count_choices(experts_Tk: Tensor, samples: int, num_experts: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.dispatch import Dispatch, find_dispatch
 from penstock.moe.balance import BALANCES
-from penstock.moe.choices import GateSums, placed
+from penstock.moe.choices import GateSums, made_for, placed
 from penstock.moe.config import BalanceGroup
 from penstock.moe.exchange import Alone, Exchange
 from penstock.moe.experts.base import Experts
@@ -131,7 +131,8 @@ class MoELayer(nn.Module):
         known_TM = x_TM
         if tokens.valid_T is not None:  # whatever stands in padding, a NaN too, reaches no sum
             known_TM = x_TM.masked_fill(~tokens.valid_T.unsqueeze(1), 0)
-        choice = placed(self.gate(known_TM, tokens), self.placement, self.ep_rank)
+        choice = made_for(self.gate(known_TM, tokens), tokens)
+        choice = placed(choice, self.placement, self.ep_rank)
         plan = self.order.plan(choice, chunks)
         rows_RM = self.hooks.run("before_dispatch", self.order.order(known_TM, choice, plan))
         return RoutedTokens(rows_RM, self.order.weights(choice), x_TM, choice.sums, plan)

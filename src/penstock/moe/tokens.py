@@ -16,11 +16,14 @@ class Tokens:
     samples: how many; there may be none. keys: what noise is keyed by; None draws it from PyTorch's own
     generator.
     valid_T: bool, False for padding, which goes to no expert and counts for nothing; None: all are valid.
+    most: tokens of the rank that has most, where ranks have different numbers and slots as many; None = all
+    have as many.
     """
 
     samples: int = 1
     keys: SampleKeys | None = None
     valid_T: Tensor | None = None
+    most: int | None = None
 
     def by_sample(self, values: Tensor) -> Tensor:
         """[T, ...] as [B, L, ...]; with no sample there is no token, and L is 0."""

@@ -81,19 +81,22 @@ NOTHING: Outputs = {}
 class Batch:
     """One rank's batch, cut into microbatches: lists over microbatches of [b, L] and [b].
 
-    valid: bool [b, L], False for padding; None if there is none.
+    valid: bool [b, L], False for padding; None if there is none. longest: tokens per sample of the rank that
+    has most, where ranks share those of every sample; None = all have as many.
     """
 
     tokens: Sequence[Tensor]
     labels: Sequence[Tensor]
     keys: Sequence[SampleKeys]
     valid: Sequence[Tensor] | None = None
+    longest: int | None = None
 
     def info(self, microbatch: int) -> Tokens:
         """What an MoE layer is told about a microbatch."""
-        keys = self.keys[microbatch]
+        keys, samples = self.keys[microbatch], len(self.tokens[microbatch])
+        most = None if self.longest is None else samples * self.longest
         valid_T = None if self.valid is None else self.valid[microbatch].flatten()
-        return Tokens(samples=len(keys.sample_ids_B), keys=keys, valid_T=valid_T)
+        return Tokens(samples=samples, keys=keys, valid_T=valid_T, most=most)
 
     def part(self, rank: int, ranks: int) -> Batch:
         """What the tokens of this rank are, where `ranks` share those of every sample."""
@@ -105,6 +108,7 @@ class Batch:
             labels=[labels_BL[:, here] for labels_BL in self.labels],
             keys=[replace(keys, first_token=first) for keys in self.keys],
             valid=None if self.valid is None else [valid_BL[:, here] for valid_BL in self.valid],
+            longest=max(sizes),
         )
 
     def num_tokens(self, microbatch: int) -> Tensor | int:

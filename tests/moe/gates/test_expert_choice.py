@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -58,6 +60,21 @@ def test_against_loops(case: Case, factor: float, least: int) -> None:
         (squared_log_partition(row) for t, row in enumerate(logits) if valid[t]), torch.zeros(()).double()
     )
     check_values(made, x_TM, [joined(found), choice.sums.z], [joined(weights), z])
+
+
+@draws(20)
+@given(cases(), st.integers(0, 9))
+def test_slots_are_made_for_the_rank_with_most_tokens(case: Case, more: int) -> None:
+    """Slots beyond the last token name some token again, with a weight of zero."""
+    made = case.fill(ExpertChoiceGate(4, case.num_experts, top_k=case.top_k, capacity_factor=2.0))
+    most = case.count + more
+    alone, choice = (made(case.x(), replace(case.tokens, most=n)) for n in (None, most))
+    slots = min(most, capacity_slots(most, case.num_experts, case.top_k, 2.0, 1))
+    assert choice.tokens_ES.shape == (case.num_experts, slots)
+    here = alone.tokens_ES.shape[1]
+    assert torch.equal(choice.tokens_ES[:, :here], alone.tokens_ES)
+    assert torch.equal(choice.weights[:, :here], alone.weights)
+    assert not choice.weights[:, case.count :].any()
 
 
 def joined(values: list[Tensor]) -> Tensor:

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.cost.workload import split_sizes
-from penstock.moe.choices import Choice, ExpertChoice, TokenChoice
+from penstock.cost.workload import capacity_slots, split_sizes
+from penstock.moe.choices import Choice, ExpertChoice, TokenChoice, made_for
 from penstock.moe.orders.einsum import EinsumOrder
 from penstock.moe.orders.index import IndexOrder
+from penstock.moe.tokens import Tokens
 from tests.moe.orders.support import (
     HIDDEN,
     NO_SUMS,
@@ -56,6 +57,18 @@ def test_first_choices_then_token_order_take_the_slots(
     slots = capacity.slots(choice, EXPERTS)
     filled = [(expert, slot, token) for expert, slot, token, _ in first_come(choice, EXPERTS, slots)]
     check(build(order, capacity), choice, slots, chunks, filled)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@given(choice=token_choices(EXPERTS), capacity=capacities, more=st.integers(0, 9))
+def test_slots_are_made_for_the_rank_with_most_tokens(
+    order: Any, choice: TokenChoice, capacity: Capacity, more: int
+) -> None:
+    tokens, top_k = choice.experts_Tk.shape
+    most = tokens + more
+    slots = capacity_slots(most, EXPERTS, top_k, capacity.factor, capacity.minimum)
+    filled = [(expert, slot, token) for expert, slot, token, _ in first_come(choice, EXPERTS, slots)]
+    check(build(order, capacity), made_for(choice, Tokens(most=most)), slots, 2, filled)
 
 
 @pytest.mark.parametrize("order", ORDERS)

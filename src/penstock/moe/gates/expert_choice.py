@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from penstock.cost.workload import capacity_slots
 from penstock.moe.choices import ExpertChoice, GateSums, sum_by_sample, sum_z
@@ -43,8 +44,9 @@ class ExpertChoiceGate(Gate):
     def choose(self, x_TM: Tensor, tokens: Tokens) -> ExpertChoice:
         logits_TE = x_TM @ self.weight.to(x_TM.dtype).t()
         probability_ET = logits_TE.softmax(dim=-1).t()
-        tokens_ES = self._select(probability_ET.detach(), tokens.valid_T)
+        tokens_ES = self._select(probability_ET.detach(), tokens)
         weights_ES = probability_ET.gather(1, tokens_ES) * self.scale
+        weights_ES[:, x_TM.shape[0] :] = 0.0  # named again, for want of more tokens
         if tokens.valid_T is not None:
             weights_ES = weights_ES.masked_fill(~tokens.valid_T[tokens_ES], 0.0)
         taken_TE = torch.zeros_like(logits_TE, dtype=torch.int64).scatter_(0, tokens_ES.t(), 1)
@@ -55,10 +57,16 @@ class ExpertChoiceGate(Gate):
         )
         return ExpertChoice(tokens_ES, weights_ES, sums, tokens=x_TM.shape[0])
 
-    def _select(self, probability_ET: Tensor, valid_T: Tensor | None) -> Tensor:
-        """The tokens that each expert takes, best first, [E, S]; padding only where nothing else is left."""
-        if valid_T is not None:
-            probability_ET = probability_ET.masked_fill(~valid_T, -1.0)
-        count = probability_ET.shape[1]
-        slots = capacity_slots(count, self.num_experts, self.top_k, self.capacity_factor, self.min_capacity)
-        return probability_ET.topk(min(count, slots), dim=1).indices
+    def _select(self, probability_ET: Tensor, tokens: Tokens) -> Tensor:
+        """The tokens that each expert takes, best first, [E, S]; padding only where nothing else is left.
+
+        Where a rank has fewer tokens than slots, since another has more, it names all, and then the first.
+        """
+        if tokens.valid_T is not None:
+            probability_ET = probability_ET.masked_fill(~tokens.valid_T, -1.0)
+        here = probability_ET.shape[1]
+        most = here if tokens.most is None else tokens.most
+        slots = capacity_slots(most, self.num_experts, self.top_k, self.capacity_factor, self.min_capacity)
+        slots = min(most, slots)
+        named_ES = probability_ET.topk(min(here, slots), dim=1).indices
+        return pad(named_ES, (0, slots - named_ES.shape[1]))

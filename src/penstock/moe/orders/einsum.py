@@ -59,9 +59,9 @@ class EinsumOrder(Order):
     def _masks(self, choice: Choice) -> Masks:
         match choice:
             case TokenChoice():
-                tokens, choices = choice.experts_Tk.shape
+                count, choices = choice.counted, choice.experts_Tk.shape[1]
                 slots = capacity_slots(
-                    tokens, self.num_experts, choices, self.capacity_factor, self.min_capacity
+                    count, self.num_experts, choices, self.capacity_factor, self.min_capacity
                 )
                 return TokenMasks.of(choice, self.num_experts, slots)
             case ExpertChoice():

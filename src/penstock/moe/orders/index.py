@@ -37,15 +37,15 @@ class IndexOrder(RowOrder):
     def plan(self, choice: Choice, chunks: int) -> OrderPlan:
         match choice:
             case TokenChoice():
-                return self._first_come(choice.experts_Tk, chunks)
+                return self._first_come(choice.experts_Tk, choice.counted, chunks)
             case ExpertChoice():
                 return self._all_taken(choice, chunks)
             case _:
                 raise self.refused(choice)
 
-    def _first_come(self, experts_Tk: Tensor, chunks: int) -> OrderPlan:
+    def _first_come(self, experts_Tk: Tensor, counted: int, chunks: int) -> OrderPlan:
         tokens, choices = experts_Tk.shape
-        slots = capacity_slots(tokens, self.num_experts, choices, self.capacity_factor, self.min_capacity)
+        slots = capacity_slots(counted, self.num_experts, choices, self.capacity_factor, self.min_capacity)
         sizes = split_sizes(slots, chunks)
         row_Tk = slot_rows(experts_Tk, places(experts_Tk, self.num_experts), sizes, self.num_experts)
         token_N = torch.arange(row_Tk.numel(), device=row_Tk.device) // choices
