@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from penstock.dispatch import DISPATCHES
 from penstock.moe import ModuleExperts, MoELayer
 from penstock.moe.build import GATES, build_layer, build_order, build_shared, dispatch_of
+from penstock.moe.experts.base import ExpertShard
+from penstock.topology import Layout
 from tests.support.placed import placement_of
 
 if TYPE_CHECKING:
     from tests.support.parity import Case
 
 
-def module_layer(case: Case, ep_size: int, ep_rank: int, layer: int) -> MoELayer:
+def module_layer(case: Case, layout: Layout, layer: int) -> MoELayer:
     """The case's layer with experts that nobody knows."""
-    config, hidden = case.moe, case.model.hidden_size
+    config, hidden, ep_size = case.moe, case.model.hidden_size, layout.ep_size
     return MoELayer(
         gate=GATES[config.gate](hidden, config, layer),
         order=build_order(config, ep_size),
@@ -27,16 +29,22 @@ def module_layer(case: Case, ep_size: int, ep_rank: int, layer: int) -> MoELayer
         dispatch=DISPATCHES[dispatch_of(config)],
         shared=build_shared(hidden, config),
         ep_size=ep_size,
-        ep_rank=ep_rank,
+        ep_rank=layout.ep_rank,
         placement=placement_of(config.num_experts, ep_size, layer, scattered=case.scattered),
     )
 
 
-def scattered_layer(case: Case, ep_size: int, ep_rank: int, layer: int) -> MoELayer:
+def scattered_layer(case: Case, layout: Layout, layer: int) -> MoELayer:
     """The case's layer, with experts elsewhere than by default."""
-    placement = placement_of(case.moe.num_experts, ep_size, layer, scattered=True)
-    place = partial(build_layer, ep_size=ep_size, ep_rank=ep_rank, layer=layer)
-    return place(case.model.hidden_size, case.moe, placement=placement)
+    return build_layer(
+        case.model.hidden_size,
+        case.moe,
+        ep_size=layout.ep_size,
+        ep_rank=layout.ep_rank,
+        layer=layer,
+        placement=placement_of(case.moe.num_experts, layout.ep_size, layer, scattered=True),
+        shard=ExpertShard(layout.esp_rank, layout.esp_size),
+    )
 
 
 class Tanh(nn.Module):

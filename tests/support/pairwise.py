@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 from allpairspy import AllPairs  # type: ignore[import-untyped]
 
 
-def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+def pairwise(
+    fits: Callable[[dict[str, Any]], bool] | None = None, /, **axes: Iterable[Any]
+) -> pytest.MarkDecorator:
     """Parametrise a test by cases in which any two values of two axes meet.
 
     Most faults need one value or two to show. The whole product belongs into a test for `make soak`.
+    fits: whether there can be a case with these values, of all axes or of the first few.
     """
-    cases = [tuple(case) for case in AllPairs([list(values) for values in axes.values()])]
-    return pytest.mark.parametrize(tuple(axes), cases)
+
+    def possible(values: list[Any]) -> bool:
+        return fits is None or fits(dict(zip(axes, values, strict=False)))
+
+    pairs = AllPairs([list(values) for values in axes.values()], filter_func=possible)
+    return pytest.mark.parametrize(tuple(axes), [tuple(case) for case in pairs])
 
 
 def leave_to_soak(items: Iterable[pytest.Item]) -> None:

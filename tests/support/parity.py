@@ -19,7 +19,7 @@ from penstock.moe import MoEConfig
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.schedule import penstock as searching
 from penstock.sharding import Sharding, shardings_of
-from penstock.step.shape import FORM_TOKENS, ExpertForm, TokenLayout
+from penstock.step.shape import FORM_TOKENS, TokenLayout
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
 from penstock.train.clip import clip_grad_norm
@@ -37,14 +37,6 @@ LEARNING_RATE = 1e-2
 # A first AdamW step is g / (|g| + eps): with the usual tiny eps it is the sign of g, which turns the rounding
 # of an almost-zero gradient into a full step. A larger eps keeps the comparison well-conditioned.
 EPS = 1e-3
-
-OWN_FORMS: dict[str, ExpertForm] = {
-    "baseline_esp": "baseline",
-    "parm_s1": "s1",
-    "parm_s2": "s2",
-    "fsmoe": "gather",
-}
-"""Schedules that are a form of the MoE part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +96,6 @@ class Case:
         return slice(before, before + self.samples[place])
 
     @property
-    def form(self) -> ExpertForm:
-        """How the MoE part uses ranks that share attention and experts."""
-        return OWN_FORMS.get(self.schedule.name, self.schedule.expert_form or "gather")
-
-    @property
     def fixed_slots(self) -> bool:
         """Whether the number of rows does not depend on the routing."""
         return self.moe.capacity_factor is not None or self.moe.gate == "soft"
@@ -116,7 +103,7 @@ class Case:
     @property
     def gate_shares(self) -> int:
         """Into how many parts the positions of a sample are cut of which each has slots of its own."""
-        split = FORM_TOKENS[self.form] == "split"
+        split = FORM_TOKENS[self.schedule.form] == "split"
         return self.mp_size if split and self.fixed_slots else 1
 
     @property
@@ -226,10 +213,9 @@ def machinery_of(rank: int, case: Case) -> Machinery:
 
 def stack_of(rank: int, case: Case) -> PipelinedStack:
     found = machinery_of(rank, case)
-    place = found.layout.ep_rank
-    make_moe = partial(module_layer, case, case.holders, place) if case.module_experts else None
+    make_moe = partial(module_layer, case, found.layout) if case.module_experts else None
     if case.scattered and not case.module_experts:
-        make_moe = partial(scattered_layer, case, case.holders, place)
+        make_moe = partial(scattered_layer, case, found.layout)
     with short_search():
         stack = build_stack(case.config, found, case.dtype, make_moe)
     prepare(stack, case)

@@ -1,0 +1,181 @@
+"""The forms of the MoE part on ranks that share attention and experts: every layout, gate, order, and scale.
+
+Where ranks of an mp group hold the same tokens, a gradient is easily `mp` times too large, or too small: the
+tests of scales say which one is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from penstock.moe.config import BalanceGroup
+from penstock.step.shape import ExpertForm, TokenLayout
+from tests.runtime.test_moe_parity import ACCEPTED, GATES, ORDERS
+from tests.support.layouts import FORMS, TOKENS, Layout, layout_case, layouts
+from tests.support.pairwise import pairwise
+from tests.support.parity import check_parity, merge, reference_step, run_step
+from tests.support.ranks import Pools
+from tests.support.reference_moe import Weights
+
+
+@pytest.mark.slow
+@pairwise(
+    layout=[*layouts(2), *layouts(4)],
+    form=FORMS,
+    tokens=TOKENS,
+    schedule=("penstock", "sequential", "flowmoe"),
+    capacity_factor=(None, 0.75),
+    scattered=(False, True),
+)
+def test_every_form_in_every_layout(
+    ranks: Pools,
+    layout: Layout,
+    form: ExpertForm,
+    tokens: TokenLayout,
+    schedule: str,
+    capacity_factor: float | None,
+    scattered: bool,
+) -> None:
+    step = layout_case(layout, schedule, form, moe_layers=(1,), capacity_factor=capacity_factor)
+    check_parity(ranks, replace(step, tokens=tokens, scattered=scattered))
+
+
+ALONE = (4, 2, 4, 1)
+"""A layout in which no expert is shared."""
+
+
+def accepted(known: dict[str, Any]) -> bool:
+    """Whether gate and order fit together, and rows for several experts to the layout; as far as known."""
+    if "order" in known and (known["gate"], known["order"]) not in ACCEPTED:
+        return False
+    alone = known.get("layout", ALONE) == ALONE and known.get("form", "gather") in ("gather", "s1")
+    return known.get("order") != "merged" or alone
+
+
+@pytest.mark.slow
+@pairwise(
+    accepted,
+    gate=GATES,
+    order=ORDERS,
+    form=FORMS,
+    layout=((4, 2, 2, 2), (2, 2, 1, 2), ALONE),
+    tokens=TOKENS,
+    shared_ffn_hidden_size=(0, 6),
+    expert=("gelu", "swiglu"),
+    padding=(False, True),
+)
+def test_every_gate_and_order(
+    ranks: Pools,
+    gate: str,
+    order: str,
+    form: ExpertForm,
+    layout: Layout,
+    tokens: str,
+    shared_ffn_hidden_size: int,
+    expert: str,
+    padding: bool,
+) -> None:
+    parts = {"top_k": 3, "num_layers": 1, "expert": expert} | GATES[gate] | ORDERS[order]
+    parts["shared_ffn_hidden_size"] = shared_ffn_hidden_size
+    check_parity(ranks, layout_case(layout, "penstock", form, tokens=tokens, padding=padding, **parts))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("gate", "order"), ACCEPTED)
+def test_every_gate_and_order_in_every_layout(ranks: Pools, gate: str, order: str, form: ExpertForm) -> None:
+    parts = {"top_k": 3, "num_layers": 1, "padding": True} | GATES[gate] | ORDERS[order]
+    for layout, tokens in product([*layouts(2), *layouts(4)], TOKENS):
+        check_parity(ranks, layout_case(layout, "penstock", form, tokens=tokens, **parts))
+
+
+# ---- scales ------------------------------------------------------------------------------------------------
+
+EXPERT = tuple(f"blocks.0.feed_forward.experts.{name}.3" for name in ("w_gate", "w_up", "w_down"))
+AT_THE_GATE = tuple(
+    f"blocks.0.{name}"
+    for name in ("feed_forward.gate.weight", "feed_forward_norm.weight", "feed_forward.shared.expert.w_up")
+)
+AROUND = (
+    "token_embedding.weight",
+    "position_embedding.weight",
+    "blocks.0.attention_norm.weight",
+    "blocks.0.attention.qkv.weight",
+    "blocks.0.attention.out.weight",
+    "blocks.1.attention.out.weight",
+    "blocks.1.feed_forward_norm.bias",
+    "blocks.1.feed_forward.up.weight",
+    "blocks.1.feed_forward.down.weight",
+    "final_norm.weight",
+    "output.weight",
+)
+
+
+@cache
+def gradients(
+    ranks: Pools, form: ExpertForm, tokens: str, balance: float, group: BalanceGroup
+) -> tuple[Weights, Weights]:
+    """Of two mp groups with two shards of every expert, and of the reference."""
+    settings: dict[str, Any] = {
+        "aux_loss_coeff": balance,
+        "aux_loss_group": group,
+        "shared_ffn_hidden_size": 6,
+    }
+    step = layout_case((4, 2, 2, 2), "sequential", form, tokens=tokens, moe_layers=(0,), **settings)
+    return merge(ranks(4).run(run_step, step)).gradients, reference_step(step).gradients
+
+
+def check_scales(ours: Weights, theirs: Weights, names: tuple[str, ...]) -> None:
+    scales = {name: scale_of(ours[name], theirs[name]) for name in names}
+    wrong = {name: round(scale, 6) for name, scale in scales.items() if abs(scale - 1) > 1e-9}
+    assert not wrong, f"so many times too large: {wrong}"
+
+
+def scale_of(ours: Tensor, theirs: Tensor) -> float:
+    size = float(theirs.square().sum())
+    assert size > 1e-12, "a gradient of zero has no scale"
+    return float((ours * theirs).sum()) / size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", TOKENS)
+class TestScales:
+    def test_experts_of_the_baseline_count_a_row_once(self, ranks: Pools, tokens: str) -> None:
+        """Every rank of an mp group sends the same rows."""
+        check_scales(*gradients(ranks, "baseline", tokens, 0.0, "global"), EXPERT)
+
+    @pytest.mark.parametrize("form", [form for form in FORMS if form != "baseline"])
+    def test_experts_count_a_row_once(self, ranks: Pools, form: ExpertForm, tokens: str) -> None:
+        check_scales(*gradients(ranks, form, tokens, 0.0, "global"), EXPERT)
+
+    @pytest.mark.parametrize("form", ["gather", "s1"])
+    def test_gates_of_split_tokens_are_summed_over_the_mp_group(
+        self, ranks: Pools, form: ExpertForm, tokens: str
+    ) -> None:
+        check_scales(*gradients(ranks, form, tokens, 0.0, "global"), AT_THE_GATE)
+
+    @pytest.mark.parametrize("form", ["s2", "baseline"])
+    def test_gates_of_whole_tokens_are_complete_on_every_rank(
+        self, ranks: Pools, form: ExpertForm, tokens: str
+    ) -> None:
+        check_scales(*gradients(ranks, form, tokens, 0.0, "global"), AT_THE_GATE)
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_what_stands_around_the_moe_part(self, ranks: Pools, form: ExpertForm, tokens: str) -> None:
+        check_scales(*gradients(ranks, form, tokens, 0.0, "global"), AROUND)
+
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("group", ["global", "microbatch", "sequence"])
+    def test_balance_losses_count_once(
+        self, ranks: Pools, form: ExpertForm, group: BalanceGroup, tokens: str
+    ) -> None:
+        """They are judged on whole samples and microbatches, whoever has the tokens."""
+        with_it, without = (gradients(ranks, form, tokens, balance, group) for balance in (5.0, 0.0))
+        ours, theirs = ({n: a[n] - b[n] for n in a} for a, b in zip(with_it, without, strict=True))
+        check_scales(ours, theirs, AT_THE_GATE[:2])

@@ -1,0 +1,86 @@
+"""Cases of ranks that share attention and experts: which layouts there are, and a step that fits all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any
+
+from penstock.decision import ScheduleConfig
+from penstock.mesh import group_sizes
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.schedule import SCHEDULES
+from penstock.step.shape import FORM_TOKENS, ExpertForm
+from tests.support.parity import Case
+
+FORMS = tuple(FORM_TOKENS)
+TOKENS = ("split", "replicated")
+SIZES = (1, 2, 4)
+Layout = tuple[int, int, int, int]
+"""World, mp, ep, esp."""
+MODEL, MOE = ({field.name for field in fields(section)} for section in (ModelConfig, MoEConfig))
+
+
+def layouts(world_size: int) -> Iterator[Layout]:
+    """All in which ranks share something."""
+    sizes = group_sizes(world_size)
+    for mp_size, ep_size, esp_size in product(sizes, repeat=3):
+        layout = (world_size, mp_size, ep_size, esp_size)
+        if fits(dict(zip(("world_size", "mp_size", "ep_size", "esp_size"), layout, strict=True))):
+            yield layout
+
+
+def engines() -> list[tuple[str, ExpertForm]]:
+    """Schedules, and the forms of the MoE part that they can have."""
+    return [pair for pair in product(SCHEDULES, FORMS) if _has(*pair)]
+
+
+def _has(schedule: str, form: str) -> bool:
+    system = SCHEDULES[schedule]
+    return "expert_form" in system.reads or form == (system.expert_form or FORMS[0])
+
+
+def fits(known: Mapping[str, Any]) -> bool:
+    """Whether there is a layout with these numbers, and a schedule with this form; some may be missing."""
+    world, mp, ep, esp = (known.get(name, 1) for name in ("world_size", "mp_size", "ep_size", "esp_size"))
+    if "world_size" in known and (world % mp or world % (ep * esp)):
+        return False
+    if {"mp_size", "esp_size"} <= known.keys() and mp * esp == 1:
+        return False
+    return not {"schedule", "form"} <= known.keys() or _has(known["schedule"], known["form"])
+
+
+def layout_case(layout: Layout, schedule: str, form: ExpertForm, **settings: Any) -> Case:
+    """A step on a layout. settings: fields of the case, of its model or of its MoE layer.
+
+    Widths are such that parts of different tensors have different sizes; a sample's 5 tokens do not divide.
+    """
+    world_size, mp_size, ep_size, esp_size = layout
+    length = 5 if mp_size < 8 else 9
+    model: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_heads": 8, "seq_len": length}
+    model |= {"vocab_size": 24, "ffn_hidden_size": 40}
+    moe: dict[str, Any] = {"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 24, "expert": "swiglu"}
+    moe |= {"aux_loss_coeff": 0.1, "z_loss_coeff": 0.01, "min_capacity": 1}
+    case = Case(
+        world_size=world_size,
+        ep_size=ep_size,
+        mp_size=mp_size,
+        esp_size=esp_size,
+        schedule=schedule_of(schedule, form),
+        model=ModelConfig(**model | _some(settings, MODEL)),
+        moe=MoEConfig(**moe | _some(settings, MOE)),
+        batch=3,
+        double=True,
+    )
+    return replace(case, **_some(settings, settings.keys() - MODEL - MOE))
+
+
+def schedule_of(name: str, form: ExpertForm) -> ScheduleConfig:
+    """Cut into everything that can be cut."""
+    return ScheduleConfig(name=name, microbatches=2, chunks=3, all_reduce_chunk_bytes=2048, expert_form=form)
+
+
+def _some(settings: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name in names}
