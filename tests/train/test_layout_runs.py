@@ -40,6 +40,12 @@ WORLDS = [
 ]
 
 
+SCHEDULES = [
+    World(4, 2, ("parallel.mp_size=2", "parallel.esp_size=2", f"schedule.name={name}"))
+    for name in ("baseline_esp", "parm_s1", "parm_s2", "fsmoe", "penstock")
+]
+
+
 @dataclass(frozen=True)
 class Run:
     """What a run wrote down and said."""
@@ -79,7 +85,7 @@ def check_same(ours: list[StepMetrics], theirs: list[StepMetrics]) -> None:
         assert getattr(mine, spread) == pytest.approx(getattr(other, spread), rel=0.05)
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("world", [*WORLDS, *SCHEDULES], ids=str)
 def test_a_run_has_the_numbers_of_one_process(runs: Runs, world: World) -> None:
     ours, alone = runs(world), runs(ALONE)
     check_same(ours.metrics, alone.metrics)

@@ -100,7 +100,10 @@ def check_memory(
         f"{_gib(need.state_bytes)}, activations {_gib(need.activations_bytes)}), and there are "
         f"{_gib(there_bytes)} in all"
     )
-    hint = "Make the model or the batch smaller, or spread the experts over more devices."
+    hint = (
+        "Make the model or the batch smaller, or share it among more devices (parallel.mp_size, ep_size, "
+        "esp_size)."
+    )
     raise ConfigError(key, parts[key][0], why, hint)
 
 

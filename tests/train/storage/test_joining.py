@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +12,12 @@ from safetensors.torch import load_file
 
 from penstock.mesh import Axes, Group, Mesh
 from penstock.sharding import Sharding
-from penstock.topology import Control
+from penstock.topology import CommunicationError, Control
 from penstock.train.storage.held import Held
-from penstock.train.storage.joining import Joining
+from penstock.train.storage.joining import PURPOSE, Joining
 from penstock.train.storage.shards import Outgoing, write_shard
 from penstock.train.storage.stored import Entry
-from tests.support.ranks import Pools
+from tests.support.ranks import Pools, RankPool
 
 pytestmark = pytest.mark.slow
 SHAPE = (8, 4)
@@ -108,6 +109,31 @@ def test_a_rank_that_cannot_write_still_serves_the_others(ranks: Pools, tmp_path
         path = tmp_path / f"{rank}.safetensors"
         for name, tensor in (load_file(path) if path.exists() else {}).items():
             assert torch.equal(tensor, whole_of(names_of(WORLDS[0].mesh, rank)[name][0]))
+
+
+def left_alone(rank: int) -> str:
+    """Rank 1 dies when its part is wanted."""
+    whole, mesh = whole_of(0), Mesh(world_size=2, mp_size=2)
+    sharding = Sharding.along(0, SHAPE, Group.TENSOR, rank, 2)
+    joining = Joining({"model": Held(sharding.part(whole), sharding)}, mesh, Control(rank, 2))
+    if rank == 1:
+        joining._control.gather([], PURPOSE)  # all of `on_behalf_of` that comes before the parts
+        os._exit(7)
+    with pytest.raises(CommunicationError) as caught, joining.on_behalf_of(["model"]):
+        joining.take("model")
+    return str(caught.value)
+
+
+def test_a_rank_that_dies_ends_the_others_wait() -> None:
+    pool = RankPool(2)
+    try:
+        with pytest.raises(AssertionError) as caught:
+            pool.run(left_alone)
+        assert str(caught.value) == "rank 1 died with exit code 7", (
+            "rank 0 gave up in time, with its own error"
+        )
+    finally:
+        pool.close()
 
 
 def test_a_stand_in_takes_no_memory() -> None:
