@@ -4,12 +4,13 @@ import json
 from functools import partial
 from pathlib import Path
 
+from benchmarks.published.parm_study import TESTBEDS, run_parm
 from benchmarks.published.render import render_published
+from benchmarks.published.result import PublishedResult
 from benchmarks.published.study import (
     Gain,
     Grid,
     GridResult,
-    PublishedResult,
     grids,
     joint_plan_s,
     run_grid,
@@ -20,13 +21,14 @@ from penstock.plan.effort import Effort
 def run_published(
     *, sample: int | None = None, joint_sample: int = 0, effort: Effort = "usual", workers: int = 1
 ) -> PublishedResult:
-    """All grids; effort: of the joint search; the other arguments are those of `run_grid`."""
+    """All studies. effort: of the joint search; the other arguments are those of `run_grid`."""
     joint = partial(joint_plan_s, effort=effort)
     found = [
         run_grid(grid, sample=sample, joint_sample=joint_sample, joint=joint, workers=workers)
         for grid in grids()
     ]
-    return PublishedResult(grids=tuple(found))
+    parm = [run_parm(cluster, sample=sample, workers=workers) for cluster in TESTBEDS]
+    return PublishedResult(grids=tuple(found), parm=tuple(parm))
 
 
 def write(result: PublishedResult, path: Path) -> None:

@@ -25,7 +25,9 @@ def measure(options: argparse.Namespace) -> PublishedResult:
 
 
 if __name__ == "__main__":  # not in the processes that share the work
-    parser = parser_of("published", "Simulates the layers of the FSMoE and FlowMoE studies: three minutes.")
+    parser = parser_of(
+        "published", "Simulates the layers of the FSMoE, FlowMoE and Parm studies: some minutes."
+    )
     parser.add_argument("--sample", type=int, metavar="N", help="simulate N layers of each grid (all)")
     parser.add_argument(
         "--joint",

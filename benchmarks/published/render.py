@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from benchmarks.published.study import Gain, GridResult, PublishedResult
+from benchmarks.published.parm_study import PUBLISHED_RANGE, ParmResult, Spread
+from benchmarks.published.result import PublishedResult
+from benchmarks.published.study import Gain, GridResult
 from penstock.bench.table import markdown_table
 
 NOTES: Final = (
@@ -27,6 +29,7 @@ MISFIT: Final = (
 def render_published(result: PublishedResult) -> str:
     """What was compared, one table per grid, and why it differs from what was published."""
     parts = ["\n".join(NOTES), *(_grid(grid) for grid in result.grids), "\n".join(MISFIT)]
+    parts += [_parm(each) for each in result.parm]
     return "\n\n".join(parts)
 
 
@@ -51,3 +54,32 @@ def _row(gain: Gain, published: bool) -> tuple[str, ...]:
     cells = (gain.contender, f"{gain.mean:.3f}", f"{gain.least:.3f}", f"{gain.most:.3f}")
     said = "-" if gain.published is None else f"{gain.published:.2f}"
     return (*cells, said) if published else cells
+
+
+def _parm(result: ParmResult) -> str:
+    least, most = PUBLISHED_RANGE
+    return "\n\n".join(
+        [
+            f"Parm's layers on {result.cluster}: {result.layers} layers, each forward and backward",
+            "\n".join(_spreads("over baseline_esp", result.spreads)),
+            f"published for Parm on all layers of both testbeds: {least:.2f} to {most:.2f}",
+            "\n".join(_spreads("parm by mp x esp", result.by_sharing)),
+            "\n".join(
+                [
+                    f"fastest without overlap: {_shares(result.whole_wins)}",
+                    f"fastest, fsmoe in pieces on three lanes: {_shares(result.wins)}",
+                    f"Algorithm 1 takes the faster of S1 and S2 on {result.right:.1%} of them; elsewhere its "
+                    f"choice takes up to {result.lost - 1:.1%} longer",
+                ]
+            ),
+        ]
+    )
+
+
+def _spreads(title: str, spreads: Sequence[Spread]) -> list[str]:
+    rows = [(x.system, *(f"{each:.2f}" for each in (x.mean, x.least, x.median, x.most))) for x in spreads]
+    return markdown_table([(title, "mean", "least", "median", "most"), *rows])
+
+
+def _shares(wins: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} on {share:.1%}" for name, share in wins.items())

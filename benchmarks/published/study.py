@@ -10,8 +10,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeVar
 
 from benchmarks.published.layers import (
     FSMOE_SEQ_LENS,
@@ -77,23 +77,8 @@ class GridResult:
     joint: tuple[Gain, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublishedResult:
-    """All grids."""
-
-    grids: tuple[GridResult, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values; the key `grids` tells it from other results."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> PublishedResult:
-        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
-        return PublishedResult(grids=tuple(_grid_from(grid) for grid in plain["grids"]))
-
-
-def _grid_from(plain: Mapping[str, Any]) -> GridResult:
+def grid_from(plain: Mapping[str, Any]) -> GridResult:
+    """A result from plain values. Raises `KeyError` if a key is missing."""
     gains = {key: tuple(Gain(**gain) for gain in plain[key]) for key in ("gains", "joint")}
     return GridResult(**{**plain, **gains})
 
@@ -200,8 +185,8 @@ def run_grid(
     """
     counts = Counter(replace(spec, heads=0) for spec in grid.specs)
     chosen = _drawn(tuple(counts), len(counts) if sample is None else sample)
-    seconds = _map(_Measure(grid), chosen, workers)
-    planned = _map(_Joint(grid, joint), _drawn(tuple(counts), joint_sample), workers)
+    seconds = in_processes(_Measure(grid), chosen, workers)
+    planned = in_processes(_Joint(grid, joint), _drawn(tuple(counts), joint_sample), workers)
     return GridResult(
         title=grid.title,
         cluster=grid.cluster,
@@ -237,9 +222,13 @@ class _Joint:
         return {**published, JOINT: self.plan(problem)}
 
 
-def _map(
-    run: Callable[[LayerSpec], LayerSeconds], specs: Sequence[LayerSpec], workers: int
+Spec = TypeVar("Spec")
+
+
+def in_processes(
+    run: Callable[[Spec], LayerSeconds], specs: Sequence[Spec], workers: int
 ) -> list[LayerSeconds]:
+    """What `run` says of every layer, in their order."""
     if workers == 1 or len(specs) < 2:
         return [run(spec) for spec in specs]
     with ProcessPoolExecutor(workers) as pool:

@@ -28,7 +28,7 @@ from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget, esti
 from penstock.plan.predict import alone, predict_s
 from penstock.plan.prices import check_prices, impossible
 from penstock.plan.problem import Problem
-from penstock.plan.published import PUBLISHED
+from penstock.plan.published import planners
 from penstock.plan.space import neighbours, space
 from penstock.plan.starts import first_choices
 from penstock.schedule import StepPlan
@@ -171,7 +171,8 @@ class _Search:
         short = sketch(problem)
         self._screen = self._full if short is problem else _Screen(short, self._meter)
         self._bounds = QuickBounds(self._screen.problem)
-        self._stage, self._unplanned = "", list(PUBLISHED)
+        self._planners = planners(problem)
+        self._stage, self._unplanned = "", list(self._planners)
         self._partition: Partition | None = None
 
     def run(self) -> FoundPlan:
@@ -210,7 +211,7 @@ class _Search:
         """What each published planner would run; with the usual budget and more none of them is left out."""
         self._stage, choices = "published planners", []
         always = self._budget >= 1
-        for number, (name, planner) in enumerate(PUBLISHED.items()):
+        for number, (name, planner) in enumerate(self._planners.items()):
             if self._meter.used_up and not always:
                 raise _OutOfBudgetError
             choice = planner(self._problem)
@@ -220,7 +221,7 @@ class _Search:
                 self._full.look(choice, always=always)
                 choices.append(choice)
             self._unplanned.remove(name)
-            self._report(number + 1, len(PUBLISHED))
+            self._report(number + 1, len(self._planners))
         self._descend(self._best_of(choices)[:1])
 
     def _best_of(self, choices: list[Decision]) -> list[Decision]:

@@ -3,6 +3,7 @@
 from penstock.plan.published.backward import Backward, GapLayer, Made
 from penstock.plan.published.degree import Linear, MoEPart, common_degree, makespan_s
 from penstock.plan.published.durations import Durations
+from penstock.plan.published.parm import algorithm_1, parm_choice
 from penstock.plan.published.partition import adaptive, idle_only
 from penstock.plan.published.table import (
     PUBLISHED,
@@ -12,6 +13,7 @@ from penstock.plan.published.table import (
     fsmoe_choice,
     lina_choice,
     pipemoe_choice,
+    planners,
     sequential_choice,
 )
 
@@ -24,6 +26,7 @@ __all__ = [
     "Made",
     "MoEPart",
     "adaptive",
+    "algorithm_1",
     "common_degree",
     "dense_overlap_choice",
     "flowmoe_choice",
@@ -32,6 +35,8 @@ __all__ = [
     "idle_only",
     "lina_choice",
     "makespan_s",
+    "parm_choice",
     "pipemoe_choice",
+    "planners",
     "sequential_choice",
 ]

@@ -12,6 +12,7 @@ from penstock.graph import Phase
 from penstock.plan.problem import Problem
 from penstock.plan.published.degree import ROUNDING, Loaded, common_degree, total_s
 from penstock.plan.published.durations import Durations
+from penstock.plan.published.parm import parm_choice, shares_experts
 from penstock.plan.published.partition import PartitionPlanner, adaptive, loaded_parts
 from penstock.schedule.freeze import slowest
 from penstock.simulate import iteration_s
@@ -152,3 +153,9 @@ PUBLISHED: dict[str, Planner] = {
     "fsmoe": fsmoe_choice,
     "flowmoe": flowmoe_choice,
 }
+"""Those that know every rank as one of its own."""
+
+
+def planners(problem: Problem) -> dict[str, Planner]:
+    """The published planners that have something to say about a problem."""
+    return {**PUBLISHED, "parm": parm_choice} if shares_experts(problem) else PUBLISHED

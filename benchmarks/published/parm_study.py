@@ -1,0 +1,112 @@
+"""Parm's layers under every system, by simulation: how much each gains, and which one is the fastest."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any, Final
+
+from benchmarks.published.parm import (
+    BASELINE,
+    FSMOE,
+    PARM,
+    S1,
+    S2,
+    WHOLE,
+    ParmSpec,
+    parm_layers,
+    parm_problem,
+    parm_seconds,
+)
+from benchmarks.published.study import SEED, LayerSeconds, in_processes
+
+TESTBEDS: Final = ("parm-testbed-a", "parm-testbed-b")
+SYSTEMS: Final = (S1, S2, PARM, WHOLE, FSMOE)
+PUBLISHED_RANGE: Final = (1.13, 5.77)
+"""Of Parm over DeepSpeed-MoE, over all layers."""
+
+SAME: Final = 1e-9
+"""Relative; durations that differ less are equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How many times as fast as the baseline a system is, over layers."""
+
+    system: str
+    mean: float
+    least: float
+    median: float
+    most: float
+
+    @staticmethod
+    def of(system: str, ratios: Sequence[float]) -> Spread:
+        mean = sum(ratios) / len(ratios)
+        return Spread(system=system, mean=mean, least=min(ratios), median=median(ratios), most=max(ratios))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParmResult:
+    """The layers of one testbed. spreads: over the baseline.
+
+    whole_wins, wins: shares of layers on which each of S1, S2 and FSMoE is the fastest, with FSMoE whole, and
+    in its pieces; of equal ones the first. right: the share on which Algorithm 1 takes the faster of S1 and
+    S2, or one as fast; lost: how many times as long its choice takes where not, the most. by_sharing: the
+    spread of Parm by `mp x esp`.
+    """
+
+    cluster: str
+    layers: int
+    spreads: tuple[Spread, ...]
+    whole_wins: Mapping[str, float]
+    wins: Mapping[str, float]
+    right: float
+    lost: float
+    by_sharing: tuple[Spread, ...]
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> ParmResult:
+        """The inverse of `asdict`."""
+        spreads = {key: tuple(Spread(**each) for each in plain[key]) for key in ("spreads", "by_sharing")}
+        return ParmResult(**{**plain, **spreads})
+
+
+def run_parm(cluster: str, *, sample: int | None = None, workers: int = 1) -> ParmResult:
+    """sample: simulate so many of the layers, drawn with a fixed seed; None = all. workers: processes."""
+    specs = list(parm_layers(cluster))
+    if sample is not None:
+        specs = random.Random(SEED).sample(specs, min(sample, len(specs)))
+    rows = in_processes(partial(_measured, cluster), specs, workers)
+    chosen = [row[PARM] / min(row[S1], row[S2]) for row in rows]
+    return ParmResult(
+        cluster=cluster,
+        layers=len(specs),
+        spreads=tuple(Spread.of(name, [row[BASELINE] / row[name] for row in rows]) for name in SYSTEMS),
+        whole_wins=_wins(rows, (S1, S2, WHOLE)),
+        wins=_wins(rows, (S1, S2, FSMOE)),
+        right=sum(ratio <= 1 + SAME for ratio in chosen) / len(rows),
+        lost=max(1.0, *chosen),
+        by_sharing=_by_sharing(specs, rows),
+    )
+
+
+def _measured(cluster: str, spec: ParmSpec) -> LayerSeconds:
+    return parm_seconds(parm_problem(spec, cluster))
+
+
+def _wins(rows: Sequence[LayerSeconds], systems: Sequence[str]) -> dict[str, float]:
+    first = [
+        next(name for name in systems if row[name] <= min(row[each] for each in systems) * (1 + SAME))
+        for row in rows
+    ]
+    return {name: first.count(name) / len(rows) for name in systems}
+
+
+def _by_sharing(specs: Sequence[ParmSpec], rows: Sequence[LayerSeconds]) -> tuple[Spread, ...]:
+    found: dict[tuple[int, int], list[float]] = {}
+    for spec, row in zip(specs, rows, strict=True):
+        found.setdefault((spec.mp_size, spec.esp_size), []).append(row[BASELINE] / row[PARM])
+    return tuple(Spread.of(f"{mp} x {esp}", ratios) for (mp, esp), ratios in sorted(found.items()))

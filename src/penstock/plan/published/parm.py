@@ -1,0 +1,150 @@
+"""Parm's Algorithm 1 (INFOCOM 2024): which of its two schedules an MoE layer takes, by fitted lines.
+
+Sizes are in bytes. ETM is what the ranks that share attention send to experts together, y = ETM * esp / mp
+what each of them hands to the all-to-all over all shards, BLM their tokens.
+
+    S1   2 A2A(y) + AG(BLM)            tokens are gathered at the end, where all ranks want them
+    S2   A2A(y) + SAA(y)               SAA: the second all-to-all, and AG(ETM) at the same time
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.cost import AlphaBeta
+from penstock.decision import Decision
+from penstock.mesh import Group
+from penstock.plan.problem import Problem
+
+SLICES = (1, 2, 4, 8)
+"""Of the simultaneous pair, as far as they are tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParmModels:
+    """The lines that the algorithm needs.
+
+    all_to_all: over experts and their shards. gather: of tokens or rows among ranks that share attention.
+    pair: SAA as one operation, by the size of its all-to-all.
+    """
+
+    all_to_all: AlphaBeta
+    gather: AlphaBeta
+    pair: AlphaBeta
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParmSizes:
+    """Bytes of one layer in one direction.
+
+    gathered_bytes: the tokens that S1 gathers; converted_bytes: those that S2 gathers where blocks have split
+    ones.
+    """
+
+    y_bytes: float
+    gathered_bytes: float
+    converted_bytes: float = 0.0
+
+
+def s1_s(models: ParmModels, sizes: ParmSizes) -> float:
+    """Formula 13: seconds of the communication of S1."""
+    return 2 * models.all_to_all.seconds(sizes.y_bytes) + models.gather.seconds(sizes.gathered_bytes)
+
+
+def s2_s(models: ParmModels, sizes: ParmSizes) -> float:
+    """Formula 14: seconds of the communication of S2."""
+    pair_s = models.pair.seconds(sizes.y_bytes)
+    return models.all_to_all.seconds(sizes.y_bytes) + pair_s + models.gather.seconds(sizes.converted_bytes)
+
+
+def algorithm_1(models: ParmModels, sizes: ParmSizes) -> Literal["s1", "s2"]:
+    """The schedule of a layer."""
+    return "s1" if s1_s(models, sizes) < s2_s(models, sizes) else "s2"
+
+
+def overlapped_s(all_to_all_s: float, gather_s: float, slices: int) -> float:
+    """Seconds of both in slices of these durations: one is gathered while the next is sent."""
+    return all_to_all_s + (slices - 1) * max(all_to_all_s, gather_s) + gather_s
+
+
+def derived_pair(all_to_all: AlphaBeta, gather: AlphaBeta, etm_over_y: float, y_bytes: float) -> AlphaBeta:
+    """The line of a pair that nobody has measured, around `y_bytes`: of the best number of slices there."""
+
+    def seconds(size: float, slices: int) -> float:
+        sent_s, gathered_s = all_to_all.seconds(size / slices), gather.seconds(size * etm_over_y / slices)
+        return overlapped_s(sent_s, gathered_s, slices)
+
+    slices = min(SLICES, key=lambda count: seconds(y_bytes, count))
+    once_s, twice_s = seconds(y_bytes, slices), seconds(2 * y_bytes, slices)
+    slope = (twice_s - once_s) / y_bytes if y_bytes else 0.0
+    return AlphaBeta(alpha_s=once_s - slope * y_bytes, beta_s_per_byte=slope)
+
+
+def best_slices(problem: Problem) -> int:
+    """How many slices of the pair are the quickest by its two lines."""
+    sizes, (sent, gathered) = parm_sizes(problem), _lines(problem)
+    etm_bytes = sizes.y_bytes * _etm_over_y(problem)
+
+    def seconds(slices: int) -> float:
+        each = sent.seconds(sizes.y_bytes / slices), gathered.seconds(etm_bytes / slices)
+        return overlapped_s(*each, slices)
+
+    return min(SLICES, key=seconds)
+
+
+def parm_models(problem: Problem) -> ParmModels:
+    """The lines of a problem's cluster: as measured, or by its rates; the pair's else from the other two."""
+    span = problem.workload.span(Group.EXPERT_SHARDS)
+    sent, gathered = _lines(problem)
+    y_bytes = parm_sizes(problem).y_bytes
+    pair = problem.cluster.pair(span) or derived_pair(sent, gathered, _etm_over_y(problem), y_bytes)
+    return ParmModels(all_to_all=sent, gather=gathered, pair=pair)
+
+
+def parm_sizes(problem: Problem) -> ParmSizes:
+    """The sizes of an MoE layer of a problem.
+
+    Where blocks have split tokens, S1 gathers none; S2 does before its gate and, since the sums of attention
+    then go to all ranks, once more.
+    """
+    work, sharing = problem.workload, problem.shape.sharing
+    rows = work.rows(0, 1, 0, 1, work.mp_size)
+    blm_bytes = work.hidden_bytes(work.tokens(0, 1))
+    split = sharing.tokens == "split"
+    return ParmSizes(
+        y_bytes=work.wire_bytes(rows * work.esp_size),
+        gathered_bytes=0.0 if split else blm_bytes,
+        converted_bytes=2 * blm_bytes if split else 0.0,
+    )
+
+
+def parm_choice(problem: Problem) -> Decision:
+    """The schedule that Algorithm 1 takes: every MoE layer of a step has the same sizes, and so the same one.
+
+    They are the same where every rank has attention of its own. Without sharing there is neither, and the
+    choice is plain expert parallelism.
+    """
+    if not shares_experts(problem):
+        return Decision(dispatch=problem.workload.dispatch)
+    form = algorithm_1(parm_models(problem), parm_sizes(problem)) if problem.workload.mp_size > 1 else "s1"
+    if form == "s1":
+        return Decision(schedule="parm_s1")
+    slices = best_slices(problem)
+    return Decision(schedule="parm_s2", chunks=slices, backward_chunks=slices)
+
+
+def shares_experts(problem: Problem) -> bool:
+    """Whether there is anything to choose: ranks that share attention or experts, and a flat dispatch."""
+    shape = problem.shape
+    return any(shape.moe_layers) and not shape.sharing.is_none and "flat" in problem.dispatches
+
+
+def _lines(problem: Problem) -> tuple[AlphaBeta, AlphaBeta]:
+    work, axes = problem.workload, Group.EXPERT_SHARDS
+    gather = problem.cluster.inside("all_gather", work.mp_size)
+    return problem.cluster.all_to_all(work.span(axes), axes), gather
+
+
+def _etm_over_y(problem: Problem) -> float:
+    return problem.workload.mp_size / problem.workload.esp_size
