@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from penstock.moe import MoEConfig, build_layer
 from penstock.moe.config import BalanceGroup
+from penstock.moe.experts.base import ExpertShard
+from penstock.runtime.makers import maker_of
 from penstock.step.shape import FORM_TOKENS, ExpertForm, TokenLayout
+from penstock.topology import Layout as Place
 from tests.runtime.test_moe_parity import ACCEPTED, GATES, ORDERS
 from tests.support.layouts import FORMS, TOKENS, Layout, layout_case, layouts
 from tests.support.pairwise import pairwise
@@ -101,6 +105,31 @@ def test_every_gate_and_order_in_every_layout(ranks: Pools, gate: str, order: st
     every = [layout for layout in (*layouts(2), *layouts(4)) if accepted({**fitting, "layout": layout})]
     for layout, tokens in product(every, TOKENS):
         check_parity(ranks, layout_case(layout, "penstock", form, tokens=tokens, **parts))
+
+
+@pytest.mark.parametrize(
+    ("moe", "layout", "forms", "words"),
+    [
+        (
+            ORDERS["merged"],
+            (4, 1, 2, 2),
+            FORMS,
+            "one row for several experts of a rank, and with esp_size = 2",
+        ),
+        ({"compression": "int8"}, (4, 1, 2, 2), FORMS, "with esp_size = 2 those are partial sums"),
+        (GATES["soft"], (4, 2, 4, 1), ("gather", "s1"), "mixes all tokens of a sample, and with mp_size = 2"),
+    ],
+)
+def test_what_ranks_cannot_share_says_why(
+    moe: dict[str, Any], layout: Layout, forms: tuple[ExpertForm, ...], words: str
+) -> None:
+    world_size, mp_size, ep_size, esp_size = layout
+    config = MoEConfig(**{"num_experts": 8, "moe_ffn_hidden_size": 8} | moe)
+    place = Place(world_size=world_size, mp_size=mp_size, ep_size=ep_size, esp_size=esp_size, rank=0)
+    layer = build_layer(8, config, ep_size=ep_size, shard=ExpertShard(0, esp_size))
+    for form in forms:
+        with pytest.raises(ValueError, match=words):
+            maker_of(layer, place, form)
 
 
 # ---- scales ------------------------------------------------------------------------------------------------

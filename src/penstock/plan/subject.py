@@ -104,7 +104,7 @@ def published_problem(name: str, file: ClusterFile, overrides: Overrides | None 
     """The step of model `name` on the cluster. Raises ConfigError for what does not fit together.
 
     The head is left out, as in the studies, which count blocks only. Replicated gradients of a layer are
-    4 M^2 + M E numbers (SYSTEMS.md 2.1); where ranks share attention, each has its part of the first.
+    4 M^2 + M E numbers; where ranks share attention, each has its part of the first.
     """
     changes = overrides or Overrides()
     published, notes = _published(name, file.name)

@@ -40,7 +40,7 @@ def test_the_four_cases_are_never_too_long_and_one_of_them_holds(seed: int, degr
 
 
 def test_the_share_of_wrong_cases_is_as_reported() -> None:
-    """SYSTEMS: 21.7 % of draws with AG and RS apart, up to 82 % too short; none of one chunk."""
+    """21.7 % of draws with AG and RS apart, up to 82 % too short; none of one chunk."""
     rng = random.Random(0)
     wrong, draws = [], 20_000
     for _ in range(draws):

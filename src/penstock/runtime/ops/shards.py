@@ -108,7 +108,7 @@ def repeated(factor: Callable[[StepContext], float], move: Move) -> Move:
     """A move of gradients, scaled.
 
     Ranks that share attention bring the same rows, and experts see each of them that many times: only with a
-    share of every gradient do they learn from it once (SYSTEMS: divide by N_MP). On the way back to their
+    share of every gradient do they learn from it once. On the way back to their
     rank gradients are made whole again.
     """
 
