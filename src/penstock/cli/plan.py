@@ -26,6 +26,7 @@ from penstock.cost.clusters import find_cluster
 from penstock.plan import MemoryBudget, PlanFile, Subject, explain, find_plan, published_problem
 from penstock.plan import Progress as Step
 from penstock.plan.effort import PLACEMENTS, check_budget
+from penstock.plan.layouts import find_layouts
 from penstock.plan.subject import Overrides
 from penstock.report.plan import PlanReport, saved_plan
 from penstock.words import milliseconds, terminal_width
@@ -39,10 +40,12 @@ SIZES = {
     "nodes": "number of nodes, instead of the cluster's",
     "ranks_per_node": "ranks per node, instead of the cluster's",
     "ep_size": "ranks over which the experts are spread, instead of the model's",
+    "mp_size": "ranks of a node that share attention and samples, instead of the model's",
+    "esp_size": "ranks of a node that share every expert, instead of the model's",
 }
 """Sizes of a published model and its cluster that options may replace."""
 
-SEARCHED = ("config", "model", "cluster", "out", "memory_gib", "imbalance", "budget", *SIZES)
+SEARCHED = ("config", "model", "cluster", "layout", "out", "memory_gib", "imbalance", "budget", *SIZES)
 """Options that belong to a search."""
 
 EXAMPLE = "plan.json"
@@ -79,6 +82,11 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     for name, what in SIZES.items():
         plan.add_argument(_option(name), type=int, metavar="N", help=what)
+    plan.add_argument(
+        "--layout",
+        choices=("given", "auto"),
+        help="auto: also choose which ranks share attention and experts (for --model; default: given)",
+    )
     plan.add_argument(
         "--imbalance",
         type=float,
@@ -170,7 +178,13 @@ def _subject(options: argparse.Namespace) -> Subject:
             why = "is a setting of a configuration, and --model has none"
             raise ConfigError(options.overrides[0], UNSET, why, "Use options such as --batch 8.")
         sizes = Overrides(**{name: getattr(options, name) for name in SIZES})
-        return published_problem(options.model, file, sizes)
+        if options.layout != "auto":
+            return published_problem(options.model, file, sizes)
+        memory = _memory(options.memory_gib, file.memory_bytes)
+        return find_layouts(options.model, file, sizes, memory).best
+    if options.layout is not None:
+        why = "is an option for --model; a configuration says the layout itself"
+        raise ConfigError("--layout", options.layout, why, "Set parallel.mp_size and parallel.esp_size.")
     return _configured(options, file)
 
 

@@ -31,7 +31,8 @@ FLAT = "flat"
 class Overrides:
     """What a user says instead of the study; None = as published.
 
-    nodes, ranks_per_node: of the cluster. ep_size: ranks that share the experts of a layer.
+    nodes, ranks_per_node: of the cluster. ep_size: ranks that share the experts of a layer. mp_size,
+    esp_size: ranks that share attention, and every expert; a step has the same samples whatever they are.
     """
 
     layers: Layers | None = None
@@ -42,6 +43,8 @@ class Overrides:
     nodes: Ranks | None = None
     ranks_per_node: Ranks | None = None
     ep_size: Ranks | None = None
+    mp_size: Ranks | None = None
+    esp_size: Ranks | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -162,21 +165,26 @@ def _words(sizes: Mapping[str, int]) -> str:
 
 
 def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: int) -> Workload:
-    shards = per_node if model.sharded else 1
+    usual_shards = per_node if model.sharded else 1
+    mp_size, shards = changes.mp_size or usual_shards, changes.esp_size or usual_shards
+    if changes.mp_size or changes.esp_size:  # studies do not ask whether heads divide
+        _check_sharing(model, mp_size, shards, per_node)
     ranks = nodes * per_node
     groups = holders(ranks, shards)
+    batch = _divided("--mp-size", mp_size, model.batch * mp_size, usual_shards, "samples of a step")
     usual = model.experts_per_device * ranks + model.experts_per_node * nodes
     experts = changes.num_experts or usual
     if model.top_k > experts:
         why = f"there are {experts} experts"
         raise ConfigError("--top-k", model.top_k, why, f"Use {experts} or fewer, or more nodes.")
-    ep_size = _ep_size(changes.ep_size, groups, experts)
+    given = changes.ep_size or (max(_ep_sizes(groups, experts)) if changes.esp_size else None)
+    ep_size = _ep_size(given, groups, experts)
     attention, gate = 4 * model.hidden_size**2 * FLOAT32_BYTES, model.hidden_size * experts * FLOAT32_BYTES
     matrices = MATRICES[model.expert]
     expert = matrices * model.hidden_size * model.ffn_hidden_size * FLOAT32_BYTES // shards
     replicas = expert * ExpertPlacement.even(experts, ep_size).slots if groups > ep_size else 0
     return Workload(
-        batch=model.batch,
+        batch=batch,
         seq_len=model.seq_len,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -189,19 +197,38 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
         world_size=ranks,
         ep_size=ep_size,
         element_bytes=ELEMENT_BYTES,
-        all_reduce_bytes=(attention // shards + (gate if shards == 1 else 0),) * model.num_layers,
+        all_reduce_bytes=(attention // mp_size + (gate if mp_size == 1 else 0),) * model.num_layers,
         expert_all_reduce_bytes=(replicas,) * model.num_layers,
-        partial_all_reduce_bytes=(gate if shards > 1 else 0,) * model.num_layers,
+        partial_all_reduce_bytes=(gate if mp_size > 1 else 0,) * model.num_layers,
         node_size=holders(ranks_per_node(ep_size * shards, per_node), shards),
         devices_per_node=per_node,
-        mp_size=shards,
+        mp_size=mp_size,
         esp_size=shards,
     )
 
 
+def _check_sharing(model: PublishedModel, mp_size: int, esp_size: int, per_node: int) -> None:
+    """Refuses what does not divide: the ranks of a node, heads, the width of experts."""
+    _divided("--mp-size", mp_size, per_node, mp_size, "ranks of a node")
+    _divided("--esp-size", esp_size, per_node, esp_size, "ranks of a node")
+    _divided("--mp-size", mp_size, model.num_heads or mp_size, mp_size, "heads")
+    _divided("--esp-size", esp_size, model.ffn_hidden_size, esp_size, "hidden units of an expert")
+
+
+def _divided(option: str, value: int, total: int, by: int, what: str) -> int:
+    """`total / by`. Raises ConfigError naming the option where that is no whole number."""
+    if total % by:
+        raise ConfigError(option, value, f"does not divide the {what} ({total} by {by})", "Use another size.")
+    return total // by
+
+
+def _ep_sizes(groups: int, experts: int) -> list[int]:
+    return [size for size in group_sizes(groups) if experts % size == 0]
+
+
 def _ep_size(wanted: int | None, groups: int, experts: int) -> int:
     """Ranks that share a layer's experts: all of them, unless set otherwise."""
-    valid = [size for size in group_sizes(groups) if experts % size == 0]
+    valid = _ep_sizes(groups, experts)
     ep_size = groups if wanted is None else wanted
     if ep_size in valid:
         return ep_size
