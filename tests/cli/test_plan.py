@@ -61,7 +61,7 @@ def test_mixtral_is_planned_without_torch() -> None:
     assert done.returncode == 0, done.stderr
     for words in ("Mixtral-7B (FSMoE) on fsmoe-testbed-b", "Plan ", "Time ", "Limit ", "Next ", "What if "):
         assert words in done.stdout
-    for words in ("sequential", "fsmoe", "2x inter-node bandwidth -", "does not shard experts yet"):
+    for words in ("sequential", "fsmoe", "2x inter-node bandwidth -", "4 ranks of a node share"):
         assert words in done.stdout
 
 
