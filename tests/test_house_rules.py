@@ -38,6 +38,7 @@ DECIDES_BY_NAME: Mapping[str, str] = {
     "autopilot/profiling/links.py": "which transport measures a leg",
     "autopilot/retune.py": "times of reductions depend on the pieces that are tried",
     "virtual/cost.py": "virtual devices price what real ones do by routing",
+    "virtual/moves.py": "virtual devices send what real ones do, op by op",
     "virtual/handlers.py": "virtual devices have handlers of their own",
 }
 

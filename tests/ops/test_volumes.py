@@ -143,4 +143,4 @@ def test_around_attention_every_token_is_gathered_and_summed(tokens: TokenLayout
 def test_three_numbers_of_every_token_are_all_that_the_vocabulary_sends() -> None:
     graph, cost = step("gather", "split", 4.0)
     (peaks,) = [task for task in graph.tasks if task.op == "HX"]
-    assert cost.work(peaks).sent_bytes == 2 * 8 * 3 * 8  # ranks, tokens, numbers, bytes
+    assert cost.work(peaks).sent_bytes == 2 * 8 * 3 * 4  # ranks, tokens, numbers, bytes

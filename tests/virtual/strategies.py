@@ -24,7 +24,7 @@ def sizes(draw: st.DrawFn) -> RoutingSizes:
     """Small batches; also one expert, all experts for every token, and a token per sample."""
     experts = draw(st.integers(1, 9))
     return RoutingSizes(
-        ranks=draw(st.integers(1, 4)),
+        groups=draw(st.integers(1, 4)),
         samples=draw(st.integers(1, 4)),
         seq_len=draw(st.integers(1, 40)),
         moe_layers=draw(st.integers(1, 3)),
@@ -52,7 +52,7 @@ def generated(draw: st.DrawFn) -> VirtualConfig:
 def recordings(draw: st.DrawFn, of: RoutingSizes, *, steps: int = 3) -> Recording:
     """What a run with another batch may have left: loads of a model of these sizes."""
     other = RoutingSizes(
-        ranks=draw(st.integers(1, 3)),
+        groups=draw(st.integers(1, 3)),
         samples=draw(st.integers(1, 3)),
         seq_len=draw(st.integers(1, 50)),
         moe_layers=of.moe_layers,
@@ -104,7 +104,7 @@ def steps(draw: st.DrawFn, *, capacity: bool | None = None) -> tuple[StepShape, 
         expert_all_reduce_bytes=tuple(400 * chunks for chunks in shape.expert_all_reduce_chunks),
     )
     batch = RoutingSizes(
-        ranks=work.world_size,
+        groups=work.world_size,
         samples=work.batch,
         seq_len=work.seq_len,
         moe_layers=sum(shape.moe_layers),

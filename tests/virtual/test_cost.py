@@ -21,7 +21,8 @@ from penstock.ops.transfers import TRANSFERS
 from penstock.placement import ExpertPlacement
 from penstock.schedule import SCHEDULES
 from penstock.simulate import lower_bound, simulate
-from penstock.step import StepShape, build_graph
+from penstock.step import Sharing, StepShape, build_graph
+from penstock.step.shape import ExpertForm, TokenLayout
 from penstock.virtual import Routing, VirtualCost
 from penstock.virtual.rows import by_source_and_target
 from tests.steps import planned, task_at
@@ -52,6 +53,11 @@ def splits_of(cost: VirtualCost, task: Task, rank: int) -> tuple[list[int], list
     return list(move.input_splits), list(move.output_splits)
 
 
+def moe_layer(cost: VirtualCost, task: Task) -> int:
+    """The task's layer counted among MoE layers."""
+    return sum(cost.shape.moe_layers[: task.layer])
+
+
 # ---- rows --------------------------------------------------------------------------------------------------
 
 
@@ -59,7 +65,7 @@ def splits_of(cost: VirtualCost, task: Task, rank: int) -> tuple[list[int], list
 def test_pieces_hold_every_row_once(step: Step) -> None:
     cost = cost_of(step)
     assert (cost.rows >= 0).all()
-    assert (cost.rows.sum(axis=(1, 2)) == cost.counts_PBYE.sum(axis=1)).all()
+    assert (cost.rows.sum(axis=(1, 2)) == cost.counts_DBYE.sum(axis=1)).all()
 
 
 @given(steps(capacity=False))
@@ -77,7 +83,7 @@ def test_a_slice_has_the_rows_of_its_tokens(step: Step) -> None:
 def test_a_microbatch_has_the_rows_of_its_samples(step: Step) -> None:
     (shape, work, _), cost = step, cost_of(step)
     ends = np.cumsum(split_sizes(work.batch, shape.microbatches))
-    for m, samples in enumerate(np.split(cost.counts_PBYE, ends[:-1], axis=1)):
+    for m, samples in enumerate(np.split(cost.counts_DBYE, ends[:-1], axis=1)):
         assert (cost.rows[:, m].sum(axis=1) == samples.sum(axis=1)).all()
 
 
@@ -198,6 +204,31 @@ def test_experts_of_all_ranks_cost_together_what_the_plan_assumes(step: Step) ->
             assert (seconds == even(task)).all()
 
 
+SHARING = [(2, 2, 2), (2, 1, 4), (1, 2, 2), (4, 4, 1), (1, 4, 1)]
+"""mp, esp and ep of four ranks."""
+
+
+@pytest.mark.parametrize("tokens", ["split", "replicated"])
+@pytest.mark.parametrize(("mp", "esp", "ep"), SHARING)
+@pytest.mark.parametrize("form", ["gather", "s1", "s2", "baseline"])
+def test_where_ranks_share_equal_parts_every_rank_costs_what_the_plan_assumes(
+    form: ExpertForm, mp: int, esp: int, ep: int, tokens: TokenLayout
+) -> None:
+    sharing = Sharing(mp_size=mp, esp_size=esp, tokens=tokens)
+    shape = StepShape(moe_layers=(True, False, True), microbatches=2, sharing=sharing, expert_form=form)
+    work = Workload(
+        batch=4, seq_len=16, hidden_size=8, ffn_hidden_size=16, vocab_size=16, num_experts=8, top_k=2,
+        expert_matrices=2, capacity_factor=4.0, min_capacity=0, world_size=4, ep_size=ep, element_bytes=4,
+        all_reduce_bytes=(800,) * 3, expert_all_reduce_bytes=(0,) * 3, partial_all_reduce_bytes=(400,) * 3,
+        mp_size=mp, esp_size=esp, dense_ffn_hidden_size=16, devices_per_node=max(mp, esp),
+    )  # fmt: skip
+    counts = np.full((4 // mp, 4, 2, 8), 4)
+    cost, even = VirtualCost(shape, work, CLUSTER, counts), StepCost(shape, work, CLUSTER)
+    for task in build_graph(shape).tasks:
+        alone = task.op in TRANSFERS and ep == 1 and task.axes == Group.EXPERT
+        assert cost(task) == pytest.approx(np.full(4, 0.0 if alone else even(task))), task
+
+
 def written_out() -> VirtualCost:
     """Two ranks with two samples of four tokens, one choice; all of the first rank go to the second."""
     shape = StepShape(moe_layers=(False, True), microbatches=2)
@@ -229,7 +260,7 @@ def test_seconds_written_out() -> None:
 
 def test_a_transfer_of_nothing_costs_nothing() -> None:
     cost = written_out()
-    stay = replace(cost, counts_PBYE=np.array([[[[4, 0]], [[4, 0]]], [[[0, 4]], [[0, 4]]]]))
+    stay = replace(cost, counts_DBYE=np.array([[[[4, 0]], [[4, 0]]], [[[0, 4]], [[0, 4]]]]))
     assert stay(task_at(build_graph(stay.shape), "L1.D.m0.c0.F")).tolist() == [0.0, 0.0]
 
 
@@ -305,12 +336,12 @@ def test_rows_go_to_the_rank_that_has_their_expert(step: Step, random: Random) -
     )
     cost = VirtualCost(shape, work, CLUSTER, routing.counts(0), placement)
     for task in moves(shape):
-        rows_PE = cost.rows[:, task.microbatch, task.cut.first : task.cut.stop, cost._moe_layer(task)].sum(1)
+        rows_PE = cost.rows[:, task.microbatch, task.cut.first : task.cut.stop, moe_layer(cost, task)].sum(1)
         for target in range(work.ep_size):
-            sent = by_source_and_target(rows_PE, placement)[:, :, target]
+            sent = by_source_and_target(rows_PE, placement)[:, :, 0, target]
             assert (sent.reshape(-1, slots) == rows_PE[:, placement.held(target)]).all()
     if work.dispatch == "flat" and any(shape.moe_layers):
         task = next(task for task in moves(shape) if task.op == Op.DISPATCH and task.forward)
-        rows_PE = cost.rows[:, task.microbatch, task.cut.first : task.cut.stop, cost._moe_layer(task)].sum(1)
+        rows_PE = cost.rows[:, task.microbatch, task.cut.first : task.cut.stop, moe_layer(cost, task)].sum(1)
         sent_to = [rows_PE[0, placement.held(target)].sum() for target in range(work.ep_size)]
         assert splits_of(cost, task, 0)[0] == sent_to

@@ -96,7 +96,7 @@ def test_a_missing_file() -> None:
 
 def batch(moe_layers: int, num_experts: int, top_k: int) -> RoutingSizes:
     return RoutingSizes(
-        ranks=2, samples=1, seq_len=4, moe_layers=moe_layers, num_experts=num_experts, top_k=top_k
+        groups=2, samples=1, seq_len=4, moe_layers=moe_layers, num_experts=num_experts, top_k=top_k
     )
 
 

@@ -19,7 +19,7 @@ from penstock.virtual.recorded import RecordedRouting
 from penstock.virtual.routing import GeneratedRouting, generated_routing
 from tests.virtual.strategies import generated, recording_of, recordings, routings, sizes
 
-BATCH = RoutingSizes(ranks=4, samples=8, seq_len=256, moe_layers=3, num_experts=16, top_k=2)
+BATCH = RoutingSizes(groups=4, samples=8, seq_len=256, moe_layers=3, num_experts=16, top_k=2)
 
 
 def routing(batch: RoutingSizes = BATCH, **settings: Any) -> GeneratedRouting:
@@ -68,7 +68,7 @@ def test_another_process_draws_the_same() -> None:
     program = (
         "from penstock.virtual import RoutingSizes, VirtualConfig\n"
         "from penstock.virtual.routing import generated_routing\n"
-        "batch = RoutingSizes(ranks=4, samples=8, seq_len=256, moe_layers=3, num_experts=16, top_k=2)\n"
+        "batch = RoutingSizes(groups=4, samples=8, seq_len=256, moe_layers=3, num_experts=16, top_k=2)\n"
         "routing = generated_routing(VirtualConfig(routing='dirichlet', drift=0.3, seed=5), batch)\n"
         "print(routing.counts(11).tobytes().hex()[:20000])\n"
     )
@@ -205,7 +205,7 @@ def test_recorded_loads_are_kept_and_shared_evenly(batch: RoutingSizes, data: st
 
 
 def test_recorded_loads_written_out() -> None:
-    batch = RoutingSizes(ranks=2, samples=1, seq_len=4, moe_layers=1, num_experts=3, top_k=1)
+    batch = RoutingSizes(groups=2, samples=1, seq_len=4, moe_layers=1, num_experts=3, top_k=1)
     made = RecordedRouting(batch, recording_of(batch, [[[50, 50, 0]], [[0, 0, 9]]]))
     assert made.counts(0).reshape(2, 3).tolist() == [[2, 2, 0], [2, 2, 0]]
     assert made.counts(1).reshape(2, 3).tolist() == [[0, 0, 4], [0, 0, 4]]

@@ -23,11 +23,12 @@ from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.checks.marks import FIELDS
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.schedule import Schedule, StepPlan
+from penstock.step.shape import TokenLayout
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, first_plan, gradient_bytes
 from penstock.virtual import VirtualConfig, VirtualStack, build_virtual
 from tests.steps import PLAIN
-from tests.support.parity import Case, batch_of, machinery, stack_of
+from tests.support.parity import Case, batch_of, machinery, machinery_of, stack_of
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow
@@ -52,10 +53,8 @@ def case_of(name: str = "flowmoe", *, world_size: int = 4, ep_size: int = 4, **m
 
 
 def virtual_of(rank: int, case: Case, virtual: VirtualConfig = ZIPF) -> VirtualStack:
-    assert case.ep_size is not None
     config = replace(case.config, cluster=SLEEPS)
-    device = machinery(case.world_size, case.ep_size, rank, case.node_size or 0)
-    return build_virtual(config, virtual, device)
+    return build_virtual(config, virtual, machinery_of(rank, case))
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ def real_and_virtual(rank: int, case: Case) -> tuple[Counter[int], Counter[int],
     """Bytes sent by a real step and by a virtual one; whether their first plans are the same."""
     real, virtual = stack_of(rank, case), virtual_of(rank, case, VirtualConfig())
     tokens, labels = batch_of(case)
-    mine = slice(rank * case.batch, (rank + 1) * case.batch)
+    mine = case.mine(rank)
     transport = real.machinery.transports
     sent = []
     for step in (lambda: real(tokens[mine], labels[mine]).backward(), lambda: virtual.step(0)):
@@ -218,6 +217,61 @@ def test_one_rank_alone(name: str) -> None:
     check_ran(run_virtual(0, case_of(name, world_size=1, ep_size=1)))
 
 
+# ---- ranks that share attention and experts ----------------------------------------------------------------
+
+SHARED = [
+    {"mp_size": 2, "esp_size": 2, "ep_size": 2},
+    {"mp_size": 2, "esp_size": 1, "ep_size": 2},
+    {"mp_size": 1, "esp_size": 2, "ep_size": 2},
+    {"mp_size": 4, "esp_size": 2, "ep_size": 1},
+    {"mp_size": 2, "esp_size": 4, "ep_size": 1},
+]
+FORMS = ["fsmoe", "parm_s1", "parm_s2", "baseline_esp"]
+
+
+def shared_case(name: str, layout: dict[str, Any], tokens: TokenLayout, **moe: Any) -> Case:
+    case = case_of(name, **({"aux_loss_group": "sequence"} | moe))
+    model = replace(case.model, num_heads=4, vocab_size=16, seq_len=8, ffn_hidden_size=16)
+    node_size = 2 if max(layout.values()) == 2 else None
+    return replace(case, model=model, node_size=node_size, tokens=tokens, **layout)
+
+
+@pytest.mark.every_value
+@pytest.mark.parametrize("tokens", ["split", "replicated"])
+@pytest.mark.parametrize("layout", SHARED, ids=lambda each: "-".join(map(str, each.values())))
+@pytest.mark.parametrize("name", [*FORMS, "flowmoe", "penstock"])
+def test_sharing_virtual_ranks_send_what_real_ones_send(
+    ranks: Pools, name: str, layout: dict[str, Any], tokens: TokenLayout
+) -> None:
+    case = shared_case(name, layout, tokens, capacity_factor=1.25)
+    for real, virtual, same in ranks(4).run(real_and_virtual, case):
+        assert same
+        assert real == virtual
+        assert real.total() > 0
+
+
+def run_uneven(rank: int, case: Case) -> bool:
+    """Whether a dropless virtual step has run as planned."""
+    stack = virtual_of(rank, case)
+    stack.step(3)
+    records = sorted(stack.records(), key=lambda record: record.start_s)
+    lanes = stack.plan.schedule.lanes
+    return all([r.task for r in records if r.lane is lane] == list(order) for lane, order in lanes.items())
+
+
+@pytest.mark.every_value
+@pytest.mark.parametrize("length", [8, 7])
+@pytest.mark.parametrize("layout", SHARED, ids=lambda each: "-".join(map(str, each.values())))
+@pytest.mark.parametrize("name", FORMS)
+def test_sharing_ranks_agree_on_uneven_routing(
+    ranks: Pools, name: str, layout: dict[str, Any], length: int
+) -> None:
+    """Every rank works out for itself what its partners send; another number would never arrive."""
+    case = shared_case(name, layout, "split")
+    case = replace(case, model=replace(case.model, seq_len=length))
+    assert all(ranks(4).run(run_uneven, case))
+
+
 # ---- steps -------------------------------------------------------------------------------------------------
 
 
@@ -229,7 +283,7 @@ def test_every_step_has_its_own_routing() -> None:
         stack.step(number)
         assert {record.step for record in stack.records(number + 1)} == {number + 1}
         assert len(stack.records()) == len(stack.plan.graph.tasks)
-    assert (stack.cost(0).counts_PBYE != stack.cost(5).counts_PBYE).any()
+    assert (stack.cost(0).counts_DBYE != stack.cost(5).counts_DBYE).any()
 
 
 def test_plans_may_be_exchanged_between_steps() -> None:
@@ -249,7 +303,7 @@ def test_fewer_samples_than_microbatches() -> None:
         layout = Layout(world_size=1, ep_size=1, rank=0)
         device = machinery(1, 1, 0)
         stack = virtual_of(0, replace(case, schedule=replace(case.schedule, microbatches=1), batch=1))
-        assert stack.machinery is device
+        assert stack.machinery.lanes is device.lanes
         stack.adopt(first_plan(case.config, layout, stack.base_shape, stack.bucket_sizes))
 
 

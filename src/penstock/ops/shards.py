@@ -60,3 +60,9 @@ register(
     _spec(Op.ROWS_REDUCE, "sums of outputs, to all", _over_shards("all_reduce", ""), Op.ROWS_REDUCE),
     _spec(Op.ROWS_KEEP, "this rank's rows", _over_shards("", GATHER), Op.ROWS_GATHER),
 )
+
+MOVES = (
+    *(Op.SHARD_GATHER, Op.SHARD_SCATTER, Op.DEAL_SLOTS, Op.GATHER_SLOTS),
+    *(Op.ROWS_GATHER, Op.ROWS_REDUCE, Op.ROWS_KEEP),
+)
+"""Every one of them: they move rows, beside the legs of a dispatch."""

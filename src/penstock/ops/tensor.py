@@ -19,8 +19,8 @@ from penstock.ops.names import Op
 from penstock.ops.work import Collective, Sizes, Work, WorkOf
 
 COUNT_BYTES = 8
-PEAK_BYTES = 3 * 8
-"""Of a token: the largest logit of a shard, the sum of exponentials, the logit of the label."""
+PEAK_BYTES = 3 * 4
+"""Of a token: the largest logit of a shard, the sum of exponentials, the logit of the label; in float32."""
 
 BOTH = (REPLICATED, PARTIAL)
 
@@ -33,6 +33,11 @@ class Ways:
     copy: str
     scatter: str
     reduce: str
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Those that there are."""
+        return tuple(op for op in (self.gather, self.copy, self.scatter, self.reduce) if op)
 
 
 ATTENTION = Ways(Op.TOKEN_GATHER, Op.TOKEN_COPY, Op.TOKEN_SCATTER, Op.TOKEN_REDUCE)
@@ -163,3 +168,8 @@ register(
 
 AXES = Group.TENSOR
 """All of them meet the ranks that share attention."""
+MOVES = (
+    *(op for ways in (ATTENTION, DENSE, EMBED, HEAD) for op in ways.all),
+    *(Op.KEEP_TOKENS, Op.GATHER_TOKENS, Op.KEEP_OUTPUT, Op.GATHER_OUTPUT),
+)
+"""Every op that moves tokens between them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,6 +22,7 @@ from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
 from penstock.runtime.transport import build_transports
 from penstock.schedule import StepPlan, plan_step
 from penstock.step import StepShape
+from penstock.step.shape import ExpertForm
 from penstock.topology import Control, Layout, ParallelConfig
 from penstock.train.config import Precision, RunConfig
 
@@ -130,15 +132,18 @@ def base_shape(config: RunConfig, layout: Layout) -> StepShape:
     )
 
 
-def gradient_bytes(model: ModelConfig, moe: MoEConfig, layout: Layout) -> GradientBytes:
+def gradient_bytes(
+    model: ModelConfig, moe: MoEConfig, layout: Layout, form: ExpertForm = "gather"
+) -> GradientBytes:
     """Bytes of every layer's replicated gradients, and of its expert gradients if they have replicas.
 
-    Read off the real model, built without memory for its weights.
+    Read off the real model, built without memory for its weights. form: how rows meet all shards of their
+    experts, which decides of some gradients whether ranks that share attention have parts of them.
     """
     with torch.device("meta"):
         parts = model_of(model, moe, layout)
     shape = shape_of([part.moe for part in parts.parts], sharing_of(layout, moe.aux_loss_group))
-    assigned = assign(parts, parts, shape)
+    assigned = assign(parts, parts, replace(shape, expert_form=form))
     experts = assigned.experts if layout.edp_size > 1 else ((),) * model.num_layers
     return GradientBytes(
         _sizes_bytes(assigned.replicated), _sizes_bytes(experts), _sizes_bytes(assigned.partial)

@@ -20,10 +20,11 @@ def build_virtual(config: RunConfig, virtual: VirtualConfig, machinery: Machiner
     Every rank must call it at the same point. Raises ConfigError if recorded routing does not fit the model.
     """
     layout = machinery.layout
-    sizes = workload(config, layout, gradient_bytes(config.model, config.moe, layout))
+    gradients = partial(gradient_bytes, config.model, config.moe, layout)
     return VirtualStack(
         base_shape(config, layout),
-        sizes,
+        workload(config, layout, gradients("gather")),
+        gradients,
         config.cluster,
         build_routing(config, virtual, layout),
         machinery,
@@ -34,7 +35,7 @@ def build_virtual(config: RunConfig, virtual: VirtualConfig, machinery: Machiner
 def build_routing(config: RunConfig, virtual: VirtualConfig, layout: Layout) -> Routing:
     """The routing that [virtual] describes, for the batch of all ranks."""
     sizes = RoutingSizes(
-        ranks=layout.world_size,
+        groups=layout.dp_size,
         samples=config.data.batch_per_device,
         seq_len=config.model.seq_len,
         moe_layers=sum(base_shape(config, layout).moe_layers),

@@ -1,6 +1,6 @@
 """What a step costs on every rank when tokens are not spread evenly. No torch: the simulator reads it too.
 
-Shapes: P ranks, E experts, and those of `penstock.virtual.rows`.
+Shapes: those of `penstock.virtual.rows`.
 """
 
 from __future__ import annotations
@@ -13,42 +13,29 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.cost import ClusterConfig, StepCost, Workload
-from penstock.cost.legs import even_leg
-from penstock.dispatch import DISPATCHES, Leg, Place
-from penstock.dispatch.base import place_in
 from penstock.graph import Task
-from penstock.mesh import Axes, Group
 from penstock.ops import Op
-from penstock.ops.transfers import HOME, TRANSFERS, outward
 from penstock.placement import ExpertPlacement
 from penstock.step import StepShape
 from penstock.virtual.apportion import Counts
-from penstock.virtual.rows import by_source_and_target, cut_rows
+from penstock.virtual.moves import ROW_MOVES, Move, RowMoves, TokenMoves
+from penstock.virtual.rows import cut_rows
 
 Seconds = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Move:
-    """One leg of one rank: rows to and from every member of a group."""
-
-    group: Axes
-    input_splits: tuple[int, ...]
-    output_splits: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class VirtualCost:
     """`cost(task)` in seconds, an array [ranks]: `StepCost`, but experts and transfers follow the routing.
 
-    counts_PBYE: token copies of every sample for every expert, as `Routing.counts` gives them. placement:
+    counts_DBYE: token copies of every sample for every expert, as `Routing.counts` gives them. placement:
     where experts are; None = the workload's.
     """
 
     shape: StepShape
     workload: Workload
     cluster: ClusterConfig
-    counts_PBYE: Counts
+    counts_DBYE: Counts
     placement: ExpertPlacement | None = None
 
     def __call__(self, task: Task) -> Seconds:
@@ -62,19 +49,20 @@ class VirtualCost:
             return self._everywhere(even_s)
         # What experts compute and copy is in proportion to their rows; the overhead is not.
         overhead_s = self.cluster.task_overhead_s
-        share = self._received(task).astype(np.float64) / max(self._even_rows(task), 1)
+        even_rows = self._even.rows(task) * task.cut.row_copies
+        share = self._moves.received(task).astype(np.float64) / max(even_rows, 1)
         return overhead_s + (even_s - overhead_s) * share
 
     def transfer_s(self, task: Task) -> Seconds:
         """Seconds of a communication task on every rank, [P], by its busier direction."""
-        if task.op not in TRANSFERS:
+        work = self._even.work(task)
+        if task.op not in ROW_MOVES or not work.sent_bytes:
             return self._everywhere(self._even.communication_s(task))
-        work = self.workload
-        link = self.cluster.leg(work.dispatch, task.op, work.span(Group.EXPERT))
         # The model's argument is what a rank has for all experts if routing is even.
-        share = even_leg(work.dispatch, task.op, work.nodes, work.ranks_per_node).share
-        rows = self._remote(task) / share if share else self._remote(task) * 0.0
-        return np.array([link.seconds(work.wire_bytes(row)) for row in rows.tolist()])
+        load = self.workload.wire_bytes(1) * self._moves.busier(task) / work.sent_bytes
+        found, where = np.unique(load, return_inverse=True)
+        seconds = np.array([self._even.communication_s(task, each) for each in found.tolist()])
+        return seconds[where]
 
     def reduced_bytes(self, task: Task) -> int:
         """Bytes of gradients in one piece of an all-reduce."""
@@ -87,90 +75,35 @@ class VirtualCost:
         return total
 
     def move(self, task: Task, rank: int) -> Move:
-        """What a leg hands to the transport on one rank."""
-        group, place = self._in_group(rank)
-        table = self._table(self._piece(task))[group].sum(axis=2)
-        leg = self._legs(table, place)[self._number(task)]
-        there = Move(leg.axes, leg.input_splits, leg.output_splits)
-        return there if self._to_experts(task) else Move(leg.axes, leg.output_splits, leg.input_splits)
+        """What a task that moves rows or tokens hands to the transport on one rank."""
+        return (self._moves if task.op in ROW_MOVES else self._tokens).move(task, rank)
 
     def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
-        """What a COUNTS task sends and receives on one rank, both [peers, slices, local experts]."""
-        assert task.op == Op.COUNTS and task.microbatch is not None, task
-        group, place = self._in_group(rank)
-        layer, rows = self._moe_layer(task), self.rows[:, task.microbatch]
-        tables = np.stack([self._table(rows[:, c, layer]) for c in range(self.shape.slices)], axis=3)
-        return tables[group, place], tables[group, :, place]
+        """What a COUNTS task sends and is to receive on one rank, see `RowMoves.exchanged_counts`."""
+        assert task.op == Op.COUNTS, task
+        return self._moves.exchanged_counts(task, rank)
+
+    @property
+    def needs_table(self) -> bool:
+        """Whether in a COUNTS task everybody tells everybody all that it sends."""
+        return self._moves.needs_table
 
     @cached_property
     def rows(self) -> Counts:
-        """Rows that every rank sends to every expert, [ranks, microbatches, slices, MoE layers, experts]."""
-        return cut_rows(self.counts_PBYE, self.shape, self.workload)
+        """Rows that every rank brings for every expert, see `cut_rows`."""
+        return cut_rows(self.counts_DBYE, self.shape, self.workload)
+
+    @cached_property
+    def _moves(self) -> RowMoves:
+        return RowMoves(self._even, self.rows, self.placement or self.workload.placement)
+
+    @cached_property
+    def _tokens(self) -> TokenMoves:
+        return TokenMoves(self._even)
 
     @cached_property
     def _even(self) -> StepCost:
         return StepCost(self.shape, self.workload, self.cluster)
-
-    def _even_rows(self, task: Task) -> float:
-        """Rows that every rank's experts would get if routing were even."""
-        assert task.microbatch is not None and task.chunk is not None, task
-        cut = task.cut
-        return sum(self.workload.rows(task.microbatch, cut.microbatches, s, cut.slices) for s in cut.held)
-
-    def _received(self, task: Task) -> Counts:
-        """Rows that every rank's experts get, [P]."""
-        received: Counts = self._table(self._piece(task)).sum(axis=(1, 3)).reshape(-1)
-        return received
-
-    def _remote(self, task: Task) -> Seconds:
-        """Rows over every rank's link in its busier direction in this leg, [P]."""
-        work, number = self.workload, self._number(task)
-        by_pair = self._table(self._piece(task)).sum(axis=3)
-        if not DISPATCHES[work.dispatch].needs_table:
-            busier = np.maximum(by_pair.sum(axis=2), by_pair.sum(axis=1))
-            direct: Seconds = (busier - by_pair.diagonal(axis1=1, axis2=2)).reshape(-1).astype(np.float64)
-            return direct
-        remote = np.zeros(work.world_size)
-        for group, table in enumerate(by_pair):
-            for place, rank in enumerate(work.mesh.groups(Group.EXPERT)[group]):
-                leg = self._legs(table, place)[number]
-                own = place_in(leg.axes, Place(place, work.ep_size, work.ranks_per_node))
-                sent, received = sum(leg.input_splits), sum(leg.output_splits)
-                remote[rank] = max(sent - leg.input_splits[own], received - leg.output_splits[own])
-        return remote
-
-    def _in_group(self, rank: int) -> tuple[int, int]:
-        """Which expert group a rank is in, and its place there."""
-        mesh = self.workload.mesh
-        return mesh.group(rank, Group.EXPERT), mesh.place(rank, Group.EXPERT)
-
-    def _legs(self, table: Counts, place: int) -> tuple[Leg, ...]:
-        work = self.workload
-        return DISPATCHES[work.dispatch].legs(table, Place(place, work.ep_size, work.ranks_per_node))
-
-    def _number(self, task: Task) -> int:
-        """Which leg of the dispatch a task takes, one way or the other."""
-        return [hop.op for hop in self.shape.dispatch].index(outward(task.op))
-
-    def _piece(self, task: Task) -> Counts:
-        """Rows of the task's microbatch and chunk, [P, E]."""
-        assert task.microbatch is not None and task.chunk is not None, task
-        held = task.cut.held
-        slices_PCE = self.rows[:, task.microbatch, held.start : held.stop, self._moe_layer(task)]
-        rows_PE: Counts = slices_PCE.sum(axis=1)
-        return rows_PE
-
-    def _table(self, rows_PE: Counts) -> Counts:
-        return by_source_and_target(rows_PE, self.placement or self.workload.placement)
-
-    def _moe_layer(self, task: Task) -> int:
-        """The task's layer counted among MoE layers."""
-        return sum(self.shape.moe_layers[: task.layer])
-
-    @staticmethod
-    def _to_experts(task: Task) -> bool:
-        """Rows go to the experts in dispatch; in backward, gradients go there in combine."""
-        return (task.op in HOME) is task.forward
 
     def _everywhere(self, seconds: float) -> Seconds:
         return np.full(self.workload.world_size, seconds)

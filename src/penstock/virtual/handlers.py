@@ -10,70 +10,73 @@ import torch
 from torch import Tensor
 
 from penstock.cost import Workload
-from penstock.dispatch import DISPATCHES
 from penstock.graph import Graph, Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import OPS, Kind, Op
-from penstock.ops.transfers import TRANSFERS
+from penstock.ops.sums import REDUCTIONS
 from penstock.runtime.checks.marks import FIELDS
 from penstock.runtime.handlers import NOTHING, Handler, Handlers, Inputs, Outputs
 from penstock.runtime.statistics import HEADER
 from penstock.runtime.transport import Transports
-from penstock.virtual.cost import Move, VirtualCost
+from penstock.virtual.cost import VirtualCost
+from penstock.virtual.moves import ROW_MOVES, TOKEN_MOVES, Move
 
 COMMUNICATION_LANES = (Lane.INTER, Lane.INTRA)
+MOVES = (*ROW_MOVES, *TOKEN_MOVES)
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank does in one step, worked out before it begins. Counts: int64 [peers, slices, experts].
+    """What one rank does in one step, worked out before it begins.
 
-    place: of the rank in its expert group.
+    seconds: of computation, and of copies by tasks that move nothing. counts: int64, sent and to be received.
     """
 
     seconds: Mapping[Task, float]
     moves: Mapping[Task, Move]
     counts: Mapping[Task, tuple[Tensor, Tensor]]
-    place: int
 
     @staticmethod
     def build(cost: VirtualCost, graph: Graph, rank: int) -> RankStep:
         """Look everything up in the cost; takes milliseconds, which a step should not pay."""
         counts = {t: cost.exchanged_counts(t, rank) for t in graph.tasks if t.op == Op.COUNTS}
+        moves = {t: cost.move(t, rank) for t in graph.tasks if t.op in MOVES}
+        slept = [t for t in graph.tasks if t.lane.computes or (t in moves and not moves[t].collective)]
         return RankStep(
-            seconds={t: float(cost.seconds(t)[rank]) for t in graph.tasks if t.lane.computes},
-            moves={t: cost.move(t, rank) for t in graph.tasks if t.op in TRANSFERS},
+            seconds={t: float(cost(t)[rank]) for t in slept},
+            moves=moves,
             counts={t: (torch.tensor(sent), torch.tensor(got)) for t, (sent, got) in counts.items()},
-            place=cost.workload.mesh.place(rank, Group.EXPERT),
         )
 
     @property
-    def most_rows(self) -> int:
-        """Rows in the largest all-to-all."""
-        return max((sum(move.input_splits) for move in self.moves.values()), default=0)
+    def most_bytes(self) -> int:
+        """In the largest buffer that is handed to a transport."""
+        return max((move.sent_bytes for move in self.moves.values()), default=0)
 
 
 class Buffers:
     """What is sent: zeros, made once per lane. A lane runs one transfer at a time, so they may share."""
 
     def __init__(self, work: Workload, moe_layers: int) -> None:
-        self._row_bytes = round(work.wire_bytes(1))
-        largest = max(*work.all_reduce_bytes, *work.expert_all_reduce_bytes)
-        self.gradients = torch.zeros(largest // torch.float32.itemsize)
+        self.gradients = torch.zeros(0)
         self.statistics = torch.zeros(
             HEADER + 2 * moe_layers * work.num_experts + FIELDS, dtype=torch.float64
         )
-        self._rows: Sequence[Tensor] = ()
+        self._bytes: Sequence[Tensor] = ()
 
-    def grow(self, rows: int) -> None:
-        """Make room for `rows` hidden states."""
-        if not self._rows or rows > len(self._rows[0]):
-            shape = (rows, self._row_bytes)
-            self._rows = tuple(torch.zeros(shape, dtype=torch.uint8) for _ in COMMUNICATION_LANES)
+    def grow(self, step: RankStep, work: Workload) -> None:
+        """Make room for all that a step sends."""
+        most = step.most_bytes
+        if not self._bytes or most > len(self._bytes[0]):
+            self._bytes = tuple(torch.zeros(most, dtype=torch.uint8) for _ in COMMUNICATION_LANES)
+        largest = max(max(sizes) for sizes in work.gradients.values()) // torch.float32.itemsize
+        if largest > len(self.gradients):
+            self.gradients = torch.zeros(largest)
 
-    def rows(self, count: int, lane: Lane) -> Tensor:
-        """The first `count` rows of a lane's buffer, [count, bytes of a row]."""
-        return self._rows[COMMUNICATION_LANES.index(lane)][:count]
+    def rows(self, move: Move, lane: Lane) -> Tensor:
+        """The first bytes of a lane's buffer as the rows that a move begins with, [rows, bytes of a row]."""
+        held = self._bytes[COMMUNICATION_LANES.index(lane)][: move.sent_bytes]
+        return held.view(sum(move.input_splits), move.row_bytes)
 
 
 class VirtualHandlers:
@@ -91,12 +94,11 @@ class VirtualHandlers:
         """Also proof that all ranks route alike: other splits than the partners' would hang."""
         del inputs
         sent, expected = self.step.counts[task]
-        once = [1] * len(sent)
-        if DISPATCHES[self.cost.workload.dispatch].needs_table:  # everybody tells everybody everything
-            table = sent.unsqueeze(0).expand(len(sent), *sent.shape)
-            received = self.transports.inter.all_to_all(table, once, once)[:, self.step.place]
+        transport, once = self.transports.of(task.lane, task.axes), [1] * len(expected)
+        if self.cost.needs_table:  # everybody tells everybody everything
+            received = transport.all_gather(sent.unsqueeze(0), once, task.axes)
         else:
-            received = self.transports.inter.all_to_all(sent, once, once)
+            received = transport.all_to_all(sent, once, once, task.axes)
         if not torch.equal(received, expected):
             raise RuntimeError(
                 "the partners have routed their tokens otherwise than this rank has worked out for them: "
@@ -105,10 +107,18 @@ class VirtualHandlers:
         return NOTHING
 
     def move(self, task: Task, inputs: Inputs) -> Outputs:
-        del inputs
+        """Send what a real task sends; a task that only copies takes its time."""
         move = self.step.moves[task]
-        rows = self.buffers.rows(sum(move.input_splits), task.lane)
-        self.transports.of(task.lane).all_to_all(rows, move.input_splits, move.output_splits, move.group)
+        if not move.collective:
+            return self.compute(task, inputs)
+        rows, transport = self.buffers.rows(move, task.lane), self.transports.of(task.lane, move.group)
+        match move.collective:
+            case "all_gather":
+                transport.all_gather(rows, move.output_splits, move.group)
+            case "all_reduce":
+                transport.all_reduce(rows.view(torch.float32), move.group)
+            case _:
+                transport.all_to_all(rows, move.input_splits, move.output_splits, move.group)
         return NOTHING
 
     def reduce_statistics(self, task: Task, inputs: Inputs) -> Outputs:
@@ -119,7 +129,8 @@ class VirtualHandlers:
     def reduce_gradients(self, task: Task, inputs: Inputs) -> Outputs:
         del inputs
         elements = self.cost.reduced_bytes(task) // self.buffers.gradients.element_size()
-        self.transports.inter.all_reduce(self.buffers.gradients[:elements], task.axes)
+        transport = self.transports.of(task.lane, task.axes)
+        transport.all_reduce(self.buffers.gradients[:elements], task.axes)
         return NOTHING
 
 
@@ -127,10 +138,9 @@ def virtual_handlers() -> Handlers:
     """What virtual devices do for every op: its methods take a VirtualHandlers as their context."""
     by_op: dict[str, Handler] = {
         Op.COUNTS: VirtualHandlers.exchange_counts,
-        **dict.fromkeys(TRANSFERS, VirtualHandlers.move),
+        **dict.fromkeys(MOVES, VirtualHandlers.move),
         Op.STATISTICS: VirtualHandlers.reduce_statistics,
-        Op.ALL_REDUCE: VirtualHandlers.reduce_gradients,
-        Op.EXPERT_ALL_REDUCE: VirtualHandlers.reduce_gradients,
+        **dict.fromkeys(REDUCTIONS, VirtualHandlers.reduce_gradients),
     }
     computes = {op: VirtualHandlers.compute for op, spec in OPS.items() if spec.kind is not Kind.COLLECTIVE}
     return {(op, phase): handler for op, handler in {**computes, **by_op}.items() for phase in Phase}

@@ -1,7 +1,8 @@
 """Which experts tokens prefer, and how that moves from step to step.
 
-Shapes: P ranks, B samples per rank, Y MoE layers, E experts. Preferences are logits [P or 1, B or 1, Y, E]:
-all ranks and samples share those of Zipf, every sample has its own of Dirichlet.
+Shapes: D groups of ranks with the same samples, B samples of each, Y MoE layers, E experts. Preferences are
+logits [D or 1, B or 1, Y, E]: all ranks and samples share those of Zipf, every sample has its own of
+Dirichlet.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class ZipfDraw:
 
 @dataclass(frozen=True, kw_only=True)
 class DirichletDraw:
-    """A symmetric Dirichlet distribution for every sample and layer. shape: [P, B, Y, E].
+    """A symmetric Dirichlet distribution for every sample and layer. shape: [D, B, Y, E].
 
     Drawn as logarithms of gamma numbers by G(a) = G(a + 1) * U ** (1 / a), which also for a small
     concentration never becomes zero.

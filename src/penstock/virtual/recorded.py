@@ -108,7 +108,7 @@ class RecordedRouting:
     def counts(self, step: int) -> Counts:
         """See `Routing.counts`."""
         sizes = self.sizes
-        samples = sizes.ranks * sizes.samples
+        samples = sizes.groups * sizes.samples
         loads_YE = self.recording.loads_SYE[step % len(self.recording.steps)]
         left_YE = apportion(loads_YE, samples * sizes.copies)
         shares = np.empty((samples, *left_YE.shape), dtype=np.int64)
@@ -129,7 +129,7 @@ def recorded_routing(path: Path, sizes: RoutingSizes) -> RecordedRouting:
             raise ConfigError(KEY, str(path), why, "Use the model that was recorded, or record this one.")
     if not recording.steps:
         raise ConfigError(KEY, str(path), "holds no step", "Record at least one.")
-    copies = sizes.ranks * sizes.samples * sizes.copies
+    copies = sizes.groups * sizes.samples * sizes.copies
     if copies * int(recording.loads_SYE.max()) >= 2**63:
         why = f"holds loads that cannot be scaled to the {copies} rows of a step here: they are too large"
         raise ConfigError(KEY, str(path), why, "Use a smaller batch, or record a shorter step.")

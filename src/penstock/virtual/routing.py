@@ -1,7 +1,7 @@
 """Routing without a router: how many tokens of every sample go to which expert, in every step.
 
-Shapes: P ranks, B samples per rank, Y MoE layers, E experts (total), L tokens per sample, k experts
-per token.
+Shapes: D groups of ranks with the same samples, B samples of such a group, Y MoE layers, E experts (total),
+L tokens per sample, k experts per token.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ PREFERENCES, CHANCE = 0, 1
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingSizes:
-    """The batch that is routed. samples: per rank. moe_layers: how many layers have a router."""
+    """The batch that is routed.
 
-    ranks: int
+    groups: of ranks with the same samples; a rank alone, unless ranks share attention. samples: of such a
+    group. moe_layers: how many layers have a router.
+    """
+
+    groups: int
     samples: int
     seq_len: int
     moe_layers: int
@@ -39,15 +43,15 @@ class RoutingSizes:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of what `Routing.counts` returns: [P, B, Y, E]."""
-        return self.ranks, self.samples, self.moe_layers, self.num_experts
+        """Of what `Routing.counts` returns: [D, B, Y, E]."""
+        return self.groups, self.samples, self.moe_layers, self.num_experts
 
 
 class Routing(Protocol):
     """Where tokens go. Every rank asks for itself and gets the same answer: nothing is exchanged."""
 
     def counts(self, step: int) -> Counts:
-        """Token copies of every sample for every expert, int64 [P, B, Y, E]; `step` counts from 0.
+        """Token copies of every sample for every expert, int64 [D, B, Y, E]; `step` counts from 0.
 
         The counts of a sample in a layer sum to L * k, and none is over L: a token's experts are distinct.
         """

@@ -1,0 +1,286 @@
+"""What every task that communicates hands to the transport, in sizes. No torch: the simulator reads it too.
+
+Shapes: those of `penstock.virtual.rows`; W ranks that meet in a task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.cost import StepCost, split_sizes
+from penstock.cost.legs import even_leg
+from penstock.dispatch import DISPATCHES, Leg, Place
+from penstock.dispatch.base import place_in
+from penstock.graph import Task
+from penstock.mesh import Axes, Group
+from penstock.ops import Op, shards, tensor
+from penstock.ops.transfers import HOME, TRANSFERS, outward
+from penstock.ops.work import Collective
+from penstock.placement import ExpertPlacement
+from penstock.virtual.apportion import Counts
+from penstock.virtual.rows import by_source_and_target, dealt, in_turn
+
+Rows = npt.NDArray[np.float64]
+SizesOf = Callable[[Task], Counts]
+
+ROW_MOVES: Final = (*TRANSFERS, *shards.MOVES)
+TOKEN_MOVES: Final = (*tensor.MOVES, Op.PEAKS, Op.CHOICES)
+
+
+@dataclass(frozen=True)
+class Move:
+    """What a task hands to the transport on one rank; `collective` "" = nothing.
+
+    input_splits, output_splits: rows of `row_bytes` to and from every member of the group; of an all-gather
+    and an all-reduce the first is this rank's rows.
+    """
+
+    collective: Collective
+    group: Axes
+    input_splits: tuple[int, ...]
+    output_splits: tuple[int, ...]
+    row_bytes: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of the buffer that is handed over."""
+        return sum(self.input_splits) * self.row_bytes
+
+
+def within(collective: Collective, group: Axes, sizes: tuple[int, ...], place: int, row_bytes: int) -> Move:
+    """A collective whose whole tensor has rows of these sizes, one for each member. place: this rank's."""
+    mine = (sizes[place],)
+    match collective:
+        case "all_gather":
+            return Move(collective, group, mine, sizes, row_bytes)
+        case "reduce_scatter":  # a part to everyone, who sums them: see `scatter_sums` of the transport
+            return Move("all_to_all", group, sizes, mine * len(sizes), row_bytes)
+        case "all_reduce":
+            return Move(collective, group, (sum(sizes),), (sum(sizes),), row_bytes)
+    return Move("", group, (), (), row_bytes)
+
+
+@dataclass(frozen=True)
+class TokenMoves:
+    """Tokens between ranks that share attention: every sample is cut alike."""
+
+    even: StepCost
+
+    def move(self, task: Task, rank: int) -> Move:
+        """Of one rank."""
+        work, mesh = self.even.workload, self.even.workload.mesh
+        assert task.microbatch is not None, task
+        samples = split_sizes(work.batch, task.cut.microbatches)[task.microbatch]
+        lengths = split_sizes(work.seq_len, work.mp_size)
+        row_bytes = round(work.hidden_bytes(1))
+        sizes = tuple(samples * length for length in lengths)
+        if task.op == Op.PEAKS:  # of all tokens, by every shard of the vocabulary
+            sizes, row_bytes = (samples * work.seq_len,) * work.mp_size, tensor.PEAK_BYTES
+        if task.op == Op.CHOICES:
+            row_bytes = work.num_experts * tensor.COUNT_BYTES
+            sizes = split_sizes(samples, work.mp_size)
+        place = mesh.place(rank, task.axes)
+        return within(self.even.work(task).collective, task.axes, sizes, place, row_bytes)
+
+
+@dataclass(frozen=True)
+class RowMoves:
+    """Rows on their way to experts and back, in whatever way they meet all shards of these.
+
+    rows_PRCYE: that every rank brings for every expert. placement: where experts are.
+    """
+
+    even: StepCost
+    rows_PRCYE: Counts
+    placement: ExpertPlacement
+
+    # ---- of one rank ---------------------------------------------------------------------------------------
+
+    def move(self, task: Task, rank: int) -> Move:
+        """What a rank hands to the transport."""
+        row_bytes = round(self.even.workload.wire_bytes(1))
+        if task.op not in TRANSFERS:
+            sizes, place = self._sizes(task)[rank], self.even.workload.mesh.place(rank, task.axes)
+            whole = tuple(map(int, sizes))
+            return within(self.even.work(task).collective, task.axes, whole, place, row_bytes)
+        leg = self._leg(task, rank)
+        there, back = leg.input_splits, leg.output_splits
+        sent, received = (there, back) if to_experts(task) else (back, there)
+        return Move("all_to_all", leg.axes, sent, received, row_bytes)
+
+    def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
+        """What a COUNTS task sends and is to receive on one rank.
+
+        Sent: [T, C, N]. Received: the same from every rank that is asked, [W, C, N]; where a rank must know
+        what the others send to each other, all that they send, [W, T, C, N].
+        """
+        assert task.microbatch is not None, task
+        rows_PCE = self.rows_PRCYE[:, task.microbatch, :, self._moe_layer(task)]
+        cut = [self._by_target(rows_PCE[:, c]) for c in range(rows_PCE.shape[1])]
+        group, place, shard = self._place(rank)
+        tables_SHTCN = np.stack([table[group] for table in cut], axis=3)
+        sent = tables_SHTCN[place, shard]
+        if self.needs_table:
+            whole = tables_SHTCN if task.axes == Group.EXPERT_SHARDS else tables_SHTCN[:, shard]
+            return sent, whole.reshape(-1, *sent.shape)
+        return sent, tables_SHTCN[:, shard, place]
+
+    @property
+    def needs_table(self) -> bool:
+        """Whether everybody tells everybody all that it sends."""
+        work, form = self.even.workload, self.even.shape.expert_form
+        repeated = work.mp_size > 1 and form in ("s2", "baseline")
+        return work.esp_size > 1 or repeated or DISPATCHES[work.dispatch].needs_table
+
+    # ---- of all ranks --------------------------------------------------------------------------------------
+
+    def received(self, task: Task) -> Counts:
+        """Rows that every rank's experts get, [P]: those of all shards, whoever brings them."""
+        by_target = self._table(task).sum(axis=(1, 2, 4))
+        return np.repeat(by_target.reshape(-1), self.even.workload.esp_size)
+
+    def busier(self, task: Task) -> Rows:
+        """Rows over every rank's link in its busier direction, as the argument of the task's collective, [P].
+
+        With even routing the argument is what `work` of the op says.
+        """
+        collective = self.even.work(task).collective
+        if collective == "leg":
+            share = self._share(task)
+            argument: Rows = self._remote(task) * (1 / share if share else 0.0)
+            return argument
+        sizes_PW = self._sizes(task)
+        total: Rows = sizes_PW.sum(axis=1).astype(np.float64)
+        members = sizes_PW.shape[1]
+        if collective == "all_reduce" or members == 1:
+            return total
+        mesh = self.even.workload.mesh
+        places = np.array([mesh.place(rank, task.axes) for rank in range(len(sizes_PW))])
+        mine = np.take_along_axis(sizes_PW, places[:, None], axis=1)[:, 0]
+        busier: Rows = np.maximum((members - 1) * mine, total - mine) * members / (members - 1)
+        return busier
+
+    def _remote(self, task: Task) -> Rows:
+        """Rows to or from other ranks in this leg, whichever are more, [P]."""
+        if not DISPATCHES[self.even.workload.dispatch].needs_table and not self._fused(task):
+            planes_GHST = self._planes(task)
+            busier = np.maximum(planes_GHST.sum(axis=3), planes_GHST.sum(axis=2))
+            away_GHS = busier - planes_GHST.diagonal(axis1=2, axis2=3)
+            away: Rows = away_GHS.transpose(0, 2, 1).reshape(-1).astype(np.float64)
+            return away
+        return np.array([self._remote_of(task, rank) for rank in range(self.even.workload.world_size)])
+
+    def _remote_of(self, task: Task, rank: int) -> float:
+        leg, (_, place, shard) = self._leg(task, rank), self._place(rank)
+        if self._fused(task):
+            own = place * self.even.workload.esp_size + shard
+        else:
+            own = place_in(leg.axes, self._dispatch_place(place))
+        sent, received = sum(leg.input_splits), sum(leg.output_splits)
+        return float(max(sent - leg.input_splits[own], received - leg.output_splits[own]))
+
+    def _share(self, task: Task) -> float:
+        """Of the argument of an even leg, what goes over the busiest rank's link."""
+        work = self.even.workload
+        if self._fused(task):
+            members = work.mesh.size(task.axes)
+            return (members - 1) / members
+        return even_leg(work.dispatch, task.op, work.nodes, work.ranks_per_node).share
+
+    # ---- tables --------------------------------------------------------------------------------------------
+
+    def _leg(self, task: Task, rank: int) -> Leg:
+        """A leg towards the experts."""
+        group, place, shard = self._place(rank)
+        if self._fused(task):
+            table_SHT = self._table(task)[group].sum(axis=3)
+            sent = tuple(int(n) for n in table_SHT[place, shard] for _ in range(table_SHT.shape[1]))
+            return Leg(task.axes, (), (), sent, tuple(map(int, table_SHT[:, :, place].reshape(-1))))
+        legs = DISPATCHES[self.even.workload.dispatch].legs
+        number = [hop.op for hop in self.even.shape.dispatch].index(outward(task.op))
+        return legs(self._planes(task)[group, shard], self._dispatch_place(place))[number]
+
+    def _planes(self, task: Task) -> Counts:
+        """Rows from rank to rank that a leg between nodes carries for every shard, [G, H, S, T]."""
+        table_GSHT: Counts = self._table(task).sum(axis=4)
+        if task.cut.row_copies > 1:  # gathered before they leave
+            table_GSHT = np.broadcast_to(table_GSHT.sum(axis=2, keepdims=True), table_GSHT.shape)
+        return table_GSHT.transpose(0, 2, 1, 3)
+
+    def _sizes(self, task: Task) -> Counts:
+        """Rows of every member of a task's group, by rank, [P, W]."""
+        return self._sizes_by_op[task.op](task)
+
+    @cached_property
+    def _sizes_by_op(self) -> Mapping[str, SizesOf]:
+        behind = dict.fromkeys((Op.SHARD_GATHER, Op.SHARD_SCATTER, Op.ROWS_REDUCE), self._brought)
+        before = dict.fromkeys((Op.ROWS_GATHER, Op.ROWS_KEEP), self._leaving)
+        return {**behind, **before, **dict.fromkeys((Op.DEAL_SLOTS, Op.GATHER_SLOTS), self._turns)}
+
+    def _brought(self, task: Task) -> Counts:
+        """What came to a rank's experts by way of each of their shards."""
+        return self._by_shard(self._table(task).sum(axis=(1, 4)).transpose(0, 2, 1))
+
+    def _leaving(self, task: Task) -> Counts:
+        """What each of the ranks that share a rank's experts sends."""
+        return self._by_shard(self._table(task).sum(axis=(3, 4)))
+
+    def _by_shard(self, sizes_GPH: Counts) -> Counts:
+        shards = sizes_GPH.shape[2]
+        return np.repeat(sizes_GPH.reshape(-1, shards), shards, axis=0)
+
+    def _turns(self, task: Task) -> Counts:
+        """What each of the ranks with the same rows is dealt of them."""
+        shares = self.even.workload.mp_size
+        rows_PCE = self._held(self.rows_PRCYE, task)
+        return np.stack([in_turn(rows_PCE, i, shares).sum(axis=(1, 2)) for i in range(shares)], axis=1)
+
+    def _table(self, task: Task) -> Counts:
+        """Rows of the task's microbatch and chunk as they travel, [G, S, H, T, N]."""
+        return self._by_target(self._held(self._dealt, task).sum(axis=1))
+
+    def _by_target(self, rows_PE: Counts) -> Counts:
+        return by_source_and_target(rows_PE, self.placement, self.even.workload.esp_size)
+
+    @cached_property
+    def _dealt(self) -> Counts:
+        return dealt(self.rows_PRCYE, self.even.shape, self.even.workload)
+
+    def _held(self, rows_PRCYE: Counts, task: Task) -> Counts:
+        """Of the slices that a task has, [P, C, E]."""
+        assert task.microbatch is not None and task.chunk is not None, task
+        held = task.cut.held
+        rows: Counts = rows_PRCYE[:, task.microbatch, held.start : held.stop, self._moe_layer(task)]
+        return rows
+
+    # ---- places --------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _fused(task: Task) -> bool:
+        """Whether a row goes to every shard of its expert at once."""
+        return task.axes == Group.EXPERT_SHARDS
+
+    def _place(self, rank: int) -> tuple[int, int, int]:
+        """Which group of ranks with all experts a rank is in, its place there, and its shard."""
+        mesh = self.even.workload.mesh
+        group = mesh.group(rank, Group.EXPERT_SHARDS)
+        return group, mesh.place(rank, Group.EXPERT), mesh.place(rank, Group.SHARDS)
+
+    def _dispatch_place(self, place: int) -> Place:
+        work = self.even.workload
+        return Place(place, work.ep_size, work.ranks_per_node)
+
+    def _moe_layer(self, task: Task) -> int:
+        """The task's layer counted among MoE layers."""
+        return sum(self.even.shape.moe_layers[: task.layer])
+
+
+def to_experts(task: Task) -> bool:
+    """Rows go to the experts in dispatch; in backward, gradients go there in combine."""
+    return (task.op in HOME) is task.forward
