@@ -101,9 +101,11 @@ class VocabularyShard(nn.Embedding):
 
     def __init__(self, config: ModelConfig, shard: TensorShard) -> None:
         super().__init__(config.vocab_size // shard.size, config.hidden_size)
-        self.first = shard.rank * self.num_embeddings
+        self.first, self.vocabulary = shard.rank * self.num_embeddings, config.vocab_size
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
+        if not input.is_cuda and ((input < 0) | (input >= self.vocabulary)).any():
+            raise IndexError(f"a token is out of bounds: the vocabulary is 0 to {self.vocabulary - 1}")
         places_BL = input - self.first
         here_BL = (places_BL >= 0) & (places_BL < self.num_embeddings)
         rows_BLM = super().forward(places_BL.where(here_BL, places_BL.new_zeros(())))

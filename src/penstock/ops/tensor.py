@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.graph.task import Task
-from penstock.mesh import Group
 from penstock.ops.base import Backward, Kind, OpSpec, register
 from penstock.ops.blocks import PARTIAL, REPLICATED
 from penstock.ops.names import Op
@@ -166,8 +165,6 @@ register(
     _transfer(Op.GATHER_OUTPUT, "tokens of all ranks, after un-order", "all_gather", "", Op.KEEP_OUTPUT),
 )
 
-AXES = Group.TENSOR
-"""All of them meet the ranks that share attention."""
 MOVES = (
     *(op for ways in (ATTENTION, DENSE, EMBED, HEAD) for op in ways.all),
     *(Op.KEEP_TOKENS, Op.GATHER_TOKENS, Op.KEEP_OUTPUT, Op.GATHER_OUTPUT),

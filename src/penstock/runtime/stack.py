@@ -27,6 +27,7 @@ from penstock.runtime.checks.layers import (
     check_not_moved,
     check_placements,
     check_same,
+    check_shards,
     placements_of,
     shape_of,
     sharing_of,
@@ -38,6 +39,7 @@ from penstock.runtime.checks.misuse import (
     refuse_data_parallel,
     refuse_pickle,
 )
+from penstock.runtime.checks.samples import check_sizes
 from penstock.runtime.executor import Execution
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts, mark_parts
 from penstock.runtime.gradients.buckets import Buckets
@@ -172,6 +174,8 @@ class PipelinedStack(nn.Module):
             check_no_data_parallel(self.model)
         self._take_up_changes()
         given = self._samples(tokens_BL, labels_BL, sample_ids_B, valid_BL, training)
+        if largest_batch is None:
+            check_sizes(tokens_BL, self.machinery.layout, self.machinery.control)
         batch = self._sizes.settle(given, largest_batch).cut(self.plan.shape.microbatches, self.seed)
         step = Step(self, batch, training)
         if not training:
@@ -245,6 +249,7 @@ class PipelinedStack(nn.Module):
     def _checked_shape(self) -> StepShape:
         """The uncut shape of a step of the layers that there are now."""
         check_layers(self._moe_layers, self.moe, self.machinery.layout)
+        check_shards(self.model, self.parts, self.machinery.layout)
         return shape_of(self._moe_layers, sharing_of(self.machinery.layout, self.moe.aux_loss_group))
 
     @property

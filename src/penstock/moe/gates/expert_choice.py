@@ -65,6 +65,12 @@ class ExpertChoiceGate(Gate):
         if tokens.valid_T is not None:
             probability_ET = probability_ET.masked_fill(~tokens.valid_T, -1.0)
         here = probability_ET.shape[1]
+        if here == 0 and tokens.most:
+            raise ValueError(
+                "experts choose among a rank's own tokens (moe.gate = expert_choice), and this rank has "
+                "none: samples are shorter than parallel.mp_size. Use longer samples, or "
+                "schedule.expert_form=s2"
+            )
         most = here if tokens.most is None else tokens.most
         slots = capacity_slots(most, self.num_experts, self.top_k, self.capacity_factor, self.min_capacity)
         slots = min(most, slots)

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
+from torch import nn
+
+from penstock.mesh import Group
 from penstock.moe import MoELayer
 from penstock.moe.config import BalanceGroup, MoEConfig
 from penstock.placement import PlacementError
+from penstock.runtime.parts import ModelParts
+from penstock.sharding import shardings_of
 from penstock.step import StepShape
 from penstock.step.shape import Sharing
 from penstock.topology import Control, Layout
@@ -28,6 +33,33 @@ def check_layers(layers: Sequence[MoELayer | None], moe: MoEConfig, layout: Layo
             if found != wanted:
                 why = f"layer {number} was built with {what} = {found}, the stack with {wanted}"
                 raise ValueError(f"{why}: build the layer with the stack's {what}")
+
+
+def check_shards(model: nn.Module, parts: ModelParts, layout: Layout) -> None:
+    """Raise ValueError unless the model's parts are those of this rank, and there are some where needed.
+
+    A whole model on ranks that share attention would add as much on each of them, without a word.
+    """
+    shardings = shardings_of(model)
+    mesh, rank = layout.mesh, layout.rank
+    for name, found in shardings.items():
+        wanted = mesh.place(rank, found.axes), mesh.size(found.axes)
+        if (found.index, found.count) != wanted:
+            raise ValueError(
+                f"{name} is part {found.index} of {found.count}, and this rank has part {wanted[0]} of "
+                f"{wanted[1]}: build the model with the layout's TensorShard(layout.mp_rank, layout.mp_size)"
+            )
+    if layout.mp_size == 1:
+        return
+    cut = {id(model.get_parameter(name)) for name, s in shardings.items() if s.axes == Group.TENSOR}
+    for layer in range(len(parts.parts)):
+        if cut.isdisjoint(map(id, parts.replicated_parameters(layer))):
+            raise ValueError(
+                f"layer {layer} has no part of a shared parameter, and mp_size = {layout.mp_size} ranks "
+                "share attention: each would compute all of it, and the sum be that many times too large. "
+                "Build the model with shard=TensorShard(layout.mp_rank, layout.mp_size), or set "
+                "parallel.mp_size=1"
+            )
 
 
 Placements = tuple[str | None, ...]

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.mesh import Group
 from penstock.runtime.checks.marks import weight_among
 from penstock.runtime.handlers import Batch
-from penstock.topology import Layout
+from penstock.topology import Control, Layout
 
 PRIME, PERIOD, BASE = 2**31 - 1, 8191, 31
 
@@ -28,12 +28,33 @@ def with_samples(marks: Tensor, batch: Batch, layout: Layout) -> Tensor:
 
 
 def check_samples(total: Tensor, layout: Layout) -> None:
-    """Raise ValueError, the same on all ranks, if the sums over ranks say that samples differ."""
-    if float(total[-1]) != 0:
+    """Raise ValueError, the same on all ranks, if the sums over ranks say that samples differ.
+
+    Never where a transport sums nothing.
+    """
+    if float(total[0]) == layout.world_size and float(total[-1]) != 0:
         raise ValueError(
             f"ranks that share attention (mp_size = {layout.mp_size}) were given different samples. Give all "
             "ranks of a group the same tokens, labels, sample_ids_B and valid_BL: those of layout.dp_rank"
         )
+
+
+def check_sizes(tokens_BL: Tensor, layout: Layout, control: Control) -> None:
+    """Raise ValueError, the same on all ranks, if ranks that share attention have batches of other sizes.
+
+    Their tokens would not fit together, and transfers would fail or wait. Costs an exchange of 16 bytes.
+    """
+    if layout.mp_size == 1:
+        return
+    everyone = control.gather(tuple(tokens_BL.shape), "comparing the sizes of batches")
+    for ranks in layout.mesh.groups(Group.TENSOR):
+        for rank in ranks:
+            if everyone[rank] != everyone[ranks[0]]:
+                raise ValueError(
+                    f"ranks {ranks[0]} and {rank} share attention (mp_size = {layout.mp_size}) and were "
+                    f"given batches of {list(everyone[ranks[0]])} and {list(everyone[rank])} tokens. Give "
+                    "all ranks of a group the same samples: those of layout.dp_rank"
+                )
 
 
 def _mark(batch: Batch) -> Tensor:

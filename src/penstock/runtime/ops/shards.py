@@ -7,6 +7,7 @@ ranks of the expert group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -142,7 +143,8 @@ def gather_dealt(context: StepContext, task: Task, rows: Slices, shares: Sequenc
     )
 
 
-def _turn(counts: Sequence[int], turn: int, dealt: int, device: torch.device) -> Tensor:
+@lru_cache(maxsize=256)  # with fixed slots counts are always the same, and a copy makes the host wait
+def _turn(counts: tuple[int, ...], turn: int, dealt: int, device: torch.device) -> Tensor:
     """The rows that are dealt in one turn. counts: rows of every expert."""
     ends = np.cumsum(counts)
     starts = ends - np.asarray(counts)

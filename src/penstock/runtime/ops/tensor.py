@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.graph import Phase, Task
 from penstock.ops import Op, tensor
+from penstock.runtime.batch import NO_LABEL
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import SavedRoute, added, microbatch, present, route, route_gradients
 from penstock.runtime.segment import AnySegment
@@ -288,8 +289,8 @@ def loss_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     saved: SavedLoss = inputs.one("saved")
     slope = (context.loss_gradient / statistics.valid).to(saved.total_T.dtype)
     grad_TV = (_precise(saved.logits_TV) - saved.total_T.unsqueeze(1)).exp_()
-    here_T = (saved.mine_T >= 0).nonzero().squeeze(1)
-    grad_TV[here_T, saved.mine_T[here_T]] -= 1
+    here_T1 = (saved.mine_T >= 0).to(grad_TV).unsqueeze(1)  # without asking the device which these are
+    grad_TV.scatter_add_(1, saved.mine_T.clamp(min=0).unsqueeze(1), -here_T1)
     grad_TV *= (saved.counts_T * slope).unsqueeze(1)
     return {"logits": grad_TV.to(saved.logits_TV.dtype)}
 
@@ -301,8 +302,21 @@ def _precise(logits_TV: Tensor) -> Tensor:
 def _mine(context: StepContext, task: Task, width: int) -> Tensor:
     """Where labels are in this rank's vocabulary, [T]; -1 for those that are not."""
     labels_T = context.batch.labels[microbatch(task)].flatten()
+    _check_known(labels_T, width * context.tensor.size)
     place_T = labels_T - context.tensor.rank * width
     return torch.where((labels_T >= 0) & (place_T >= 0) & (place_T < width), place_T, -1)
+
+
+def _check_known(labels_T: Tensor, vocabulary: int) -> None:
+    """Raise IndexError for a label outside the vocabulary, as on one rank; on a GPU that would wait."""
+    if labels_T.is_cuda:
+        return
+    unknown = (labels_T != NO_LABEL) & ((labels_T < 0) | (labels_T >= vocabulary))
+    if unknown.any():
+        raise IndexError(
+            f"label {int(labels_T[unknown][0])} is out of bounds: labels are tokens of the vocabulary, 0 to "
+            f"{vocabulary - 1}, or {NO_LABEL} for none"
+        )
 
 
 def _peaks(logits_TV: Tensor, mine_T: Tensor) -> Tensor:

@@ -1,0 +1,101 @@
+"""What ranks that share attention must have alike, or as parts: refused by name before numbers are wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.models import GPT
+from penstock.runtime import PipelinedStack
+from penstock.runtime.transport.silent import silent
+from penstock.topology import ParallelConfig
+from penstock.train.assemble import build_machinery, build_stack, first_plan
+from tests.runtime.test_layout_call_orders import case_of
+from tests.support.parity import Case, machinery_of, stack_of
+from tests.support.ranks import Pools
+
+CASE: Case = replace(case_of("gather"), world_size=2, ep_size=1, esp_size=1)
+
+
+def whole_model(rank: int, case: Case) -> str:
+    """A stack of a model that nobody has cut."""
+    machinery = machinery_of(rank, case)
+    layout = machinery.layout
+    model = GPT(case.model, case.moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
+
+    def build() -> None:
+        PipelinedStack(
+            model, model, case.moe, machinery, lambda *args: first_plan(case.config, layout, *args)
+        )
+
+    return words_of(build)
+
+
+def words_of(act: object) -> str:
+    assert callable(act)
+    try:
+        act()
+    except (ValueError, IndexError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def batch_of_another_size(rank: int, case: Case) -> str:
+    stack = stack_of(rank, case)
+    tokens = torch.zeros(2 - rank, case.model.seq_len, dtype=torch.int64)
+    return words_of(lambda: stack(tokens, tokens))
+
+
+def unknown(rank: int, case: Case, token: int, label: int) -> str:
+    """On connections of its own, since the failure of a task cuts them."""
+    layout = machinery_of(rank, case).layout
+    machinery = build_machinery(layout, torch.device("cpu"), ParallelConfig(), "float32")
+    stack = build_stack(case.config, machinery, case.dtype)
+    tokens, labels = (torch.zeros(2, case.model.seq_len, dtype=torch.int64) for _ in range(2))
+    tokens[1, 2], labels[0, 1] = token, label
+    return words_of(lambda: stack(tokens, labels))
+
+
+def runs_in_silence(rank: int, case: Case) -> float:
+    """As a profile does: every rank with samples of its own, and nothing is sent."""
+    moe = replace(case.moe, capacity_factor=1.0)
+    stack = build_stack(replace(case.config, moe=moe), silent(machinery_of(rank, case)))
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(32, (2, case.model.seq_len), generator=generator)
+    loss = stack(tokens, tokens, largest_batch=2)
+    loss.backward()
+    stack.close()
+    return float(loss)
+
+
+def test_a_model_that_was_not_cut_is_refused(ranks: Pools) -> None:
+    for words in ranks(2).run(whole_model, CASE):
+        assert words.startswith("layer 0 has no part of a shared parameter, and mp_size = 2 ranks share")
+        assert "shard=TensorShard(layout.mp_rank, layout.mp_size)" in words
+
+
+def test_batches_of_other_sizes_are_refused_on_all_ranks(ranks: Pools) -> None:
+    for words in ranks(2).run(batch_of_another_size, CASE):
+        assert "ranks 0 and 1 share attention (mp_size = 2)" in words
+        assert "batches of [2, 5] and [1, 5] tokens" in words
+
+
+@pytest.mark.parametrize(
+    ("token", "label", "said"),
+    [
+        (32, 0, "a token is out of bounds: the vocabulary is 0 to 31"),
+        (-1, 0, "a token is out of bounds"),
+        (0, 32, "label 32 is out of bounds: labels are tokens of the vocabulary, 0 to 31, or -100"),
+        (0, -1, "label -1 is out of bounds"),
+    ],
+)
+def test_what_is_no_token_is_refused(token: int, label: int, said: str, ranks: Pools) -> None:
+    """The rank that is second may hear of it from the first."""
+    found = ranks(2).run(unknown, CASE, token, label)
+    assert all(found) and any(said in words for words in found), found
+
+
+def test_a_step_that_sends_nothing_compares_nothing(ranks: Pools) -> None:
+    assert all(loss > 0 for loss in ranks(2).run(runs_in_silence, CASE))
