@@ -104,6 +104,7 @@ class PipelinedStack(nn.Module):
         self.model, self.moe, self.machinery, self.seed = model, moe, machinery, seed
         # Usually `parts` is `model` itself: registered a second time, every parameter would have two names.
         object.__setattr__(self, "parts", parts)
+        check_shards(model, parts, machinery.layout)
         self._shape = self._checked_shape()
         self._placements = check_placements(placements_of(self._moe_layers), machinery.control)
         self.balance = BALANCES[moe.aux_loss_group]
@@ -249,7 +250,6 @@ class PipelinedStack(nn.Module):
     def _checked_shape(self) -> StepShape:
         """The uncut shape of a step of the layers that there are now."""
         check_layers(self._moe_layers, self.moe, self.machinery.layout)
-        check_shards(self.model, self.parts, self.machinery.layout)
         return shape_of(self._moe_layers, sharing_of(self.machinery.layout, self.moe.aux_loss_group))
 
     @property
