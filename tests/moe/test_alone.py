@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from penstock.moe import GeluExperts, MergedOrder, MoEConfig, MoELayer, SoftmaxGate, SortOrder
+from penstock.moe.build import build_layer
 from penstock.moe.config import BalanceGroup
+from penstock.moe.exchange import Alone
+from penstock.moe.experts.base import ExpertShard
 from tests.support.alone import (
     AUX,
     EXPERTS,
@@ -200,3 +203,13 @@ def test_parts_of_different_sizes(parts: dict[str, Any], why: str) -> None:
     MoELayer(**fitting)  # type: ignore[arg-type]  # a table of parts
     with pytest.raises(ValueError, match=why):
         MoELayer(**{**fitting, **parts})
+
+
+def test_a_shard_of_experts_does_not_run_by_itself() -> None:
+    """Its outputs are partial sums, which only a stack adds up."""
+    config = MoEConfig(num_experts=4, moe_ffn_hidden_size=8)
+    layer = build_layer(HIDDEN, config, shard=ExpertShard(0, 2))
+    with pytest.raises(ValueError, match=r"shard 0 of 2, .* run inside a penstock stack only"):
+        layer(torch.randn(3, HIDDEN))
+    with pytest.raises(ValueError, match="run inside a penstock stack only"):
+        MoELayer(gate=layer.gate, order=layer.order, expert=layer.experts, exchange=Alone())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -166,3 +167,13 @@ def test_process_groups_follow_the_layout(ranks: Pools, ep_size: int) -> None:
         for kind, members in groups.items():
             assert tuple(members) in layout.mesh.groups(kind)
             assert rank in members
+
+
+@pytest.mark.parametrize("name", ["mp_size", "esp_size"])
+def test_what_is_exchanged_inside_nodes_needs_to_know_them(name: str) -> None:
+    sizes: dict[str, Any] = {name: 2}
+    with pytest.raises(ConfigError, match=rf"parallel.{name} = 2: .* Say parallel.ranks_per_node=2"):
+        Layout.build(ParallelConfig(**sizes), 6, 0, 6, node_size=0)
+    assert Layout.build(ParallelConfig(**sizes, ranks_per_node=2), 6, 0, 6, node_size=0).node_size == 2
+    assert Layout.build(ParallelConfig(**sizes), 6, 0, 6).node_size == 0, "nobody has looked"
+    assert Layout.build(ParallelConfig(), 6, 0, 6, node_size=0).node_size == 0

@@ -70,7 +70,7 @@ class MoELayer(nn.Module):
     ranks; without it they are shared out evenly, in the order of their numbers.
 
     `route` and `unorder` are the halves around the transfer, `expert_rows` is what happens at the experts.
-    Raises ValueError for parts that do not fit together.
+    Raises ValueError for parts that do not fit together, and for shards of experts with an exchange.
     """
 
     def __init__(
@@ -89,6 +89,8 @@ class MoELayer(nn.Module):
         placement: ExpertPlacement | None = None,
     ) -> None:
         super().__init__()
+        if exchange is not None:
+            _require_whole(expert)
         ep_size, ep_rank = _place_of(exchange, ep_size, ep_rank)
         if placement is not None:
             check_placement(placement, gate.num_experts, ep_size, expert.num_local_experts)
@@ -159,13 +161,15 @@ class MoELayer(nn.Module):
 
         Afterwards `losses` holds the balance and z-losses of this pass. With an exchange all ranks must call
         it, in evaluation too. A checkpoint with use_reentrant=True gives gradients only to what its function
-        returns: let it return the losses, too. Raises ValueError for shapes that do not fit.
+        returns: let it return the losses, too. Raises ValueError for shapes that do not fit, and for
+        shards of experts.
         """
         if self.exchange is None or self._maker is None:
             raise RuntimeError(
                 f"experts are spread over {self.ep_size} ranks: give the layer an exchange "
                 "(penstock.ExpertParallel), or run it inside a penstock stack"
             )
+        _require_whole(self.experts)
         tokens = _tokens_of(x, valid)
         _require_place(self.exchange, self.ep_size, self.ep_rank)
         self.exchange.check(self.experts, x, self._words)
@@ -272,6 +276,16 @@ def _require_place(exchange: Exchange, ep_size: int, ep_rank: int) -> None:
                 f"the layer has {name} = {mine}, its exchange {name} = {theirs}: rows would meet the wrong "
                 "experts. Build the layer with this exchange, and leave ep_size and ep_rank to it"
             )
+
+
+def _require_whole(experts: Experts) -> None:
+    """Outputs of a shard are partial sums, and only the tasks of a stack add them up."""
+    if experts.shard.size > 1:
+        raise ValueError(
+            f"the experts are shard {experts.shard.rank} of {experts.shard.size}, whose outputs are partial "
+            "sums: shards of experts run inside a penstock stack only (parallel.esp_size). Build the layer "
+            "with whole experts to run it by itself"
+        )
 
 
 def _in_words(

@@ -81,9 +81,12 @@ class Layout:
 
     @staticmethod
     def build(
-        config: ParallelConfig, world_size: int, rank: int, num_experts: int, node_size: int = 0
+        config: ParallelConfig, world_size: int, rank: int, num_experts: int, node_size: int | None = None
     ) -> Layout:
-        """Check that experts and ranks divide; name the nearest size that does. node_size: as found out."""
+        """Check that experts and ranks divide; name the nearest size that does.
+
+        node_size: as found out, 0 = it is not the same everywhere; none = nobody has looked.
+        """
         if config.ranks_per_node is not None:
             node_size = config.ranks_per_node
             _check_divides("ranks_per_node", node_size, world_size, f"the number of ranks ({world_size})")
@@ -107,7 +110,7 @@ class Layout:
             world_size=world_size,
             ep_size=ep_size,
             rank=rank,
-            node_size=node_size,
+            node_size=node_size or 0,
             mp_size=config.mp_size,
             esp_size=config.esp_size,
             tokens=config.tokens,
@@ -194,8 +197,16 @@ def _check_divides(name: str, value: int, total: int, of: str) -> None:
         raise ConfigError(f"parallel.{name}", value, f"must divide {of}", f"Nearest valid: {nearest}.")
 
 
-def _check_inside_node(name: str, value: int, world_size: int, node_size: int) -> None:
+def _check_inside_node(name: str, value: int, world_size: int, node_size: int | None) -> None:
     """Shards of attention and of experts exchange all their rows with each other, inside a node."""
+    if node_size == 0 and value > 1:
+        raise ConfigError(
+            f"parallel.{name}",
+            value,
+            "what it shards is exchanged inside nodes, and nodes hold different numbers of ranks, or ranks "
+            "that are not consecutive, so a group might cross them",
+            f"Say parallel.ranks_per_node={value} if every {value} consecutive ranks share a node.",
+        )
     if node_size:
         of = f"the ranks of a node ({node_size}), since what it shards is exchanged inside nodes"
         _check_divides(name, value, node_size, of)
