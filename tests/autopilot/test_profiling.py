@@ -119,6 +119,19 @@ def test_plans_know_the_slower_rank_of_a_file_of_as_many_ranks() -> None:
 
 
 @pytest.mark.slow
+def test_groups_that_share_attention_and_experts_are_measured(ranks: Pools) -> None:
+    shares = ("parallel.mp_size=2", "parallel.esp_size=2")
+    first, *others = ranks(4).run(profiled, 4, shares, 0)
+    assert all(file == first for file in others)
+    used = {(link.collective, link.group, link.lane) for link in first.links}
+    for group in ("mp", "esp"):
+        assert {("all_gather", group, "intra"), ("reduce_scatter", group, "intra")} <= used
+    assert {("all_to_all", "ep x esp", "inter"), ("all_reduce", "dp", "inter")} <= used
+    kinds = {(task.op, task.phase) for task in first.tasks}
+    assert {("TA", "F"), ("GT", "B"), ("HV", "F"), ("HL", "B"), ("X", "B")} <= kinds
+
+
+@pytest.mark.slow
 def test_nodes_have_links_inside_and_legs(ranks: Pools) -> None:
     first, *others = ranks(4).run(profiled, 4, ("moe.capacity_factor=1.0",), 2)
     assert all(other == first for other in others)

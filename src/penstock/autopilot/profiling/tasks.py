@@ -150,7 +150,7 @@ class _Runs:
             plans.setdefault(tuple(t for t in plan.graph.tasks if t.lane.computes), plan)
         self.tasks, self.plans = list(plans), [stack.adopt(plan) for plan in plans.values()]
         shape = (config.data.batch_per_device, config.model.seq_len)
-        generator = torch.Generator().manual_seed(machinery.layout.rank)
+        generator = torch.Generator().manual_seed(machinery.layout.dp_rank)
         numbers = torch.randint(config.model.vocab_size, (2, *shape), generator=generator)
         self.batch = tuple(numbers.to(machinery.device))
 
