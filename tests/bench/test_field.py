@@ -67,8 +67,8 @@ class Compared:
     simulated_s: list[float | None]
     samples: Mapping[str, list[list[Sample]]]
     peaks_bytes: Mapping[str, list[int]]
-    compute_s: list[list[float]]
-    traffic: list[list[Mapping[int, int]]]
+    compute_s: Mapping[str, list[list[float]]]
+    traffic: Mapping[str, list[list[Mapping[int, int]]]]
     result: BenchResult
 
 
@@ -137,13 +137,14 @@ def test_every_rank_and_round_has_its_sample(kind: str, request: pytest.FixtureR
             assert set(sample.busy_s) == {"compute", "inter"}
             assert sample.exposed_s is not None and sample.overhead_s is not None
             assert 0 <= sample.exposed_s < sample.iteration_s
-    assert [len(rank) for rank in found.compute_s] == [ROUNDS] * world_size
-    assert [len(rank) for rank in found.traffic] == [ROUNDS] * world_size
-    assert all(seconds > 0 for rank in found.compute_s for seconds in rank)
+    assert found.compute_s.keys() == found.traffic.keys() == {""}
+    assert [len(rank) for rank in found.compute_s[""]] == [ROUNDS] * world_size
+    assert [len(rank) for rank in found.traffic[""]] == [ROUNDS] * world_size
+    assert all(seconds > 0 for rank in found.compute_s[""] for seconds in rank)
 
 
 def test_a_step_sends_the_same_bytes_every_time(real: list[Compared]) -> None:
-    for rank, rounds in enumerate(real[0].traffic):
+    for rank, rounds in enumerate(real[0].traffic[""]):
         assert set(rounds[0]) == {1 - rank} and rounds[0][1 - rank] > 0
         assert all(sent == rounds[0] for sent in rounds)
 
@@ -162,6 +163,34 @@ def test_real_devices_are_not(real: list[Compared]) -> None:
     result = real[0].result
     assert result.virtual is None and result.to_dict()["virtual"] is False
     assert "virtual" not in render(result)
+
+
+# ---- ranks that share attention and experts ----------------------------------------------------------------
+
+FORMS = ("baseline_esp", "parm_s1", "parm_s2", "fsmoe", "flowmoe")
+
+
+def sharing_config() -> BenchConfig:
+    config = config_of(4, schedules=FORMS)
+    return replace(
+        config, parallel=replace(config.parallel, mp_size=2, esp_size=2, ranks_per_node=2, ep_size=2)
+    )
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_every_form_has_a_limit_of_its_own(ranks: Pools, asleep: bool) -> None:
+    first, *others = ranks(4).run(run_comparison, sharing_config(), asleep)
+    assert all(other == first for other in others)
+    assert list(first.compute_s) == list(first.traffic) == ["baseline", "s1", "s2", "gather"]
+    result = first.result
+    assert result.layout == "dp 2 x mp 2, edp 1 x ep 2 x esp 2"
+    assert result.layout in render(result) and "limit ms" in render(result)
+    baseline, s1, s2, gather, flowmoe = (case.limit for case in result.cases)
+    assert result.limit == baseline and flowmoe == gather
+    assert baseline.wire_bytes > max(s1.wire_bytes, s2.wire_bytes) > gather.wire_bytes > 0
+    assert min(limit.device_bytes for limit in (baseline, s1, s2, gather)) > 0
+    if asleep:  # every rank of a pair computes all of its rows; others each their share
+        assert baseline.compute_s > s1.compute_s
 
 
 # ---- the plan that is searched for -------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.bench.compare import Measurements
 from penstock.bench.contender import Entry, Sample
 from penstock.bench.result import BenchResult, Spread
-from penstock.bench.summarise import busiest_uplink_bytes, summarise
+from penstock.bench.summarise import busiest_device_bytes, busiest_uplink_bytes, summarise
 from penstock.bench.table import render
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
@@ -49,7 +49,7 @@ def entry(name: str, simulated_s: float) -> Entry:
     return Entry(name=name, transport="penstock", contender=Idle(), plan=plan(name), simulated_s=simulated_s)
 
 
-def result(rate: float | None = 8e6) -> BenchResult:
+def result(rate: float | None = 8e6, inside: float | None = None) -> BenchResult:
     iterations = {
         "sequential": [[4.0, 2.0, 4.0], [2.0, 4.0, 3.0]],
         "flowmoe": [[1.0, 2.0, 2.0], [2.0, 1.0, 2.0]],
@@ -59,11 +59,12 @@ def result(rate: float | None = 8e6) -> BenchResult:
         entries=tuple(entry(name, promised[name]) for name in iterations),
         samples={n: [[sample(s) for s in rank] for rank in ranks] for n, ranks in iterations.items()},
         peaks_bytes={name: [1 << 20, 1 << 21] for name in iterations},
-        compute_s=[[0.5, 1.5, 0.75], [1.0, 1.0, 1.0]],
-        traffic=[[{1: 1_000_000}] * 3, [{0: 250_000}] * 3],
+        compute_s={"": [[0.5, 1.5, 0.75], [1.0, 1.0, 1.0]]},
+        traffic={"": [[{1: 1_000_000}] * 3, [{0: 250_000}] * 3]},
         virtual=None,
     )
-    return summarise(found, nodes=2, devices=1, inter_rate_bit_per_s=rate)
+    rates = {"inter_rate_bit_per_s": rate, "intra_rate_bit_per_s": inside}
+    return summarise(found, nodes=2, devices=1, **rates)
 
 
 def test_the_slowest_rank_of_a_round_counts_and_ratios_are_per_round() -> None:
@@ -97,6 +98,20 @@ def test_the_table_is_markdown_with_a_row_for_every_case() -> None:
     rows = [line for line in lines if line.startswith("|")]
     assert len(rows) == 4 and len({line.count("|") for line in rows}) == 1
     assert "physical limit 1000 ms" in lines
+
+
+def test_a_device_s_own_link_carries_what_stays_in_the_node_too() -> None:
+    """One link for every device, in either direction: rank 1 receives more than anybody sends."""
+    traffic = [{1: 700, 2: 100}, {0: 300}, {1: 500, 3: 100}, {}]
+    assert busiest_uplink_bytes(traffic, nodes=2, devices=2) == 500
+    assert busiest_device_bytes(traffic) == 1200
+    assert busiest_device_bytes([{}, {}]) == 0
+
+
+def test_the_limit_of_slow_links_inside_is_theirs() -> None:
+    slow = result(8e9, inside=2e6)
+    assert slow.limit.device_bytes == 1_000_000 and slow.limit.device_s == slow.limit_s == 4.0
+    assert result(8e9).limit.device_s is None
 
 
 @given(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.bench.result import BenchResult, CaseResult, Spread
+from penstock.bench.result import BenchResult, CaseResult, Limit, Spread
 
 COMPUTE_S = 0.5
 WIRE_BYTES = 25_000_000
@@ -23,7 +23,7 @@ def case(
         "iterations_s": (iteration_s, 0.9 * iteration_s, 1.1 * iteration_s),
         "iteration_s": Spread(median=iteration_s, low=0.9 * iteration_s, high=1.1 * iteration_s),
         "speedup": Spread(median=base_s / iteration_s, low=0.95, high=1.05),
-        "limit_s": limit_s,
+        "limit": Limit(compute_s=limit_s, wire_bytes=0, wire_s=None),
         "busy_s": {"compute": 0.4, "inter": 0.3},
         "exposed_communication_s": 0.125,
         "overhead_s": 0.01,
@@ -65,8 +65,10 @@ def result(
         ranks=2,
         nodes=2,
         inter_rate_bit_per_s=rate_bit_per_s,
-        compute_s=COMPUTE_S,
-        wire_bytes=WIRE_BYTES,
-        wire_s=None if rate_bit_per_s is None else WIRE_BYTES * 8 / rate_bit_per_s,
+        limit=Limit(
+            compute_s=COMPUTE_S,
+            wire_bytes=WIRE_BYTES,
+            wire_s=None if rate_bit_per_s is None else WIRE_BYTES * 8 / rate_bit_per_s,
+        ),
         cases=cases,
     ).to_dict()

@@ -46,6 +46,17 @@ class Entry:
     simulated_s: float | None = None
 
     @property
+    def work(self) -> str:
+        """Entries with the same work compute the same and send the same bytes, whatever their order.
+
+        Where ranks share attention or experts it is the form of the MoE part; "" for a peer, whose work is
+        that of the first entry.
+        """
+        if self.plan is None or self.plan.shape.sharing.is_none:
+            return ""
+        return self.plan.shape.expert_form
+
+    @property
     def label(self) -> str:
         """Unique in one comparison: `deepspeed`, and `deepspeed (gloo)` as shipped."""
         return self.name if self.transport == "penstock" else f"{self.name} (gloo)"

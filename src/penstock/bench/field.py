@@ -52,8 +52,13 @@ class Field(Protocol):
         """Bytes that the entries on Penstock's transport have sent from here, by receiving rank."""
         ...
 
-    def compute_alone_s(self, number: int) -> float:
-        """The computation of step `number` without a network, on all ranks at once."""
+    @property
+    def layout(self) -> str:
+        """Who shares what, see `layout_words`."""
+        ...
+
+    def compute_alone_s(self, entry: Entry, number: int) -> float:
+        """The computation of an entry's step `number` without a network, on all ranks at once."""
         ...
 
     def close(self) -> None: ...
@@ -73,23 +78,24 @@ class RealField:
         """candidates: by the name of the entry. Where peers take part, `sequential` runs on Gloo's own
         all-to-all, too: every rival in both columns."""
         self.label: str | None = None
+        self.layout = layout_words(stacks.layout)
         self.notes, self._stacks, self.control = notes, stacks, stacks.machinery.control
         entries = [_entry(stacks, *item) for item in candidates.items()]
         self._others: list[Entry] = []
         if peers:
             self._others = checkout.peers(",".join(peers)).peer_entries(stacks, entries)
         self.entries = (*entries, *self._others)
-        plan = entries[0].plan
-        assert plan is not None, "the first entry is a schedule"
-        self._alone = Scheduled(stacks.silent, plan, stacks.batch)
 
     @property
     def traffic(self) -> Counter[int]:
         return self._stacks.machinery.transports.traffic
 
-    def compute_alone_s(self, number: int) -> float:
+    def compute_alone_s(self, entry: Entry, number: int) -> float:
+        assert entry.plan is not None, "the entry is a schedule"
+        alone = Scheduled(self._stacks.of(entry.plan, sends=False), entry.plan, self._stacks.batch)
+        alone.prepare(number)
         self.control.barrier("starting computation alone")
-        return timed(self._alone.step, number)
+        return timed(alone.step, number)
 
     def close(self) -> None:
         for entry in self._others:
@@ -98,7 +104,9 @@ class RealField:
 
 
 def _entry(stacks: Stacks, name: str, candidate: Candidate) -> Entry:
-    contender = Scheduled(stacks.real, stacks.real.adopt(candidate.plan), stacks.batch)
+    stack = stacks.of(candidate.plan)
+    stacks.of(candidate.plan, sends=False).adopt(candidate.plan)
+    contender = Scheduled(stack, stack.adopt(candidate.plan), stacks.batch)
     return Entry(
         name=name,
         transport="penstock",
@@ -106,6 +114,14 @@ def _entry(stacks: Stacks, name: str, candidate: Candidate) -> Entry:
         plan=candidate.plan,
         simulated_s=candidate.predicted_s,
     )
+
+
+def layout_words(layout: Layout) -> str:
+    """`dp 2 x mp 2, edp 1 x ep 2 x esp 2`; "" where every rank has attention and experts of its own."""
+    if layout.mp_size == layout.esp_size == 1:
+        return ""
+    dense = f"dp {layout.dp_size} x mp {layout.mp_size}"
+    return f"{dense}, edp {layout.edp_size} x ep {layout.ep_size} x esp {layout.esp_size}"
 
 
 def schedules_field(config: BenchConfig, layout: Layout) -> RealField:

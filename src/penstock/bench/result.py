@@ -27,12 +27,34 @@ class Spread:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Limit:
+    """What no schedule of the same work is faster than.
+
+    compute_s: the same computation on all ranks at once, nothing sent. wire_bytes: of the busiest node's
+    uplink in its busier direction, one step; device_bytes: of the busiest device's own link, which carries
+    what stays in the node, too. wire_s, device_s: these over the rates of the links; None where not known.
+    """
+
+    compute_s: float
+    wire_bytes: int
+    wire_s: float | None
+    device_bytes: int = 0
+    device_s: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The largest of them."""
+        return max(self.compute_s, self.wire_s or 0.0, self.device_s or 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CaseResult:
     """One schedule or peer.
 
     schedule: its name. transport: whose all-to-all. label: both, unique in a comparison.
     iteration_s: forward, backward and gradient synchronisation, the slowest rank of each round.
-    speedup: round by round against the first schedule of the run. limit_s: see BenchResult.
+    speedup: round by round against the first schedule of the run. limit: of its work, which is another in
+    every form of the MoE part where ranks share attention or experts.
     overlap_efficiency: limit_s / iteration_s_median. exposed_communication_s: on the slowest rank.
     overhead_s: time in which the compute lane stood still although its next task was ready.
     peak_memory_bytes: highest resident memory of any rank above what it held before its step.
@@ -48,12 +70,17 @@ class CaseResult:
     iterations_s: tuple[float, ...]
     iteration_s: Spread
     speedup: Spread
-    limit_s: float
+    limit: Limit
     busy_s: dict[str, float]
     exposed_communication_s: float | None
     overhead_s: float | None
     peak_memory_bytes: int
     simulated_s: float | None
+
+    @property
+    def limit_s(self) -> float:
+        """See `Limit`."""
+        return self.limit.seconds
 
     @property
     def overlap_efficiency(self) -> float:
@@ -71,6 +98,7 @@ class CaseResult:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {
+            "limit_s": self.limit_s,
             "iteration_s_median": self.iteration_s.median,
             "iteration_s_interval": [self.iteration_s.low, self.iteration_s.high],
             "speedup": self.speedup.median,
@@ -85,8 +113,8 @@ class CaseResult:
 class BenchResult:
     """A whole comparison.
 
-    compute_s: the same computation on all ranks at once, nothing sent. wire_bytes: of the busiest node in its
-    busier direction, one step. wire_s: wire_bytes over the uplink's rate; None if the rate is not known.
+    limit: of the first case; others have their own where their work differs. layout: who shares what, in
+    words; "" if every rank has attention and experts of its own.
     virtual: devices slept for as long as the cost model says, instead of computing; bytes were real. The text
     says which; None for real computation. notes: lines for people, such as why a plan was chosen.
     """
@@ -95,20 +123,33 @@ class BenchResult:
     ranks: int
     nodes: int
     inter_rate_bit_per_s: float | None
-    compute_s: float
-    wire_bytes: int
-    wire_s: float | None
+    limit: Limit
     cases: tuple[CaseResult, ...]
+    intra_rate_bit_per_s: float | None = None
+    layout: str = ""
     notes: tuple[str, ...] = ()
 
     @property
+    def compute_s(self) -> float:
+        return self.limit.compute_s
+
+    @property
+    def wire_bytes(self) -> int:
+        return self.limit.wire_bytes
+
+    @property
+    def wire_s(self) -> float | None:
+        return self.limit.wire_s
+
+    @property
     def limit_s(self) -> float:
-        """No schedule is faster: computation alone, or bytes over the rate of the busiest link."""
-        return max(self.compute_s, self.wire_s or 0.0)
+        """No schedule with the work of the first is faster."""
+        return self.limit.seconds
 
     def to_dict(self) -> dict[str, Any]:
         plain = {k: getattr(self, k) for k in ("ranks", "nodes", "inter_rate_bit_per_s", "compute_s")}
-        rest = {"wire_bytes": self.wire_bytes, "wire_s": self.wire_s, "limit_s": self.limit_s}
+        plain |= {"intra_rate_bit_per_s": self.intra_rate_bit_per_s, "layout": self.layout}
+        rest = {**asdict(self.limit), "limit_s": self.limit_s}
         virtual = {"virtual": self.virtual is not None, "virtual_devices": self.virtual}
         cases = {"notes": list(self.notes), "cases": [case.to_dict() for case in self.cases]}
         return virtual | plain | rest | cases

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from penstock.bench.config import BenchConfig
-from penstock.models import GPT
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.transport.silent import silent
 from penstock.schedule import StepPlan
+from penstock.step.shape import ExpertForm
 from penstock.topology import Layout
 from penstock.trace import TaskRecord
-from penstock.train.assemble import build_machinery, first_plan
+from penstock.train.assemble import build_machinery, first_plan, model_of
 from penstock.train.config import RunConfig, TrainConfig
 from penstock.train.corpus import DataConfig
 
@@ -54,11 +54,26 @@ class Stacks:
         self.run_config = run_config_of(config)
         self.config, self.layout = config, layout
         self.machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
-        self.model = GPT(config.model, config.moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
+        self.model = model_of(config.model, config.moe, layout)
         self.model.initialise(config.compare.seed)
         self.batch = batch_of(config, layout)
         self.real = self.build(self.machinery)
         self.silent = self.build(silent(self.machinery))
+        self._by_form: dict[tuple[bool, ExpertForm], PipelinedStack] = {}
+
+    def of(self, plan: StepPlan, *, sends: bool = True) -> PipelinedStack:
+        """The stack that runs a plan; sends: with a network.
+
+        Where ranks share attention or experts, every form of the MoE part has gradients and routes of its
+        own, and so a stack: none is made ready anew in the middle of a comparison.
+        """
+        first = self.real if sends else self.silent
+        if plan.shape.sharing.is_none:
+            return first
+        key = sends, plan.shape.expert_form
+        if key not in self._by_form:
+            self._by_form[key] = self.build(first.machinery)
+        return self._by_form[key]
 
     def close(self) -> None:
         self.real.close()
@@ -85,8 +100,8 @@ def run_config_of(config: BenchConfig) -> RunConfig:
 
 
 def batch_of(config: BenchConfig, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Random tokens and labels, [B, L] each, other ones on every rank."""
-    generator = torch.Generator().manual_seed(config.compare.seed + layout.rank)
+    """Random tokens and labels, [B, L] each; the same on ranks that share attention."""
+    generator = torch.Generator().manual_seed(config.compare.seed + layout.dp_rank)
     shape = (config.compare.batch_per_device, config.model.seq_len)
     high = config.model.vocab_size
     return torch.randint(high, shape, generator=generator), torch.randint(high, shape, generator=generator)

@@ -2,36 +2,64 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
 
 from penstock.bench.compare import Measurements
 from penstock.bench.contender import Entry, Sample
-from penstock.bench.result import BenchResult, CaseResult, Spread
+from penstock.bench.result import BenchResult, CaseResult, Limit, Spread
 from penstock.mesh import node_of
 
 
 def summarise(
-    found: Measurements, *, nodes: int, devices: int, inter_rate_bit_per_s: float | None
+    found: Measurements,
+    *,
+    nodes: int,
+    devices: int,
+    inter_rate_bit_per_s: float | None,
+    intra_rate_bit_per_s: float | None = None,
 ) -> BenchResult:
-    """Nothing is measured here; the same input gives the same result."""
-    rounds = zip(*found.traffic, strict=True)
-    wire_bytes = round(median(busiest_uplink_bytes(turn, nodes, devices) for turn in rounds))
-    wire_s = None if inter_rate_bit_per_s is None else wire_bytes * 8 / inter_rate_bit_per_s
-    compute_s = median(max(turn) for turn in zip(*found.compute_s, strict=True))
-    limit_s = max(compute_s, wire_s or 0.0)
+    """Nothing is measured here; the same input gives the same result. Rates: None = not known."""
+    rates = inter_rate_bit_per_s, intra_rate_bit_per_s
+    limits = {work: _limit(found, work, nodes, devices, *rates) for work in found.compute_s}
+    first = next(iter(limits.values()))
     base = _slowest(next(iter(found.samples.values())))
     return BenchResult(
         ranks=nodes * devices,
         nodes=nodes,
         inter_rate_bit_per_s=inter_rate_bit_per_s,
-        compute_s=compute_s,
-        wire_bytes=wire_bytes,
-        wire_s=wire_s,
+        intra_rate_bit_per_s=intra_rate_bit_per_s,
+        layout=found.layout,
+        limit=first,
         virtual=found.virtual,
         notes=found.notes,
-        cases=tuple(_case(entry, found, base, limit_s) for entry in found.entries),
+        cases=tuple(_case(e, found, base, limits.get(e.work, first)) for e in found.entries),
     )
+
+
+def _limit(
+    found: Measurements, work: str, nodes: int, devices: int, inter: float | None, intra: float | None
+) -> Limit:
+    """What bounds the entries with this work."""
+    rounds = list(zip(*found.traffic[work], strict=True))
+    wire_bytes = round(median(busiest_uplink_bytes(turn, nodes, devices) for turn in rounds))
+    device_bytes = round(median(map(busiest_device_bytes, rounds)))
+    return Limit(
+        compute_s=median(max(turn) for turn in zip(*found.compute_s[work], strict=True)),
+        wire_bytes=wire_bytes,
+        wire_s=None if inter is None else wire_bytes * 8 / inter,
+        device_bytes=device_bytes,
+        device_s=None if intra is None else device_bytes * 8 / intra,
+    )
+
+
+def busiest_device_bytes(traffic: Sequence[Mapping[int, int]]) -> int:
+    """Bytes that cross the busiest device's own link in its busier direction, wherever they go."""
+    received: Counter[int] = Counter()
+    for peers in traffic:
+        received.update(peers)
+    return max(*received.values(), *(sum(peers.values()) for peers in traffic), 0)
 
 
 def busiest_uplink_bytes(traffic: Sequence[Mapping[int, int]], nodes: int, devices: int) -> int:
@@ -51,7 +79,7 @@ def _slowest(samples: Sequence[Sequence[Sample]]) -> list[float]:
     return [max(s.iteration_s for s in turn) for turn in zip(*samples, strict=True)]
 
 
-def _case(entry: Entry, found: Measurements, base: Sequence[float], limit_s: float) -> CaseResult:
+def _case(entry: Entry, found: Measurements, base: Sequence[float], limit: Limit) -> CaseResult:
     samples = found.samples[entry.label]
     shape = None if entry.plan is None else entry.plan.shape
     iterations = _slowest(samples)
@@ -65,7 +93,7 @@ def _case(entry: Entry, found: Measurements, base: Sequence[float], limit_s: flo
         iterations_s=tuple(iterations),
         iteration_s=Spread.of(iterations),
         speedup=Spread.of([b / mine for b, mine in zip(base, iterations, strict=True)]),
-        limit_s=limit_s,
+        limit=limit,
         busy_s={lane: median(s.busy_s[lane] for s in flat) for lane in flat[0].busy_s},
         exposed_communication_s=_worst_rank([[s.exposed_s for s in rank] for rank in samples]),
         overhead_s=_worst_rank([[s.overhead_s for s in rank] for rank in samples]),

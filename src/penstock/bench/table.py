@@ -20,6 +20,8 @@ HEAD = (
     "peak MiB",
     "simulated ms",
 )
+SHARED_HEAD = ("intra ms", "uplink MB", "device MB", "limit ms")
+"""Beside, where ranks share attention or experts: every schedule may send something else."""
 
 
 def render(result: BenchResult, width: int | None = None) -> str:
@@ -28,6 +30,9 @@ def render(result: BenchResult, width: int | None = None) -> str:
     width: of the terminal; a wider table is printed in parts, one below the other. None = a document's.
     """
     rows = [HEAD, *(_row(case) for case in result.cases)]
+    if result.layout:
+        own = [SHARED_HEAD, *(_shared_cells(case) for case in result.cases)]
+        rows = [(*row, *cells) for row, cells in zip(rows, own, strict=True)]
     parts = [rows] if width is None else stacked(rows, width)
     tables = [line for part in parts for line in ("", *markdown_table(part))]
     text = "\n".join([*_limits(result), *tables, *([""] if result.notes else []), *result.notes])
@@ -44,6 +49,8 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _limits(result: BenchResult) -> list[str]:
     lines = [f"{result.ranks} ranks on {result.nodes} node{'s' if result.nodes > 1 else ''}"]
+    if result.layout:
+        lines[0] += f", {result.layout}"
     if result.virtual is not None:
         lines = [f"{lines[0]}: {result.virtual}; computation is slept, transfers are real"]
     if result.wire_s is not None and result.inter_rate_bit_per_s is not None:
@@ -54,7 +61,12 @@ def _limits(result: BenchResult) -> list[str]:
         )
     else:
         lines.append(f"link rate not known; computation alone {_compute(result)}")
-    lines.append(f"physical limit {1e3 * result.limit_s:.0f} ms")
+    if result.layout and result.limit.device_s is not None and result.intra_rate_bit_per_s is not None:
+        rate = f"{result.intra_rate_bit_per_s / 1e6:.0f} Mbit/s inside"
+        size = f"{result.limit.device_bytes / 1e6:.1f} MB over the busiest device's link"
+        lines.append(f"{rate}: {size} take {1e3 * result.limit.device_s:.0f} ms")
+    whose = f" of {result.cases[0].label}" if result.layout else ""
+    lines.append(f"physical limit{whose} {1e3 * result.limit_s:.0f} ms")
     return lines
 
 
@@ -76,6 +88,15 @@ def _row(case: CaseResult) -> tuple[str, ...]:
         _or_dash(case.overhead_share, lambda share: f"{100 * share:.1f} %"),
         f"{case.peak_memory_bytes / 2**20:.0f}",
         _or_dash(case.simulated_s, lambda s: f"{1e3 * s:.0f} ({100 * (spread.median / s - 1):+.0f} %)"),
+    )
+
+
+def _shared_cells(case: CaseResult) -> tuple[str, ...]:
+    return (
+        _or_dash(case.busy_s.get("intra"), lambda s: f"{1e3 * s:.0f}"),
+        f"{case.limit.wire_bytes / 1e6:.1f}",
+        f"{case.limit.device_bytes / 1e6:.1f}",
+        f"{1e3 * case.limit_s:.0f}",
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from penstock.autopilot.profiling import profile_links
 from penstock.bench.config import BenchConfig
 from penstock.bench.contender import Entry
+from penstock.bench.field import layout_words
 from penstock.bench.scheduled import run_config_of
 from penstock.bench.tune import variants
 from penstock.cost import ProfiledCluster
@@ -48,6 +49,7 @@ class VirtualField:
 
     def __init__(self, config: BenchConfig, layout: Layout) -> None:
         self.label: str | None = config.virtual.label
+        self.layout = layout_words(layout)
         self.notes: tuple[str, ...] = ()
         self._bench, self._config, self._layout = config, run_config_of(config), layout
         machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
@@ -61,12 +63,11 @@ class VirtualField:
     def traffic(self) -> Counter[int]:
         return self._transports.traffic
 
-    def compute_alone_s(self, number: int) -> float:
+    def compute_alone_s(self, entry: Entry, number: int) -> float:
         """Slept seconds of this rank: nothing needs to be run to know them."""
-        plan = self.entries[0].plan
-        assert plan is not None, "every entry is a schedule"
-        self._stack.plan = plan
-        alone_s = self._stack.cost(number).alone_s(plan.graph.tasks)
+        assert entry.plan is not None, "every entry is a schedule"
+        self._stack.plan = entry.plan
+        alone_s = self._stack.cost(number).alone_s(entry.plan.graph.tasks)
         return float(alone_s[self._layout.rank])
 
     def close(self) -> None:

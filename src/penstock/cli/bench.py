@@ -23,6 +23,7 @@ from penstock.config import ConfigError, load
 from penstock.emulate import EmulateConfig
 from penstock.topology import Layout, ProcessInfo, detect
 from penstock.train.fits import check_memory, host_bytes
+from penstock.train.shares import check_shares
 from penstock.words import terminal_width
 
 
@@ -82,12 +83,14 @@ def _check_together(config: BenchConfig, wanted: Wanted) -> None:
 
 
 def _check_fits(config: BenchConfig, wanted: Wanted, emulate: EmulateConfig | None) -> None:
-    """Refuse a model that this machine has no memory for; where there are GPUs, torch says so."""
-    if wanted.virtual or torch.cuda.is_available():
-        return
+    """Refuse what ranks cannot share, and a model that this machine has no memory for; where there are GPUs,
+    torch says so."""
     info = detect(os.environ)
     ranks = config.parallel.processes if emulate is None else emulate.shape.ranks
     size = ranks if info is None else info.world_size
+    check_shares(config.model, config.moe, config.parallel, size)
+    if wanted.virtual or torch.cuda.is_available():
+        return
     layout = Layout.build(config.parallel, size, 0, config.moe.num_experts)
     batch = config.compare.batch_per_device
     sharing = ranks if info is None else 1
@@ -112,8 +115,13 @@ def _compare(
     field.close()
     if emulate is None:
         return summarise(found, nodes=1, devices=layout.world_size, inter_rate_bit_per_s=None)
-    rate = emulate.inter_rate_bit_per_s
-    return summarise(found, nodes=emulate.nodes, devices=emulate.devices, inter_rate_bit_per_s=rate)
+    return summarise(
+        found,
+        nodes=emulate.nodes,
+        devices=emulate.devices,
+        inter_rate_bit_per_s=emulate.inter_rate_bit_per_s,
+        intra_rate_bit_per_s=emulate.intra_rate_bit_per_s,
+    )
 
 
 def _finish(result: BenchResult, wanted: Wanted) -> int:
