@@ -180,8 +180,8 @@ def _line(
     """
     shipped = points[0][1].shipped
     middle = [case.efficiency for _, case in points]
-    below = [case.efficiency - run.limit_s / case.high_s for run, case in points]
-    above = [run.limit_s / case.low_s - case.efficiency for run, case in points]
+    below = [case.efficiency - case.limit_s / case.high_s for run, case in points]
+    above = [case.limit_s / case.low_s - case.efficiency for run, case in points]
     axes.errorbar(
         rates,
         middle,

@@ -6,21 +6,37 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from penstock.bench.result import BenchResult, CaseResult, Spread
+from penstock.bench.result import BenchResult, CaseResult, Limit, Spread
 
 
 def restore(plain: Mapping[str, Any]) -> BenchResult:
-    """The inverse of `BenchResult.to_dict`. Raises `KeyError` if a field is missing."""
-    known = {field.name: plain[field.name] for field in fields(BenchResult) if field.name != "notes"}
-    known["notes"] = tuple(plain.get("notes", ()))  # older results have none
-    known["virtual"] = plain["virtual_devices"]  # in JSON `virtual` may say no more than whether they were
-    known["cases"] = tuple(_case(case) for case in plain["cases"])
-    return BenchResult(**known)
+    """The inverse of `BenchResult.to_dict`. Raises `KeyError` if a field is missing.
+
+    Older results have no notes, no rate inside nodes, no layout, and one limit for all of their cases.
+    """
+    limit = _limit(plain)
+    return BenchResult(
+        virtual=plain["virtual_devices"],  # in JSON `virtual` may say no more than whether they were
+        ranks=plain["ranks"],
+        nodes=plain["nodes"],
+        inter_rate_bit_per_s=plain["inter_rate_bit_per_s"],
+        intra_rate_bit_per_s=plain.get("intra_rate_bit_per_s"),
+        layout=plain.get("layout", ""),
+        limit=limit,
+        cases=tuple(_case(case, limit) for case in plain["cases"]),
+        notes=tuple(plain.get("notes", ())),
+    )
 
 
-def _case(plain: Mapping[str, Any]) -> CaseResult:
+def _limit(plain: Mapping[str, Any]) -> Limit:
+    known = {field.name: plain[field.name] for field in fields(Limit) if field.name in plain}
+    return Limit(**known)
+
+
+def _case(plain: Mapping[str, Any], limit: Limit) -> CaseResult:
     """In JSON `speedup` is the median alone, since that is what people look for."""
-    found = {field.name: plain[field.name] for field in fields(CaseResult)}
+    found = {field.name: plain[field.name] for field in fields(CaseResult) if field.name != "limit"}
+    found["limit"] = _limit(plain["limit"]) if "limit" in plain else limit
     low, high = plain["speedup_interval"]
     found["speedup"] = Spread(median=plain["speedup"], low=low, high=high)
     found["iteration_s"] = Spread(**plain["iteration_s"])

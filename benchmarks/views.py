@@ -54,6 +54,11 @@ class CaseView:
     pieces: str
 
     @property
+    def limit_s(self) -> float:
+        """What nothing with the same work is faster than."""
+        return self.efficiency * self.iteration_s
+
+    @property
     def title(self) -> str:
         """The whole name in one line."""
         return f"{self.label}, Gloo as shipped" if self.remark else self.label
