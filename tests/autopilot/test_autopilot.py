@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from penstock.autopilot.retune import best_simulated
+from penstock.autopilot.planned import Planned
+from penstock.autopilot.retune import Tuning, best_simulated
 from penstock.autopilot.trials import TRIAL_STEPS
 from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterConfig, ClusterFile
@@ -16,12 +18,12 @@ from penstock.decision.partition import TAIL, Portion, Slot
 from penstock.plan import PlanFile
 from penstock.plan.plan_config import PlanConfig
 from penstock.plan.tuner import SizeRange
-from penstock.topology import Layout
+from penstock.topology import Control, Layout
 from penstock.train.assemble import gradient_bytes
 from penstock.train.config import RunConfig
 from penstock.train.metrics import StepMetrics, read_metrics
 from penstock.train.trainer import PLAN_DIGITS, Trainer
-from tests.plan.problems import problem
+from tests.plan.problems import problem, with_sharing
 from tests.support.ranks import Pools
 from tests.support.runs import write_config
 from tests.support.training import Told, Watcher, folder_of, slow_attention, train_on
@@ -250,6 +252,17 @@ def test_a_search_begins_where_the_simulation_sees_the_best_size() -> None:
     each = problem((True, True), all_reduce_bytes=1 << 22, cluster=ClusterConfig(link_latency_s=0.05))
     choice = Decision(schedule="flowmoe", microbatches=2, all_reduce_chunk_bytes=1 << 16)
     assert best_simulated(each, choice, SizeRange.of(each.workload.all_reduce_bytes), {}) == 1 << 22
+
+
+def test_the_first_size_may_be_one_of_partial_gradients() -> None:
+    """Where attention is frozen they may be all that there is to cut."""
+    each = with_sharing(problem((True, True), all_reduce_bytes=0), 2, 2)
+    work = replace(each.workload, expert_all_reduce_bytes=(0, 0), partial_all_reduce_bytes=(1 << 22,) * 2)
+    each = replace(each, workload=work, cluster=ClusterConfig(link_latency_s=0.05))
+    choice = Decision(schedule="flowmoe", microbatches=2, all_reduce_chunk_bytes=1 << 16)
+    planned = Planned(problem=each, choice=choice, plan=each.plan(choice))
+    tuning = Tuning(PlanConfig(tuner="grid"), planned, {}, Control(0, 1), seed=0)
+    assert tuning.turn().choice.all_reduce_chunk_bytes == 1 << 22
 
 
 @pytest.mark.soak

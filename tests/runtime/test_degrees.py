@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.decision import TAIL, GradientBytes, Partition, Portion, ScheduleConfig, Slot
+from penstock.decision import TAIL, Partition, Portion, ScheduleConfig, Slot
 from penstock.moe.config import Compression
 from penstock.runtime import PipelinedStack
 from penstock.schedule import plan_step, unit_cost
@@ -139,10 +139,10 @@ def random_partition(shape: StepShape, sizes_bytes: tuple[int, ...], seed: int) 
 
 
 def adopt_partition(stack: PipelinedStack, seed: int, config: ScheduleConfig) -> None:
-    sizes = stack.buckets.sizes_bytes
+    sizes = stack.gradients.sizes_bytes
     partition = random_partition(stack.base_shape, sizes[0], seed)
     choice = replace(config.decision("flat"), schedule="fsmoe", partition=partition)
-    stack.adopt(plan_step(choice, stack.base_shape, GradientBytes(*sizes), lambda _: unit_cost))
+    stack.adopt(plan_step(choice, stack.base_shape, sizes, lambda _: unit_cost))
 
 
 def step_with_partition(rank: int, step: Case, seed: int) -> Any:

@@ -106,7 +106,7 @@ def change_plans(loop: Loop) -> None:
     for number, name in enumerate(PLANS):
         config = replace(loop.case.config, schedule=ScheduleConfig(name=name))
         layout = stack.machinery.layout
-        stack.adopt(first_plan(config, layout, stack.base_shape, stack.buckets.sizes_bytes))
+        stack.adopt(first_plan(config, layout, stack.base_shape, stack.gradients.sizes_bytes))
         loop.step(number)
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
+from penstock.decision import GradientBytes, ScheduleConfig
+from penstock.runtime import PipelinedStack
+from penstock.step.shape import TokenLayout
 from tests.runtime.test_surgery import CASE
 from tests.support.joining import joined
-from tests.support.parity import check_close
+from tests.support.parity import Case, check_close, stack_of
 from tests.support.ranks import Pools
-from tests.support.surgery import operated, operated_before, refused
+from tests.support.surgery import operated, operated_before, refused, run
 
 pytestmark = pytest.mark.slow
 SHARED = replace(
@@ -43,3 +48,45 @@ def test_what_leaves_parts_as_they_are_is_taken_up(ranks: Pools, name: str) -> N
 def test_what_does_not_is_refused_on_all_ranks(ranks: Pools, name: str, words: str) -> None:
     for text in ranks(2).run(refused, SHARED, name):
         assert words in text and "Keep its name and shape" in text
+
+
+# ---- what a plan covers ------------------------------------------------------------------------------------
+
+
+def trained_at_the_gate(rank: int, case: Case) -> tuple[GradientBytes, Any, Any]:
+    """Sizes that the plan was made of; digests of gradients after planning for, and training, gates alone."""
+    stack = stack_of(rank, case)
+    run(stack, rank, case)
+    wanted = of_gates(stack)
+    for name, parameter in stack.model.named_parameters():
+        parameter.grad = None
+        parameter.requires_grad_(".gate." in name or ".experts." in name)
+    stack.replan()
+    run(stack, rank, case)
+    buckets = stack.buckets
+    kinds = buckets.replicated, buckets.experts, buckets.partial
+    replicated, experts, partial = (tuple(each.size_bytes for each in kind) for kind in kinds)
+    made = GradientBytes(replicated, experts, partial)
+    assert stack.gradients.sizes_bytes.of_form(stack.plan.shape.expert_form).kinds == made.kinds
+    return made, wanted, of_gates(stack)
+
+
+def of_gates(stack: PipelinedStack) -> dict[str, torch.Tensor]:
+    named = stack.model.named_parameters()
+    return {name: p.grad.clone() for name, p in named if ".gate." in name and p.grad is not None}
+
+
+@pytest.mark.parametrize("tokens", ["split", "replicated"])
+@pytest.mark.parametrize("schedule", ["sequential", "baseline_esp", "parm_s1", "parm_s2"])
+def test_a_new_plan_reduces_what_its_form_makes_complete(
+    ranks: Pools, schedule: str, tokens: TokenLayout
+) -> None:
+    """The gate's gradient is partial in some forms and complete in others, and nothing else is trained."""
+    case = replace(SHARED, schedule=ScheduleConfig(name=schedule), tokens=tokens)
+    complete = schedule == "parm_s2"
+    for made, wanted, found in ranks(2).run(trained_at_the_gate, case):
+        assert any(made.replicated) is complete
+        assert any(made.partial) is not complete
+        assert wanted.keys() == found.keys() and wanted
+        for name, gradient in wanted.items():
+            check_close(found[name], gradient, 1e-10, name)

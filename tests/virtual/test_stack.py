@@ -21,7 +21,6 @@ from penstock.moe import MoEConfig
 from penstock.ops import Op
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.checks.marks import FIELDS
-from penstock.runtime.gradients.buckets import Buckets
 from penstock.schedule import Schedule, StepPlan
 from penstock.step.shape import TokenLayout
 from penstock.topology import Layout, ParallelConfig
@@ -320,9 +319,8 @@ def models() -> list[tuple[ModelConfig, MoEConfig]]:
 
 def sizes_of(rank: int, case: Case) -> tuple[Any, Any, Any]:
     real = stack_of(rank, case)
-    buckets: Buckets = real.buckets
     wanted = gradient_bytes(case.model, case.moe, real.machinery.layout)
-    return buckets.sizes_bytes, wanted, virtual_of(rank, case).bucket_sizes
+    return real.gradients.sizes_bytes, wanted, virtual_of(rank, case).bucket_sizes
 
 
 @pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (2, 2), (2, 1)])

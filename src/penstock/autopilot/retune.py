@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import median
 
 from penstock.autopilot.deciding import decided
@@ -80,8 +81,8 @@ class Tuning:
         self._times: list[float] = []
         self._tuner: Tuner | None = None
         if control.rank == 0:
-            work = planned.problem.workload
-            sizes = SizeRange.of((*work.all_reduce_bytes, *work.expert_all_reduce_bytes))
+            reduced = planned.problem.gradients.of_form(planned.choice.form)
+            sizes = SizeRange.of(tuple(chain(*reduced.kinds)))
             self._tuner = build_tuner(
                 config.tuner,
                 start_bytes=best_simulated(planned.problem, planned.choice, sizes, kinds),

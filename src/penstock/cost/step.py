@@ -14,7 +14,7 @@ from penstock.cost.cluster import ClusterConfig
 from penstock.cost.workload import Workload, part_sizes, split_sizes
 from penstock.graph import Task
 from penstock.mesh import Group, stays_inside
-from penstock.ops import Op, Work, spec_of
+from penstock.ops import Work, spec_of
 from penstock.step import StepShape
 
 FLOAT32_BYTES = 4
@@ -55,18 +55,21 @@ class StepCost:
         return split_sizes(self.workload.batch, self.shape.microbatches)
 
     @cached_property
+    def _gradients(self) -> dict[str, tuple[int, ...]]:
+        """Bytes by op and layer."""
+        return self.workload.gradients_of(self.shape.expert_form)
+
+    @cached_property
     def _sizes(self) -> StepSizes:
         return StepSizes(self)
 
     @cached_property
     def _kinds(self) -> list[int]:
         """For every layer the first one that is like it."""
-        shape, work = self.shape, self.workload
+        shape = self.shape
         columns: list[Sequence[object]] = [
             shape.moe_layers,
-            work.all_reduce_bytes,
-            work.expert_all_reduce_bytes,
-            work.gradients[Op.PARTIAL_ALL_REDUCE],
+            *self._gradients.values(),
             shape.all_reduce_chunks,
             shape.expert_all_reduce_chunks,
             shape.partial_all_reduce_chunks,
@@ -134,7 +137,7 @@ class StepCost:
         assert task.piece is not None, task
         whole = self._kinds[task.layer], task.op
         if whole not in self._reduced:
-            sizes = self.workload.gradients[task.op]
+            sizes = self._gradients[task.op]
             self._reduced[whole] = part_sizes(sizes[task.layer] // FLOAT32_BYTES, task.cut.parts)
         return self._reduced[whole][task.piece] * FLOAT32_BYTES
 

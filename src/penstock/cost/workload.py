@@ -10,9 +10,12 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from penstock.cost.span import Span, span_of
+from penstock.decision import GradientBytes
+from penstock.decision.field import PartialByForm
 from penstock.mesh import Axes, Mesh, num_nodes
 from penstock.ops import Op
 from penstock.placement import ExpertPlacement
+from penstock.step.shape import ExpertForm
 
 
 @lru_cache(maxsize=4096)  # a search cuts the same few sizes by the hundred thousand
@@ -51,8 +54,8 @@ class Workload:
     shared_ffn_hidden_size: of the shared experts, 0 for none.
     mp_size, esp_size: ranks that share attention, and every expert; `batch` is what the former have
     together. all_reduce_bytes, expert_all_reduce_bytes, partial_all_reduce_bytes: gradients per layer on one
-    rank, the last those of which ranks that share attention have each a part. dense_ffn_hidden_size: of dense
-    blocks.
+    rank, the last those of which ranks that share attention have each a part; partial_by_form: see
+    GradientBytes. dense_ffn_hidden_size: of dense blocks.
     """
 
     batch: int
@@ -80,14 +83,28 @@ class Workload:
     mp_size: int = 1
     esp_size: int = 1
     partial_all_reduce_bytes: tuple[int, ...] = ()
+    partial_by_form: PartialByForm = ()
+
+    @property
+    def gradient_bytes(self) -> GradientBytes:
+        """Bytes of every layer's gradients, by kind."""
+        partial = self.partial_all_reduce_bytes or (0,) * len(self.all_reduce_bytes)
+        return GradientBytes(
+            self.all_reduce_bytes, self.expert_all_reduce_bytes, partial, self.partial_by_form
+        )
 
     @property
     def gradients(self) -> dict[str, tuple[int, ...]]:
-        """Bytes of every layer's gradients, by the op that reduces them."""
+        """The same by the op that reduces them."""
+        return self.gradients_of("gather")
+
+    def gradients_of(self, form: ExpertForm) -> dict[str, tuple[int, ...]]:
+        """The same in a step with this expert form."""
+        sizes = self.gradient_bytes.of_form(form)
         return {
-            Op.ALL_REDUCE: self.all_reduce_bytes,
-            Op.PARTIAL_ALL_REDUCE: self.partial_all_reduce_bytes or (0,) * len(self.all_reduce_bytes),
-            Op.EXPERT_ALL_REDUCE: self.expert_all_reduce_bytes,
+            Op.ALL_REDUCE: sizes.replicated,
+            Op.PARTIAL_ALL_REDUCE: sizes.partial,
+            Op.EXPERT_ALL_REDUCE: sizes.experts,
         }
 
     @property

@@ -10,16 +10,35 @@ from penstock.step import StepShape
 from penstock.step.shape import ExpertForm
 from penstock.step.stages import Pass
 
+PartialByForm = tuple[tuple[ExpertForm, tuple[int, ...]], ...]
+"""For expert forms the bytes of every layer's partial gradients."""
+
 
 class GradientBytes(NamedTuple):
     """For every layer the bytes of its gradients that are reduced, by kind.
 
     partial: those to which every rank that shares attention adds a part; none = there are no such ranks.
+    partial_by_form: the same by expert form, where it depends on that; what is not partial there is
+    replicated.
     """
 
     replicated: tuple[int, ...]
     experts: tuple[int, ...]
     partial: tuple[int, ...] = ()
+    partial_by_form: PartialByForm = ()
+
+    @property
+    def kinds(self) -> tuple[tuple[int, ...], ...]:
+        """The bytes of every kind, by layer."""
+        return self.replicated, self.experts, self.partial
+
+    def of_form(self, form: ExpertForm) -> GradientBytes:
+        """As they are in a step with this expert form."""
+        found = dict(self.partial_by_form).get(form, self.partial)
+        if found == self.partial:
+            return self
+        sizes = zip(self.replicated, self.partial, found, strict=True)
+        return self._replace(replicated=tuple(r + p - q for r, p, q in sizes), partial=found)
 
 
 class Asked(Protocol):

@@ -142,14 +142,13 @@ class QuickBounds:
 
     def _reductions(self, problem: Problem, choice: Decision, cut: StepShape) -> list[tuple[float, float]]:
         """For every layer the seconds of its reductions, and of the longest one outside of experts."""
-        work, cost, found = problem.workload, problem.cost(choice, cut), []
+        cost, found = problem.cost(choice, cut), []
+        reduced = problem.gradients.of_form(cut.expert_form).kinds
         for layer in range(cut.num_layers):
             parts = cut.all_reduce_parts[layer] if cut.all_reduce_parts else ()
             pieces = tuple(len(cut.parts_of(layer, op)) for op in REDUCTIONS)
             key = (
-                work.all_reduce_bytes[layer],
-                work.expert_all_reduce_bytes[layer],
-                work.gradients[Op.PARTIAL_ALL_REDUCE][layer],
+                *(sizes[layer] for sizes in reduced),
                 parts,
                 pieces,
                 cut.moe_layers[layer],

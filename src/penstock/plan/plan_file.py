@@ -204,7 +204,7 @@ class PlanFile:
         """Checks that every gradient is reduced exactly once, or the ranks would diverge silently."""
         if choice.partition is None:
             return
-        sizes, parts = problem.workload.all_reduce_bytes, choice.partition.parts
+        sizes, parts = problem.gradients.of_form(choice.form).replicated, choice.partition.parts
         key, hint = f"{name}.choice.partition", "Correct the portions, or set partition to null."
         if len(parts) != len(sizes):
             raise ConfigError(key, f"{len(parts)} layers", f"this step has {len(sizes)}", hint)

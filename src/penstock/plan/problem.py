@@ -10,11 +10,11 @@ from penstock.cost import ClusterConfig, StepCost, UnevenRanks, Workload
 from penstock.decision import Decision, GradientBytes
 from penstock.dispatch import DISPATCHES
 from penstock.mesh import Group, Mesh
-from penstock.ops import Op
 from penstock.schedule import Cost, StepPlan, cut, plan_step
 from penstock.schedule.system import least_chunk_bytes
 from penstock.simulate import LowerBound, Timeline, lower_bound, simulate
 from penstock.step import StepShape
+from penstock.step.shape import FORM_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,20 +45,19 @@ class Problem:
     @property
     def gradients(self) -> GradientBytes:
         """Bytes of every layer's gradients."""
-        work = self.workload
-        return GradientBytes(
-            work.all_reduce_bytes, work.expert_all_reduce_bytes, work.partial_all_reduce_bytes
-        )
+        return self.workload.gradient_bytes
 
     @property
     def least_chunk_bytes(self) -> int:
         """Smaller all-reduce chunks would be too many tasks (see pieces_of)."""
-        return max(map(least_chunk_bytes, self.gradients))
+        forms = (self.gradients.of_form(form) for form in FORM_TOKENS)
+        return max(least_chunk_bytes(sizes) for form in forms for sizes in form.kinds)
 
     @property
     def layer_kinds(self) -> list[tuple[object, ...]]:
         """For every layer what tells it from others: whether it has experts, and its gradients."""
-        return list(zip(self.shape.moe_layers, *self.workload.gradients.values(), strict=True))
+        by_form = (sizes for _, sizes in self.gradients.partial_by_form)
+        return list(zip(self.shape.moe_layers, *self.gradients.kinds, *by_form, strict=True))
 
     @property
     def paces(self) -> tuple[float, ...]:
@@ -142,8 +141,9 @@ class Problem:
                 work,
                 all_reduce_bytes=tuple(work.all_reduce_bytes[layer] for layer in layers),
                 expert_all_reduce_bytes=tuple(work.expert_all_reduce_bytes[layer] for layer in layers),
-                partial_all_reduce_bytes=tuple(
-                    work.gradients[Op.PARTIAL_ALL_REDUCE][layer] for layer in layers
+                partial_all_reduce_bytes=tuple(self.gradients.partial[layer] for layer in layers),
+                partial_by_form=tuple(
+                    (form, tuple(sizes[layer] for layer in layers)) for form, sizes in work.partial_by_form
                 ),
             ),
         )

@@ -119,7 +119,7 @@ class PipelinedStack(nn.Module):
         self._sizes: Sizes = EqualSizes(machinery.control) if fixed else AnySizes()
         self._make_plan = make_plan
         self._programs = Programs(HANDLERS, machinery.layout.mesh.silent)
-        self.plan = self.adopt(make_plan(self._shape, self.buckets.sizes_bytes))
+        self.plan = self.adopt(make_plan(self._shape, self.gradients.sizes_bytes))
 
     def adopt(self, plan: StepPlan) -> StepPlan:
         """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ."""
@@ -143,7 +143,7 @@ class PipelinedStack(nn.Module):
         Worth it after much was frozen or thawed: a plan reckons with the gradients that there were.
         """
         self.gradients.prepare()
-        return self.adopt(self._make_plan(self._shape, self.buckets.sizes_bytes))
+        return self.adopt(self._make_plan(self._shape, self.gradients.sizes_bytes))
 
     @property
     def buckets(self) -> Buckets:

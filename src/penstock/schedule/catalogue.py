@@ -64,7 +64,7 @@ def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepSha
     """
     _check_dispatch(choice, shape)
     formed = shape if choice.form == shape.expert_form else replace(shape, expert_form=choice.form)
-    found = SCHEDULES[choice.schedule].shape(formed, choice, gradients)
+    found = SCHEDULES[choice.schedule].shape(formed, choice, gradients.of_form(choice.form))
     passes = choice.passes
     return replace(found, more=(*found.more, *passes)) if passes else found
 

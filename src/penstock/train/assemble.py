@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,7 +16,7 @@ from penstock.moe.build import dispatch_of
 from penstock.moe.experts.base import ExpertShard
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.checks.layers import shape_of, sharing_of
-from penstock.runtime.gradients.assignment import Layers, assign
+from penstock.runtime.gradients.assignment import sizes_bytes
 from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
 from penstock.runtime.transport import build_transports
 from penstock.schedule import StepPlan, plan_step
@@ -109,6 +108,7 @@ def workload(config: RunConfig, layout: Layout, gradients: GradientBytes) -> Wor
         all_reduce_bytes=gradients.replicated,
         expert_all_reduce_bytes=gradients.experts,
         partial_all_reduce_bytes=gradients.partial,
+        partial_by_form=gradients.partial_by_form,
         mp_size=layout.mp_size,
         esp_size=layout.esp_size,
         dense_ffn_hidden_size=config.model.dense_hidden_size,
@@ -143,15 +143,7 @@ def gradient_bytes(
     with torch.device("meta"):
         parts = model_of(model, moe, layout)
     shape = shape_of([part.moe for part in parts.parts], sharing_of(layout, moe.aux_loss_group))
-    assigned = assign(parts, parts, replace(shape, expert_form=form))
-    experts = assigned.experts if layout.edp_size > 1 else ((),) * model.num_layers
-    return GradientBytes(
-        _sizes_bytes(assigned.replicated), _sizes_bytes(experts), _sizes_bytes(assigned.partial)
-    )
-
-
-def _sizes_bytes(layers: Layers) -> tuple[int, ...]:
-    return tuple(sum(parameter.nbytes for parameter in parameters) for parameters in layers)
+    return sizes_bytes(parts, parts, shape, replicas=layout.edp_size > 1).of_form(form)
 
 
 def pick_device(local_rank: int) -> torch.device:

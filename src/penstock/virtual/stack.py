@@ -65,7 +65,7 @@ class VirtualStack:
 
     @property
     def bucket_sizes(self) -> GradientBytes:
-        """Bytes of every layer's gradients, as `Buckets.sizes_bytes`."""
+        """Bytes of every layer's gradients, as `Gradients.sizes_bytes`."""
         work = self.workload
         return GradientBytes(
             work.all_reduce_bytes, work.expert_all_reduce_bytes, work.partial_all_reduce_bytes

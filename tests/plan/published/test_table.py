@@ -218,6 +218,13 @@ def test_degrees_apart_leave_no_crumbs_and_are_the_best_that_do_not(seed: int) -
     assert total_s(forward, chunks) + total_s(back, backward_chunks) == pytest.approx(best_s)
 
 
+def test_flowmoe_cuts_partial_gradients_too() -> None:
+    """Where attention is frozen they may be all that there is to cut."""
+    asked = problem((True, True), shards=2, all_reduce_bytes=0)
+    work = replace(asked.workload, partial_all_reduce_bytes=(1 << 22,) * 2)
+    assert flowmoe_choice(replace(asked, workload=work)).all_reduce_chunk_bytes >= 1 << 18
+
+
 def test_a_long_model_is_tuned_on_a_few_of_its_layers() -> None:
     long, short = problem((True,) * 12), problem((True,) * 4)
     assert flowmoe_choice(long) == flowmoe_choice(short)

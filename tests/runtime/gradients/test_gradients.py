@@ -90,7 +90,7 @@ def sizes(tie: bool) -> tuple[tuple[int, ...], int, set[str]]:
     case = replace(case, model=replace(case.model, tie_word_embeddings=tie))
     stack = shared_stack(0, case, ("tied",) if tie else ())
     planned = gradient_bytes(case.model, case.moe, Layout(world_size=1, ep_size=1, rank=0)).replicated
-    assert planned == stack.buckets.sizes_bytes[0]
+    assert planned == stack.gradients.sizes_bytes[0]
     return planned, total_parameters(stack), {name for name, _ in stack.model.named_parameters()}
 
 

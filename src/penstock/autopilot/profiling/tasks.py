@@ -143,7 +143,7 @@ class _Runs:
         self.config, self.machinery, self.stack = config, machinery, stack
         self.control: Control = machinery.control
         self.sequential = stack.plan
-        gradients = stack.buckets.sizes_bytes
+        gradients = stack.gradients.sizes_bytes
         plans: dict[tuple[Task, ...], StepPlan] = {}  # those that compute alike are run once
         for cut in schedules:
             plan = first_plan(replace(config, schedule=cut), machinery.layout, stack.base_shape, gradients)
@@ -249,7 +249,7 @@ def _models(
     runs: _Runs, alone: list[Seconds], beside: list[Seconds], rates: ClusterConfig
 ) -> Iterable[TaskModel]:
     kinds: dict[Kind, _Kind] = defaultdict(_Kind)
-    gradients = runs.stack.buckets.sizes_bytes
+    gradients = runs.stack.gradients.sizes_bytes
     sizes = workload(runs.config, runs.machinery.layout, gradients)
     for plan, tasks, alone_s, beside_s in zip(runs.plans, runs.tasks, alone, beside, strict=True):
         cost = StepCost(plan.shape, sizes, rates)

@@ -80,7 +80,11 @@ class Durations:
         return ops[:experts], ops[experts + 1 :]
 
     def backward(self) -> Backward:
-        """The backward pass for a partition."""
+        """The backward pass for a partition.
+
+        Only gradients that are whole on every rank are partitioned. The partial ones, norms and gates mostly,
+        are reduced in one piece, for which the formulas have no term.
+        """
         problem, layers = self.problem, self.moe_layers
         sizes = problem.workload.all_reduce_bytes
         ends = (*layers[1:], -1)

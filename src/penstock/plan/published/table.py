@@ -92,7 +92,7 @@ def flowmoe_published_choice(problem: Problem) -> Decision:
 def _flowmoe_grid(problem: Problem, microbatches: int | None) -> Iterator[Decision]:
     batch = problem.workload.batch
     powers = [r for r in (2, 4, 8, 16) if batch % r == 0] or [1]
-    largest = max(problem.workload.all_reduce_bytes) or 512
+    largest = max(*problem.gradients.replicated, *problem.gradients.partial) or 512
     least = max(512, problem.least_chunk_bytes)
     sizes = dict.fromkeys(max(least, -(-largest // cut)) for cut in FLOWMOE_CUTS)
     for pieces in powers if microbatches is None else [microbatches]:

@@ -7,13 +7,15 @@ reduction waits for it; any other would send a gradient to which a layer below h
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from penstock.decision import GradientBytes
 from penstock.moe import MoELayer
 from penstock.runtime.parts import ModelParts
 from penstock.step import StepShape
+from penstock.step.shape import FORM_TOKENS
 
 Layers = tuple[tuple[nn.Parameter, ...], ...]
 
@@ -76,6 +78,28 @@ def _partial(parts: ModelParts, shape: StepShape) -> tuple[frozenset[int], froze
         elif shape.copies_differ:
             averaged += parts.token_parameters(layer)
     return frozenset(map(id, (*parted, *averaged))), frozenset(map(id, averaged))
+
+
+def sizes_bytes(parts: ModelParts, model: nn.Module, shape: StepShape, *, replicas: bool) -> GradientBytes:
+    """Bytes of every layer's trained gradients of each kind, for a plan of whatever expert form.
+
+    replicas: whether experts have any, with which their gradients are reduced.
+    """
+    assigned = assign(parts, model, shape)
+    forms = FORM_TOKENS if shape.sharing.mp_size > 1 else ()
+    return GradientBytes(
+        _trained_bytes(assigned.replicated),
+        _trained_bytes(assigned.experts if replicas else ((),) * len(assigned.experts)),
+        _trained_bytes(assigned.partial),
+        tuple(
+            (form, _trained_bytes(assign(parts, model, replace(shape, expert_form=form)).partial))
+            for form in forms
+        ),
+    )
+
+
+def _trained_bytes(layers: Layers) -> tuple[int, ...]:
+    return tuple(sum(p.nbytes for p in parameters if p.requires_grad) for parameters in layers)
 
 
 def names_of(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> dict[int, str]:

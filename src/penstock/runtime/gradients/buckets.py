@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.cost.workload import part_sizes
-from penstock.decision import GradientBytes
 from penstock.ops import Op
 
 
@@ -154,12 +153,6 @@ class Buckets:
     experts: Sequence[GradientBucket]
     partial: Sequence[GradientBucket]
     at_once: frozenset[int] = frozenset()
-
-    @property
-    def sizes_bytes(self) -> GradientBytes:
-        """Bytes of every layer's gradients of each kind."""
-        kinds = self.replicated, self.experts, self.partial
-        return GradientBytes(*(tuple(bucket.size_bytes for bucket in layers) for layers in kinds))
 
     @property
     def all(self) -> tuple[GradientBucket, ...]:

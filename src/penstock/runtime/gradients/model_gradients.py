@@ -9,9 +9,10 @@ from typing import cast
 import torch
 from torch import nn
 
+from penstock.decision import GradientBytes
 from penstock.runtime.checks.marks import Entry, Marks, value_marks
 from penstock.runtime.checks.snapshot import Snapshot
-from penstock.runtime.gradients.assignment import Assignment, Layers, assign, names_of
+from penstock.runtime.gradients.assignment import Assignment, Layers, assign, names_of, sizes_bytes
 from penstock.runtime.gradients.buckets import Buckets, GradientBucket
 from penstock.runtime.parts import ModelParts
 from penstock.sharding import sharding_of
@@ -47,7 +48,7 @@ class Gradients:
         self, model: nn.Module, parts: ModelParts, layout: Layout, device: torch.device, shape: StepShape
     ) -> None:
         self.model, self._parts, self._layout, self._device = model, parts, layout, device
-        self._shape = shape
+        self._shape = self._base = shape
         apart = isinstance(parts, nn.Module) and parts is not model
         self._modules = (model, cast(nn.Module, parts)) if apart else (model,)
         self._known: dict[int, _Known] = {}
@@ -65,7 +66,7 @@ class Gradients:
         return shape.sharing, shape.copies_differ, tuple(map(shape.tokens_of, range(shape.num_layers)))
 
     def prepare(self) -> None:
-        """Buckets for the model as it is now, before there is a plan; their sizes are what it is made of."""
+        """Buckets for the model as it is now, before there is a plan."""
         self.marks: Marks | None = None
         assigned = self._look()
         self._fill(assigned.replicated, assigned.experts, assigned.partial, assigned.several)
@@ -90,6 +91,11 @@ class Gradients:
         numbers = self.marks.numbers(self._layout)
         self.to_sum = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         self._fill(replicated, experts, partial, moved | assigned.several)
+
+    @property
+    def sizes_bytes(self) -> GradientBytes:
+        """Bytes of every layer's gradients of each kind as they are now: what a plan is made of."""
+        return sizes_bytes(self._parts, self.model, self._base, replicas=self._has_replicas)
 
     @property
     def _has_replicas(self) -> bool:
