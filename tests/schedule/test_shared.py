@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.decision import Partition, Portion, Slot
+from penstock.decision import Decision, Partition, Portion, Slot
+from penstock.decision.record import CHUNKS, FIELDS
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase, Task
 from penstock.ops import Op
@@ -17,6 +18,7 @@ from penstock.schedule.system import is_all_reduce
 from penstock.simulate import simulate
 from penstock.step import Sharing, Stage, StepShape, build_graph
 from penstock.step.shape import FORM_TOKENS, ExpertForm, TokenLayout
+from tests.plan.problems import problem, with_sharing
 from tests.step.support import Rewriting, ancestors
 from tests.steps import (
     SHARED,
@@ -169,6 +171,13 @@ def test_a_pair_is_cut_where_something_is_gathered_alone() -> None:
     assert planned("parm_s2", shape, chunks=4).shape.pair_slices == 1
     dense = planned("parm_s2", StepShape(moe_layers=(False, False), sharing=SHARED))
     assert {task.op for task in dense.graph.tasks} >= {"TG", "FF", "HL"}
+
+
+@pytest.mark.parametrize(("mp_size", "tried"), [(1, 1), (2, len(CHUNKS))])
+def test_numbers_of_slices_are_tried_where_something_is_gathered(mp_size: int, tried: int) -> None:
+    asked = with_sharing(problem((True,)), mp_size, 2)
+    assert len(FIELDS["chunks"].values(asked, Decision(schedule="parm_s2"))) == tried
+    assert len(FIELDS["chunks"].values(asked, Decision(schedule="fsmoe"))) == len(CHUNKS)
 
 
 # ---- fsmoe, dense_overlap ----------------------------------------------------------------------------------

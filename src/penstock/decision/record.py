@@ -86,8 +86,8 @@ def _microbatches(asked: Asked, choice: Decision) -> Sequence[int]:
 
 
 def _chunks(asked: Asked, choice: Decision) -> Sequence[int]:
-    del choice
-    return CHUNKS if any(asked.shape.moe_layers) else (1,)
+    alone = READERS[choice.schedule].expert_form == "s2" and asked.shape.sharing.mp_size == 1
+    return CHUNKS if any(asked.shape.moe_layers) and not alone else (1,)  # s2 cuts what mp ranks gather
 
 
 def _backward_chunks(asked: Asked, choice: Decision) -> Sequence[int]:
