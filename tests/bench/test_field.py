@@ -18,6 +18,7 @@ from penstock.bench.summarise import summarise
 from penstock.bench.table import render
 from penstock.bench.tune import variants
 from penstock.bench.virtual_field import VirtualField
+from penstock.config import ConfigError
 from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
@@ -167,17 +168,16 @@ def test_real_devices_are_not(real: list[Compared]) -> None:
 
 # ---- ranks that share attention and experts ----------------------------------------------------------------
 
-FORMS = ("baseline_esp", "parm_s1", "parm_s2", "fsmoe", "flowmoe")
+FORMS = ("baseline_esp", "parm_s1", "parm_s2", "fsmoe", "auto")
 
 
 def sharing_config() -> BenchConfig:
     config = config_of(4, schedules=FORMS)
-    return replace(
-        config, parallel=replace(config.parallel, mp_size=2, esp_size=2, ranks_per_node=2, ep_size=2)
-    )
+    shared = replace(config.parallel, mp_size=2, esp_size=2, ranks_per_node=2, ep_size=2)
+    return replace(config, parallel=shared, compare=replace(config.compare, profile_s=2.0))
 
 
-@pytest.mark.parametrize("asleep", [False, True])
+@pytest.mark.parametrize("asleep", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_every_form_has_a_limit_of_its_own(ranks: Pools, asleep: bool) -> None:
     first, *others = ranks(4).run(run_comparison, sharing_config(), asleep)
     assert all(other == first for other in others)
@@ -185,8 +185,9 @@ def test_every_form_has_a_limit_of_its_own(ranks: Pools, asleep: bool) -> None:
     result = first.result
     assert result.layout == "dp 2 x mp 2, edp 1 x ep 2 x esp 2"
     assert result.layout in render(result) and "limit ms" in render(result)
-    baseline, s1, s2, gather, flowmoe = (case.limit for case in result.cases)
-    assert result.limit == baseline and flowmoe == gather
+    baseline, s1, s2, gather, auto = (case.limit for case in result.cases)
+    assert result.limit == baseline and auto in (baseline, s1, s2, gather)
+    assert len(result.notes) == 5, "why the plan was chosen"
     assert baseline.wire_bytes > max(s1.wire_bytes, s2.wire_bytes) > gather.wire_bytes > 0
     assert min(limit.device_bytes for limit in (baseline, s1, s2, gather)) > 0
     if asleep:  # every rank of a pair computes all of its rows; others each their share
@@ -272,3 +273,8 @@ def test_without_tuning_the_section_decides(ranks: Pools) -> None:
     config = replace(config, schedule=replace(config.schedule, microbatches=3))
     for (found,) in ranks(2).run(run_tuned, config, True):
         assert found.chosen == (3, 1) and found.promised_s.keys() == {(3, 1)}
+
+
+def test_the_base_of_all_ratios_has_a_name() -> None:
+    with pytest.raises(ConfigError, match="must be a schedule by name"):
+        CompareConfig(schedules=("auto", "flowmoe"))

@@ -20,6 +20,9 @@ Samples = Annotated[int, Within(1, 1 << 20, "all samples of a step are in memory
 Seconds = Annotated[float, Within(0, 86400, "measuring takes time, and has to end", above=True)]
 Names = Annotated[tuple[str, ...], Items(100, "there are fewer schedules to compare")]
 
+AUTO = "auto"
+"""Among schedules: the plan that the joint search chooses, whatever schedule that has."""
+
 PEERS = ("deepspeed", "megatron")
 """Other systems that can be compared with, installed or not."""
 
@@ -28,7 +31,8 @@ PEERS = ("deepspeed", "megatron")
 class CompareConfig:
     """Section `[compare]`.
 
-    schedules: what runs in turns; the first is the base of all ratios.
+    schedules: what runs in turns; the first is the base of all ratios. `auto` is the plan that a search
+    chooses from a profile taken before; it cannot be the first.
     peers: other systems, each as shipped and on Penstock's transport.
     rounds: measured steps of each. warmup: steps before them.
     batch_per_device: samples per rank and step. seed: of weights and data.
@@ -54,9 +58,12 @@ class CompareConfig:
                 raise ConfigError(key, list(names), "names one twice", "Name each once.")
         if not self.schedules:
             raise ConfigError("schedules", [], "there is nothing to compare", "Use one or more.")
+        if self.schedules[0] == AUTO:
+            why = "the base of all ratios must be a schedule by name, and auto may be any"
+            raise ConfigError("schedules", list(self.schedules), why, "Name another one first.")
         for name in self.schedules:
-            if name not in SCHEDULES:
-                hint = f"Use some of {', '.join(SCHEDULES)}."
+            if name not in SCHEDULES and name != AUTO:
+                hint = f"Use some of {', '.join(SCHEDULES)}, {AUTO}."
                 raise ConfigError("schedules", list(self.schedules), f"no schedule is called {name}", hint)
         for name in self.peers:
             if name not in PEERS:

@@ -9,11 +9,11 @@ from typing import Final, Protocol
 from penstock.autopilot.profiling import profile_run, profile_schedules
 from penstock.autopilot.run_problem import run_problem
 from penstock.bench import checkout
-from penstock.bench.config import BenchConfig
+from penstock.bench.config import AUTO, BenchConfig
 from penstock.bench.contender import Entry
 from penstock.bench.scheduled import Scheduled, Stacks, timed
 from penstock.bench.tune import variants
-from penstock.plan import Candidate, evaluate, explain, find_plan
+from penstock.plan import Candidate, FoundPlan, Problem, evaluate, explain, find_plan
 from penstock.plan.published import PUBLISHED
 from penstock.topology import Control, Layout
 
@@ -127,8 +127,37 @@ def layout_words(layout: Layout) -> str:
 def schedules_field(config: BenchConfig, layout: Layout) -> RealField:
     """The schedules that are compared, each in the variant that promises most, and the peers."""
     stacks = Stacks(config, layout)
+    if AUTO in config.compare.schedules:
+        return _field_with_choice(stacks)
     best = {name: fastest(several) for name, several in predicted(stacks).items()}
     return RealField(stacks, best, peers=config.compare.peers)
+
+
+def _field_with_choice(stacks: Stacks) -> RealField:
+    """The schedules, and the plan that the joint search chooses, all predicted from one profile."""
+    compare = stacks.config.compare
+    problem = _profiled(stacks)
+    found, dispatch = chosen(problem, stacks.machinery.control), problem.workload.dispatch
+    best: dict[str, Candidate] = {}
+    for name in compare.schedules:
+        tried = [] if name == AUTO else variants(stacks.config, name)
+        best[name] = fastest([evaluate(problem, each.decision(dispatch)) for each in tried] or [found.best])
+    return RealField(stacks, best, notes=explain(problem, found).lines, peers=compare.peers)
+
+
+def _profiled(stacks: Stacks) -> Problem:
+    """The step on links and tasks as measured now."""
+    budget_s = stacks.config.compare.profile_s
+    file = profile_run(stacks.run_config, stacks.machinery, budget_s=budget_s)
+    return run_problem(stacks.run_config, stacks.layout, file)
+
+
+def chosen(problem: Problem, control: Control) -> FoundPlan:
+    """What the joint search finds, the same on all ranks, which must call this together."""
+    mine = find_plan(problem) if control.rank == 0 else None  # one core each: searching twice takes longer
+    found = control.gather(mine, "waiting for rank 0 to choose a plan")[0]
+    assert found is not None, "rank 0 has searched"
+    return found
 
 
 def predicted(stacks: Stacks) -> dict[str, list[Candidate]]:
@@ -156,10 +185,7 @@ def planned_field(config: BenchConfig, layout: Layout) -> RealField:
     Nothing is known of the runs that are predicted: the profile is measured before, task by task.
     """
     stacks = Stacks(config, layout)
-    file = profile_run(stacks.run_config, stacks.machinery, budget_s=config.compare.profile_s)
-    problem = run_problem(stacks.run_config, layout, file)
-    mine = find_plan(problem) if layout.rank == 0 else None  # one core each: searching twice takes longer
-    found = stacks.machinery.control.gather(mine, "waiting for rank 0 to choose a plan")[0]
-    assert found is not None, "rank 0 has searched"
+    problem = _profiled(stacks)
+    found = chosen(problem, stacks.machinery.control)
     published = {name: evaluate(problem, PUBLISHED[name](problem)) for name in BESIDE}
     return RealField(stacks, {**published, PLANNED: found.best}, notes=explain(problem, found).lines)

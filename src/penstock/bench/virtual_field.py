@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.autopilot.profiling import profile_links
-from penstock.bench.config import BenchConfig
+from penstock.autopilot.run_problem import run_problem
+from penstock.bench.config import AUTO, BenchConfig
 from penstock.bench.contender import Entry
-from penstock.bench.field import layout_words
+from penstock.bench.field import chosen, layout_words
 from penstock.bench.scheduled import run_config_of
 from penstock.bench.tune import variants
 from penstock.cost import ProfiledCluster
 from penstock.decision import Decision, ScheduleConfig
+from penstock.plan import explain
 from penstock.schedule import SCHEDULES, StepPlan
 from penstock.simulate import simulate
 from penstock.topology import Layout
@@ -55,7 +57,8 @@ class VirtualField:
         machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
         self.control, self._transports = machinery.control, machinery.transports
         self._stack = build_virtual(self._config, config.virtual, machinery)
-        self._cluster = ProfiledCluster.build(profile_links(self._config, machinery))
+        self._links = profile_links(self._config, machinery)
+        self._cluster = ProfiledCluster.build(self._links)
         self._first_measured = config.compare.warmup
         self.entries = tuple(self._entry(name) for name in config.compare.schedules)
 
@@ -74,21 +77,33 @@ class VirtualField:
         self._stack.close()
 
     def _entry(self, name: str) -> Entry:
+        if name == AUTO:
+            return self._choice()
         plans = {plan.shape: plan for plan in map(self._first_plan, variants(self._bench, name))}
         best = min((self._ordered(name, plan) for plan in plans.values()), key=lambda e: e.simulated_s or 0.0)
         assert best.plan is not None, "a schedule has a plan"
         self._stack.adopt(best.plan)
         return best
 
+    def _choice(self) -> Entry:
+        """What the joint search finds, on links as measured and devices as imitated, with even routing."""
+        problem = run_problem(self._config, self._layout, self._links)
+        problem = replace(problem, dispatches=(problem.workload.dispatch,))
+        found = chosen(problem, self.control)
+        self.notes = explain(problem, found).lines
+        return self._predicted(AUTO, self._stack.adopt(found.best.plan))
+
     def _first_plan(self, schedule: ScheduleConfig) -> StepPlan:
         config = replace(self._config, schedule=schedule)
         return first_plan(config, self._layout, self._stack.base_shape, self._stack.bucket_sizes)
 
     def _ordered(self, name: str, first: StepPlan) -> Entry:
-        cost = self._cost(first)
-        plan = replace(first, schedule=SCHEDULES[name].order(first.graph, cost, Decision(schedule=name)))
-        ranks = self._layout.mesh
-        simulated_s = simulate(plan.schedule, plan.graph, cost, ranks).iteration_s
+        order = SCHEDULES[name].order(first.graph, self._cost(first), Decision(schedule=name))
+        return self._predicted(name, replace(first, schedule=order))
+
+    def _predicted(self, name: str, plan: StepPlan) -> Entry:
+        cost = self._cost(plan)
+        simulated_s = simulate(plan.schedule, plan.graph, cost, self._layout.mesh).iteration_s
         contender = Slept(self._stack, plan)
         return Entry(name=name, transport="penstock", contender=contender, plan=plan, simulated_s=simulated_s)
 
