@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.topology.join import leave
 from tests.cli.test_bench import QUICK
 from tests.support.runs import check_refusal, clean_environ
 
@@ -65,8 +66,11 @@ def said_here(
             patch.delenv(name)
         for name, value in (environ or {}).items():
             patch.setenv(name, value)
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_module(f"benchmarks.{module}", run_name="__main__", alter_sys=True)
+        try:
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_module(f"benchmarks.{module}", run_name="__main__", alter_sys=True)
+        finally:
+            leave()  # a command that ends its process need not, and other tests join here
     found = capsys.readouterr()
     return int(ended.value.code or 0), found.out, found.err
 
