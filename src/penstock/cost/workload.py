@@ -93,13 +93,8 @@ class Workload:
             self.all_reduce_bytes, self.expert_all_reduce_bytes, partial, self.partial_by_form
         )
 
-    @property
-    def gradients(self) -> dict[str, tuple[int, ...]]:
-        """The same by the op that reduces them."""
-        return self.gradients_of("gather")
-
     def gradients_of(self, form: ExpertForm) -> dict[str, tuple[int, ...]]:
-        """The same in a step with this expert form."""
+        """The same in a step with this expert form, by the op that reduces them."""
         sizes = self.gradient_bytes.of_form(form)
         return {
             Op.ALL_REDUCE: sizes.replicated,

@@ -21,7 +21,6 @@ from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
 from penstock.runtime.transport import build_transports
 from penstock.schedule import StepPlan, plan_step
 from penstock.step import StepShape
-from penstock.step.shape import ExpertForm
 from penstock.topology import Control, Layout, ParallelConfig
 from penstock.train.config import Precision, RunConfig
 
@@ -132,18 +131,15 @@ def base_shape(config: RunConfig, layout: Layout) -> StepShape:
     )
 
 
-def gradient_bytes(
-    model: ModelConfig, moe: MoEConfig, layout: Layout, form: ExpertForm = "gather"
-) -> GradientBytes:
-    """Bytes of every layer's replicated gradients, and of its expert gradients if they have replicas.
+def gradient_bytes(model: ModelConfig, moe: MoEConfig, layout: Layout) -> GradientBytes:
+    """Bytes of every layer's gradients that are reduced, by kind.
 
-    Read off the real model, built without memory for its weights. form: how rows meet all shards of their
-    experts, which decides of some gradients whether ranks that share attention have parts of them.
+    Read off the real model, built without memory for its weights.
     """
     with torch.device("meta"):
         parts = model_of(model, moe, layout)
     shape = shape_of([part.moe for part in parts.parts], sharing_of(layout, moe.aux_loss_group))
-    return sizes_bytes(parts, parts, shape, replicas=layout.edp_size > 1).of_form(form)
+    return sizes_bytes(parts, parts, shape, replicas=layout.edp_size > 1)
 
 
 def pick_device(local_rank: int) -> torch.device:

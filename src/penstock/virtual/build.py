@@ -20,11 +20,9 @@ def build_virtual(config: RunConfig, virtual: VirtualConfig, machinery: Machiner
     Every rank must call it at the same point. Raises ConfigError if recorded routing does not fit the model.
     """
     layout = machinery.layout
-    gradients = partial(gradient_bytes, config.model, config.moe, layout)
     return VirtualStack(
         base_shape(config, layout),
-        workload(config, layout, gradients("gather")),
-        gradients,
+        workload(config, layout, gradient_bytes(config.model, config.moe, layout)),
         config.cluster,
         build_routing(config, virtual, layout),
         machinery,

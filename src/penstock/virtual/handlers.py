@@ -64,12 +64,13 @@ class Buffers:
         )
         self._bytes: Sequence[Tensor] = ()
 
-    def grow(self, step: RankStep, work: Workload) -> None:
+    def grow(self, step: RankStep, cost: VirtualCost) -> None:
         """Make room for all that a step sends."""
         most = step.most_bytes
         if not self._bytes or most > len(self._bytes[0]):
             self._bytes = tuple(torch.zeros(most, dtype=torch.uint8) for _ in COMMUNICATION_LANES)
-        largest = max(max(sizes) for sizes in work.gradients.values()) // torch.float32.itemsize
+        sizes_bytes = cost.workload.gradients_of(cost.shape.expert_form).values()
+        largest = max(map(max, sizes_bytes)) // torch.float32.itemsize
         if largest > len(self.gradients):
             self.gradients = torch.zeros(largest)
 

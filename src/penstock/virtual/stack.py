@@ -7,8 +7,7 @@ stack.step(number)      # forward and backward tasks, transfers of real bytes
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 
 from penstock.cost import ClusterConfig, Workload
 from penstock.decision import GradientBytes
@@ -18,7 +17,6 @@ from penstock.runtime.program import Programs
 from penstock.runtime.stack import Machinery
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
-from penstock.step.shape import ExpertForm
 from penstock.trace import TaskRecord
 from penstock.virtual.apportion import Counts
 from penstock.virtual.cost import VirtualCost
@@ -38,15 +36,14 @@ class _Prepared:
 class VirtualStack:
     """One virtual device: real lanes, executor and transport; nothing is computed. `plan` may be exchanged.
 
-    workload: its gradients are those that a plan is made for; gradients: those that are moved, by the form of
-    the plan. cluster: the rates of the devices that are imitated. routing: must be the same on all ranks.
+    workload: its gradients are those that are moved. cluster: the rates of the devices that are imitated.
+    routing: must be the same on all ranks.
     """
 
     def __init__(
         self,
         base_shape: StepShape,
         workload: Workload,
-        gradients: Callable[[ExpertForm], GradientBytes],
         cluster: ClusterConfig,
         routing: Routing,
         machinery: Machinery,
@@ -54,7 +51,6 @@ class VirtualStack:
     ) -> None:
         assert machinery.device.type == "cpu", "a sleep of the host holds up no stream of a GPU"
         self.base_shape, self.workload, self.cluster = base_shape, workload, cluster
-        self._gradients = lru_cache(gradients)
         self.routing, self.machinery = routing, machinery
         self.execution: Execution | None = None
         self._prepared: _Prepared | None = None
@@ -66,10 +62,7 @@ class VirtualStack:
     @property
     def bucket_sizes(self) -> GradientBytes:
         """Bytes of every layer's gradients, as `Gradients.sizes_bytes`."""
-        work = self.workload
-        return GradientBytes(
-            work.all_reduce_bytes, work.expert_all_reduce_bytes, work.partial_all_reduce_bytes
-        )
+        return self.workload.gradient_bytes
 
     def adopt(self, plan: StepPlan) -> StepPlan:
         """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ."""
@@ -89,17 +82,7 @@ class VirtualStack:
         """What every task of step `number` costs on every rank under the plan of now, for the simulator."""
         if self._counts is None or self._counts[0] != number:
             self._counts = number, self.routing.counts(number)
-        return VirtualCost(self.plan.shape, self._workload(), self.cluster, self._counts[1])
-
-    def _workload(self) -> Workload:
-        """With the gradients that the plan of now moves."""
-        found = self._gradients(self.plan.shape.expert_form)
-        return replace(
-            self.workload,
-            all_reduce_bytes=found.replicated,
-            expert_all_reduce_bytes=found.experts,
-            partial_all_reduce_bytes=found.partial,
-        )
+        return VirtualCost(self.plan.shape, self.workload, self.cluster, self._counts[1])
 
     def prepare(self, number: int) -> None:
         """Draw the routing of step `number` and work out its sizes and durations, before the step is timed.
@@ -133,7 +116,7 @@ class VirtualStack:
         if found is None or found.plan is not self.plan or found.number != number:
             cost = self.cost(number)
             step = RankStep.build(cost, self.plan.graph, self.machinery.layout.rank)
-            self._buffers.grow(step, cost.workload)
+            self._buffers.grow(step, cost)
             handlers = VirtualHandlers(step, cost, self.machinery.transports, self._buffers)
             found = self._prepared = _Prepared(self.plan, number, handlers)
         return found
