@@ -17,6 +17,7 @@ from penstock.runtime.gradients.buckets import Buckets, GradientBucket
 from penstock.runtime.parts import ModelParts
 from penstock.sharding import sharding_of
 from penstock.step import StepShape
+from penstock.step.shape import FORM_TOKENS
 from penstock.topology import Layout
 
 MOST_NAMES = 3
@@ -62,8 +63,8 @@ class Gradients:
 
     @staticmethod
     def _splits(shape: StepShape) -> tuple[object, ...]:
-        """What decides which gradients are partial."""
-        return shape.sharing, shape.copies_differ, tuple(map(shape.tokens_of, range(shape.num_layers)))
+        """What decides which gradients are partial. Asked before every step, so no layer is looked at."""
+        return shape.sharing, FORM_TOKENS[shape.expert_form], shape.copies_differ
 
     def prepare(self) -> None:
         """Buckets for the model as it is now, before there is a plan."""

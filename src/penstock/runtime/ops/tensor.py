@@ -223,29 +223,39 @@ def _one_back(role: str, left: str, context: StepContext, task: Task, inputs: In
 
 
 @dataclass(frozen=True)
-class SavedLoss:
-    """What the backward of the loss needs: the logits themselves are the forward's own output.
+class ShardLogits:
+    """Logits over this rank's vocabulary.
 
     mine_T: the label's place in this rank's vocabulary, -1 where it is another rank's or counts for nothing.
-    total_T: logarithm of the sum of all exponentials. counts_T: whether a token has a label.
     """
 
     logits_TV: Tensor
     mine_T: Tensor
+
+
+@dataclass(frozen=True)
+class SavedLoss:
+    """What the backward of the loss needs.
+
+    total_T: logarithm of the sum of all exponentials. counts_T: whether a token has a label.
+    """
+
+    shard: ShardLogits
     total_T: Tensor
     counts_T: Tensor
 
 
 @handles(Op.LOGITS, F)
 def logits(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """logits: [T, V] of this rank's vocabulary. peaks: [T, 3] float64 or float32, see `_peaks`."""
+    """logits: those of this rank's vocabulary. peaks: [T, 3] float64 or float32, see `_peaks`."""
     parts = context.parts
     segment = context.segment()
     (h_BLM,) = segment.enter(inputs.one("hidden"))
     with context.autocast():
         (logits_TV,) = segment.leave(parts.logits(h_BLM))
     mine_T = _mine(context, task, logits_TV.shape[1])
-    return {"logits": logits_TV, "peaks": _peaks(_precise(logits_TV), mine_T), "saved": segment}
+    found = ShardLogits(logits_TV, mine_T)
+    return {"logits": found, "peaks": _peaks(_precise(logits_TV), mine_T), "saved": segment}
 
 
 @handles(Op.LOGITS, B)
@@ -267,7 +277,6 @@ def peaks(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 def loss(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """loss: sums of a microbatch, on the first of the ranks that have it; nothing on the others."""
     m = microbatch(task)
-    logits_TV: Tensor = inputs.one("logits")
     most_PT, sums_PT, labelled_PT = inputs.one("peaks").unbind(dim=-1)
     most_T = most_PT.amax(dim=0)
     total_T = (sums_PT * (most_PT - most_T).exp()).sum(dim=0).log() + most_T
@@ -277,8 +286,7 @@ def loss(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     sums = HeadSums(loss, counts_T.sum(), context.batch.num_tokens(m))
     if not context.counts_once(task):
         sums = HeadSums(loss * 0, counts_T.sum() * 0, 0)
-    mine_T = _mine(context, task, logits_TV.shape[1])
-    return {"loss": sums, "saved": SavedLoss(logits_TV, mine_T, total_T, counts_T)}
+    return {"loss": sums, "saved": SavedLoss(inputs.one("logits"), total_T, counts_T)}
 
 
 @handles(Op.LOSS, B)
@@ -287,12 +295,13 @@ def loss_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     del task
     statistics: StepStatistics = inputs.one("d_loss")
     saved: SavedLoss = inputs.one("saved")
+    logits_TV, mine_T = saved.shard.logits_TV, saved.shard.mine_T
     slope = (context.loss_gradient / statistics.valid).to(saved.total_T.dtype)
-    grad_TV = (_precise(saved.logits_TV) - saved.total_T.unsqueeze(1)).exp_()
-    here_T1 = (saved.mine_T >= 0).to(grad_TV).unsqueeze(1)  # without asking the device which these are
-    grad_TV.scatter_add_(1, saved.mine_T.clamp(min=0).unsqueeze(1), -here_T1)
+    grad_TV = (_precise(logits_TV) - saved.total_T.unsqueeze(1)).exp_()
+    here_T1 = (mine_T >= 0).to(grad_TV).unsqueeze(1)  # without asking the device which these are
+    grad_TV.scatter_add_(1, mine_T.clamp(min=0).unsqueeze(1), -here_T1)
     grad_TV *= (saved.counts_T * slope).unsqueeze(1)
-    return {"logits": grad_TV.to(saved.logits_TV.dtype)}
+    return {"logits": grad_TV.to(logits_TV.dtype)}
 
 
 def _precise(logits_TV: Tensor) -> Tensor:
