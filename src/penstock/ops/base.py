@@ -63,13 +63,22 @@ class OpSpec:
 
     def parameters(self, layer: int) -> tuple[str, ...]:
         """State that its tasks read, forward and backward: the parameters whose gradients are `gradients`."""
-        states = self.states(layer)
-        return tuple(state.replace("gradients", "parameters") for state in states if "gradients" in state)
+        return tuple(parameters_of(state) for state in self.states(layer) if "gradients" in state)
 
     def states(self, layer: int) -> tuple[str, ...]:
         """State that its backward adds to."""
         given = (self.gradients,) if isinstance(self.gradients, str) else self.gradients
         return tuple(state.format(layer=layer) for state in given if state)
+
+
+def parameters_of(state: str) -> str:
+    """The parameters whose gradients are `state`."""
+    return state.replace("gradients", "parameters")
+
+
+def gradients_of(state: str) -> str:
+    """The gradients of the parameters that are `state`."""
+    return state.replace("parameters", "gradients")
 
 
 OPS: dict[str, OpSpec] = {}

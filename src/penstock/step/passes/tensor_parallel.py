@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from penstock.graph import Graph, Lane, Name, Task
 from penstock.mesh import Group
 from penstock.ops import spec_of, tensor
+from penstock.ops.base import parameters_of
 from penstock.ops.blocks import PARTIAL, REPLICATED
 from penstock.ops.names import Op
 from penstock.ops.tensor import Ways
@@ -73,8 +74,7 @@ class _Rewriting:
 
     def _embedding(self, task: Task) -> Iterator[Task]:
         """A sum of the shards' rows; one of them adds positions, whose gradients are its alone."""
-        partial = parameters(PARTIAL, task.layer)
-        yield replace(task, reads=(*task.reads, *partial))
+        yield replace(task, reads=(*task.reads, _parameters(PARTIAL, task.layer)))
         yield self._after(task, tensor.EMBED, "hidden", split=self._how.split)
 
     def _block(self, task: Task) -> Iterator[Task]:
@@ -153,7 +153,7 @@ class _Rewriting:
         """A task with whole parameters: on this rank's tokens what it adds to their gradients is partial."""
         reads = task.reads
         if split or self._how.copies_differ:
-            whole, partial = (parameters(state, task.layer)[0] for state in (REPLICATED, PARTIAL))
+            whole, partial = (_parameters(state, task.layer) for state in (REPLICATED, PARTIAL))
             reads = tuple(partial if state == whole else state for state in reads)
         settled = replace(task, reads=reads)
         return self._on_part(settled) if split else settled
@@ -163,6 +163,6 @@ class _Rewriting:
         return replace(task, cut=replace(task.cut, token_shards=self._how.ranks))
 
 
-def parameters(state: str, layer: int) -> tuple[str, ...]:
+def _parameters(state: str, layer: int) -> str:
     """The parameters of a layer whose gradients are `state`."""
-    return (state.replace("gradients", "parameters").format(layer=layer),)
+    return parameters_of(state.format(layer=layer))

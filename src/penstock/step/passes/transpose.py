@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.graph import Graph, Name, Task
 from penstock.ops import Backward, spec_of
+from penstock.ops.base import gradients_of
 from penstock.step.stages import Stage
 
 
@@ -58,10 +58,6 @@ def _backward(task: Task, wanted: dict[str, tuple[Name, ...]]) -> Task:
         inputs["saved"] = (task.name,)
     else:
         inputs |= {role: names for role, names in task.inputs.items() if role in spec.given}
-    state = gradients_of(task.reads) or spec.states(task.layer)
+    read = tuple(gradients_of(state) for state in task.reads if "parameters" in state)
+    state = read or spec.states(task.layer)
     return Task(task.name.back, task.lane, task.axes, inputs, task.cut, accumulates=state, reads=task.reads)
-
-
-def gradients_of(read: Iterable[str]) -> tuple[str, ...]:
-    """The gradients of the parameters among some state."""
-    return tuple(state.replace("parameters", "gradients") for state in read if "parameters" in state)
