@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +85,30 @@ class _Mark:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """In a file nothing is left of it but an empty mark, of a type that torch.load always accepts."""
         return OrderedDict, ()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which of `size` ranks this is that share parameters; a subclass says along which axes they stand."""
+
+    rank: int = 0
+    size: int = 1
+    axes: ClassVar[Axes]
+
+    def cut(self, dim: int, shape: Sequence[int], view: Sequence[int] = ()) -> Sharding:
+        """This rank's part of a matrix, cut along `dim` of `view` (the matrix itself without one)."""
+        return Sharding(
+            axes=self.axes,
+            shape=tuple(shape),
+            view=tuple(view or shape),
+            dim=dim,
+            index=self.rank,
+            count=self.size,
+        )
+
+    def among(self, found: dict[str, Sharding]) -> dict[str, Sharding]:
+        """What a module says of its parameters; nothing where they are whole."""
+        return found if self.size > 1 else {}
 
 
 def shardings_of(model: nn.Module) -> dict[str, Sharding]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -22,27 +21,16 @@ from penstock.models.dropout import CounterDropout
 from penstock.models.initialise import fill_normal
 from penstock.moe import MoEConfig, MoELayer, SampleKeys, build_layer
 from penstock.moe.experts.base import ONE_SHARD, ExpertShard
-from penstock.sharding import Sharding, shardings_of
+from penstock.sharding import Shard, Sharding, shardings_of
 
 INITIAL_STD = 0.02
 MakeLayer = Callable[[int], MoELayer]
 
 
-@dataclass(frozen=True)
-class TensorShard:
+class TensorShard(Shard):
     """Which of `size` ranks this is that share heads, dense widths and vocabulary."""
 
-    rank: int = 0
-    size: int = 1
-
-    def cut(self, dim: int, shape: Sequence[int], view: Sequence[int] = ()) -> Sharding:
-        """This rank's part of a matrix, cut along `dim` of `view` (the matrix itself without one)."""
-        found = Sharding.along(dim, view or shape, Group.TENSOR, self.rank, self.size)
-        return replace(found, shape=tuple(shape))
-
-    def among(self, found: dict[str, Sharding]) -> dict[str, Sharding]:
-        """What a module says of its parameters; nothing where they are whole."""
-        return found if self.size > 1 else {}
+    axes = Group.TENSOR
 
 
 WHOLE = TensorShard()

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from penstock.mesh import Group
 from penstock.moe.experts.product import Product, grouped_product
-from penstock.sharding import Sharding
+from penstock.sharding import Shard
 
 
-@dataclass(frozen=True)
-class ExpertShard:
+class ExpertShard(Shard):
     """Which of `size` ranks this is that share every expert, each a part of its hidden width."""
 
-    rank: int = 0
-    size: int = 1
-
-    def cut(self, dim: int, shape: Sequence[int]) -> Sharding:
-        """This rank's part of one expert's matrix."""
-        return Sharding.along(dim, shape, Group.SHARDS, self.rank, self.size)
+    axes = Group.SHARDS
 
 
 ONE_SHARD = ExpertShard()

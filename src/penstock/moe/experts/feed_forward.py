@@ -40,7 +40,7 @@ class FeedForwardExperts(StackedExperts):
         self.w_down = weight(num_local_experts, width, hidden_size)
         into, back = (hidden_size, ffn_hidden_size), (ffn_hidden_size, hidden_size)
         cut = {**{name: shard.cut(1, into) for name in self.inward}, "w_down": shard.cut(0, back)}
-        self.shardings = cut if shard.size > 1 else {}
+        self.shardings = shard.among(cut)
 
 
 class GeluExperts(FeedForwardExperts):
