@@ -43,10 +43,18 @@ class Sharding:
         assert 0 <= self.index < self.count, f"part {self.index} of {self.count}"
 
     @staticmethod
-    def along(dim: int, shape: Sequence[int], axes: Axes, index: int, count: int) -> Sharding:
-        """A tensor that is cut along one of its own dimensions."""
-        whole = tuple(shape)
-        return Sharding(axes=axes, shape=whole, view=whole, dim=dim, index=index, count=count)
+    def along(
+        dim: int, shape: Sequence[int], axes: Axes, index: int, count: int, view: Sequence[int] = ()
+    ) -> Sharding:
+        """A tensor that is cut along one dimension of `view`; without one, of its own."""
+        return Sharding(
+            axes=axes,
+            shape=tuple(shape),
+            view=tuple(view or shape),
+            dim=dim,
+            index=index,
+            count=count,
+        )
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -97,14 +105,7 @@ class Shard:
 
     def cut(self, dim: int, shape: Sequence[int], view: Sequence[int] = ()) -> Sharding:
         """This rank's part of a matrix, cut along `dim` of `view` (the matrix itself without one)."""
-        return Sharding(
-            axes=self.axes,
-            shape=tuple(shape),
-            view=tuple(view or shape),
-            dim=dim,
-            index=self.rank,
-            count=self.size,
-        )
+        return Sharding.along(dim, shape, self.axes, self.rank, self.size, view)
 
     def among(self, found: dict[str, Sharding]) -> dict[str, Sharding]:
         """What a module says of its parameters; nothing where they are whole."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from penstock.graph import Cut, Graph, Name, ScheduleError, Task
+from penstock.ops.transfers import Hop
 
 Axis = Literal["microbatch", "chunk", "piece"]
 Names = tuple[Name, ...]
@@ -46,6 +48,21 @@ def insert_after(graph: Graph, op: str, role: str, make: Callable[[Task], Task])
             out.append(after := make(task))
             moved[task.name] = after.name
     return Graph.of(out)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Makes tasks of a hop on the rows of other tasks, with the same route and cut."""
+
+    hop: Hop
+
+    def before(self, task: Task, rows: Names) -> Task:
+        name = task.name._replace(op=self.hop.op)
+        inputs = {"rows": rows, "route": task.inputs["route"]}
+        return Task(name, self.hop.lane, self.hop.axes, inputs, task.cut)
+
+    def after(self, task: Task) -> Task:
+        return self.before(task, (task.name,))
 
 
 def split(graph: Graph, axis: Axis, pieces: Callable[[Task], int], cut: Callable[[Task, int], Cut]) -> Graph:

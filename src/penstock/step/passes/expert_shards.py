@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from penstock.graph import Graph, Lane, Name, ScheduleError, Task
-from penstock.mesh import Axes, Group
+from penstock.graph import Graph, ScheduleError
+from penstock.mesh import Group
 from penstock.ops.names import Op
-from penstock.ops.transfers import TRANSFERS
-from penstock.step.rewrite import insert_after, insert_before
+from penstock.ops.transfers import TRANSFERS, Hop
+from penstock.step.rewrite import Beside, insert_after, insert_before
 from penstock.step.stages import Stage
 
 BETWEEN = (Op.DISPATCH, Op.COMBINE)
@@ -34,8 +34,8 @@ class GatheredShards:
 
     def __call__(self, graph: Graph) -> Graph:
         graph = _copied(graph, (Op.EXPERTS,), self.shards)
-        graph = insert_before(graph, Op.EXPERTS, "rows", _beside(Op.SHARD_GATHER, Group.SHARDS).before)
-        graph = insert_after(graph, Op.EXPERTS, "rows", _beside(Op.SHARD_SCATTER, Group.SHARDS).after)
+        graph = insert_before(graph, Op.EXPERTS, "rows", Beside(Hop(Op.SHARD_GATHER, Group.SHARDS)).before)
+        graph = insert_after(graph, Op.EXPERTS, "rows", Beside(Hop(Op.SHARD_SCATTER, Group.SHARDS)).after)
         return _counts_known_to_all(graph)
 
 
@@ -74,8 +74,8 @@ class DealtSlots:
 
     def __call__(self, graph: Graph) -> Graph:
         _refuse_legs(graph, self.name)
-        graph = insert_before(graph, Op.DISPATCH, "rows", _beside(Op.DEAL_SLOTS, Group.TENSOR).before)
-        graph = insert_after(graph, Op.COMBINE, "rows", _beside(Op.GATHER_SLOTS, Group.TENSOR).after)
+        graph = insert_before(graph, Op.DISPATCH, "rows", Beside(Hop(Op.DEAL_SLOTS, Group.TENSOR)).before)
+        graph = insert_after(graph, Op.COMBINE, "rows", Beside(Hop(Op.GATHER_SLOTS, Group.TENSOR)).after)
         shared = (*BETWEEN, Op.DEAL_SLOTS, Op.GATHER_SLOTS, Op.EXPERTS)
         return Graph.of(
             replace(task, cut=replace(task.cut, token_shards=self.ranks)) if task.op in shared else task
@@ -103,26 +103,10 @@ class RepeatedRows:
     def __call__(self, graph: Graph) -> Graph:
         _refuse_legs(graph, self.name)
         graph = _copied(graph, (*BETWEEN, Op.EXPERTS), self.shards)
-        graph = insert_before(graph, Op.DISPATCH, "rows", _beside(Op.ROWS_GATHER, Group.SHARDS).before)
-        graph = insert_after(graph, Op.EXPERTS, "rows", _beside(Op.ROWS_REDUCE, Group.SHARDS).after)
-        graph = insert_after(graph, Op.COMBINE, "rows", _beside(Op.ROWS_KEEP, Group.SHARDS).after)
+        graph = insert_before(graph, Op.DISPATCH, "rows", Beside(Hop(Op.ROWS_GATHER, Group.SHARDS)).before)
+        graph = insert_after(graph, Op.EXPERTS, "rows", Beside(Hop(Op.ROWS_REDUCE, Group.SHARDS)).after)
+        graph = insert_after(graph, Op.COMBINE, "rows", Beside(Hop(Op.ROWS_KEEP, Group.SHARDS)).after)
         return _counts_known_to_all(graph)
-
-
-@dataclass(frozen=True)
-class _beside:  # noqa: N801  # reads as a function
-    """Makes tasks of an op on the rows of another, with the same route."""
-
-    op: str
-    axes: Axes
-
-    def before(self, task: Task, rows: tuple[Name, ...]) -> Task:
-        name = task.name._replace(op=self.op)
-        inputs = {"rows": rows, "route": task.inputs["route"]}
-        return Task(name, Lane.INTRA, self.axes, inputs, task.cut)
-
-    def after(self, task: Task) -> Task:
-        return self.before(task, (task.name,))
 
 
 def _copied(graph: Graph, ops: Collection[str], shards: int) -> Graph:

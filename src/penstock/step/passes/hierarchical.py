@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.graph import Graph, Name, Task
+from penstock.graph import Graph
 from penstock.ops.names import Op
 from penstock.ops.transfers import Hop
-from penstock.step.rewrite import insert_after, insert_before
+from penstock.step.rewrite import Beside, insert_after, insert_before
 from penstock.step.stages import Stage
 
 
@@ -29,24 +29,10 @@ class Hierarchical:
     def __call__(self, graph: Graph) -> Graph:
         middle = [hop.op for hop in self.hops].index(Op.DISPATCH)
         for hop in self.hops[:middle]:
-            graph = insert_before(graph, Op.DISPATCH, "rows", _Leg(hop).before)
-            graph = insert_after(graph, Op.COMBINE, "rows", _Leg(hop.home).after)
+            graph = insert_before(graph, Op.DISPATCH, "rows", Beside(hop).before)
+            graph = insert_after(graph, Op.COMBINE, "rows", Beside(hop.home).after)
         for hop in reversed(self.hops[middle + 1 :]):
-            graph = insert_after(graph, Op.DISPATCH, "rows", _Leg(hop).after)
-            graph = insert_before(graph, Op.COMBINE, "rows", _Leg(hop.home).before)
+            graph = insert_after(graph, Op.DISPATCH, "rows", Beside(hop).after)
+            graph = insert_before(graph, Op.COMBINE, "rows", Beside(hop.home).before)
         axes, between = self.hops[middle].axes, (Op.DISPATCH, Op.COMBINE)
         return Graph.of(replace(task, axes=axes) if task.op in between else task for task in graph.tasks)
-
-
-@dataclass(frozen=True)
-class _Leg:
-    """Makes the tasks of one leg beside those of D or C, with the same route."""
-
-    hop: Hop
-
-    def before(self, task: Task, rows: tuple[Name, ...]) -> Task:
-        name = task.name._replace(op=self.hop.op)
-        return Task(name, self.hop.lane, self.hop.axes, {"rows": rows, "route": task.inputs["route"]})
-
-    def after(self, task: Task) -> Task:
-        return self.before(task, (task.name,))
