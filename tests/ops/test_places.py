@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.ops.places import BEHIND, INPUT, OUTPUT, place_of
+from penstock.ops.places import AFTER, INPUT, OUTPUT, place_of
 from penstock.step import Sharing, StepShape, build_graph
 from penstock.step.shape import FORM_TOKENS, ExpertForm
 
@@ -20,10 +20,10 @@ def test_a_step_passes_from_its_input_through_its_layers_to_its_output(
     assert places == sorted(places, key=lambda place: (place == "output") - (place == "input"))
     assert {task.layer for task in tasks if task.op in OUTPUT} == {1}
     first = [place_of(task.op) for task in tasks if task.layer == 0 and place_of(task.op) != "input"]
-    behind = first.index("behind")
-    assert set(first[behind:]) == {"behind"} and "beside" in first[:behind]
+    after = first.index("after")
+    assert set(first[after:]) == {"after"} and "beside" in first[:after]
 
 
 def test_no_op_stands_in_two_places() -> None:
-    every = (*INPUT, *OUTPUT, *BEHIND)
+    every = (*INPUT, *OUTPUT, *AFTER)
     assert len(set(every)) == len(every)

@@ -67,14 +67,14 @@ Shared = Callable[[Problem], Problem]
 
 @st.composite
 def shared(draw: st.DrawFn) -> Shared:
-    """The same step on twice or four times as many ranks, which share attention or experts or both."""
+    """The same step on two or four times the ranks, which share attention, experts or both."""
     mp_size, esp_size = draw(st.sampled_from(((2, 2), (2, 1), (1, 2), (4, 2), (2, 4))))
     tokens: TokenLayout = draw(st.sampled_from(("split", "replicated")))
     return lambda each: with_sharing(each, mp_size, esp_size, tokens)
 
 
 def with_sharing(each: Problem, mp_size: int, esp_size: int, tokens: TokenLayout = "split") -> Problem:
-    """The same step on nodes that have `max(mp_size, esp_size)` times as many ranks."""
+    """The same step on nodes with `max(mp_size, esp_size)` times the ranks."""
     work, size = each.workload, max(mp_size, esp_size)
     shape = replace(
         each.shape,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from penstock.runtime.checks.marks import FIELDS
 from penstock.schedule import Schedule, StepPlan
 from penstock.step.shape import TokenLayout
 from penstock.topology import Layout, ParallelConfig
-from penstock.train.assemble import build_machinery, first_plan, gradient_bytes
+from penstock.train.assemble import build_machinery, first_plan
 from penstock.virtual import VirtualConfig, VirtualStack, build_virtual
 from tests.steps import PLAIN
 from tests.support.parity import Case, batch_of, machinery, machinery_of, stack_of
@@ -304,31 +303,6 @@ def test_fewer_samples_than_microbatches() -> None:
         stack = virtual_of(0, replace(case, schedule=replace(case.schedule, microbatches=1), batch=1))
         assert stack.machinery.lanes is device.lanes
         stack.adopt(first_plan(case.config, layout, stack.base_shape, stack.bucket_sizes))
-
-
-# ---- sizes -------------------------------------------------------------------------------------------------
-
-
-@cache
-def models() -> list[tuple[ModelConfig, MoEConfig]]:
-    small = ModelConfig(num_layers=3, hidden_size=16, num_heads=2, seq_len=6, vocab_size=13)
-    mixed = replace(small, moe_layers=(1,), ffn_hidden_size=20)
-    experts = MoEConfig(num_experts=8, moe_ffn_hidden_size=12)
-    return [(m, e) for m in (small, mixed) for e in (experts, replace(experts, expert="gelu"))]
-
-
-def sizes_of(rank: int, case: Case) -> tuple[Any, Any, Any]:
-    real = stack_of(rank, case)
-    wanted = gradient_bytes(case.model, case.moe, real.machinery.layout)
-    return real.gradients.sizes_bytes, wanted, virtual_of(rank, case).bucket_sizes
-
-
-@pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (2, 2), (2, 1)])
-def test_gradients_are_as_large_as_those_of_the_model(ranks: Pools, world_size: int, ep_size: int) -> None:
-    for model, moe in models():
-        case = replace(case_of(world_size=world_size, ep_size=ep_size), model=model, moe=moe)
-        for real, computed, used in ranks(world_size).run(sizes_of, case):
-            assert real == computed == used
 
 
 # ---- failures ----------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class CompareConfig:
     batch_per_device: samples per rank and step. seed: of weights and data.
     tune: predict every schedule with several numbers of pieces and compare it at its best.
     profile_s: seconds to measure links and tasks for, before a plan is sought (`--plan`); for given schedules
-    at most so many, and at most 20.
+    at most this long, and at most 20 s.
     """
 
     schedules: Names = ("sequential", "moe_pipeline", "flowmoe")

@@ -64,8 +64,8 @@ class Stacks:
     def of(self, plan: StepPlan, *, sends: bool = True) -> PipelinedStack:
         """The stack that runs a plan; sends: with a network.
 
-        Where ranks share attention or experts, every form of the MoE part has gradients and routes of its
-        own, and so a stack: none is made ready anew in the middle of a comparison.
+        Where ranks share attention or experts, gradients and routes depend on the form of the MoE part. Every
+        form therefore has a stack, and no stack is prepared again during a comparison.
         """
         first = self.real if sends else self.silent
         if plan.shape.sharing.is_none:

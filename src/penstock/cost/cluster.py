@@ -143,7 +143,7 @@ class ClusterConfig:
 
         Argument: bytes of the buffer that each rank sends. span: of combine.
         """
-        del span  # rates do not say how much of the one hides behind the other
+        del span  # rates do not say how much the two overlap
         return None
 
     def compute_s(self, op: str, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:

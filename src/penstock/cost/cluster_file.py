@@ -38,7 +38,7 @@ WHAT_TO_WRITE: Final = (
 )
 
 PAIR: Final = "simultaneous_pair"
-"""Combine and the gather behind it at the same time: Parm's SAA, with its alpha_o and beta_o."""
+"""Combine and the gather that follows it, at the same time: Parm's SAA, with its alpha_o and beta_o."""
 
 COLLECTIVES = (
     "all_to_all",

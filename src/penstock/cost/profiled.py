@@ -58,7 +58,7 @@ class ProfiledCluster(ClusterConfig):
 
     def inside(self, collective: Inside, ranks: int) -> AlphaBeta:
         found = [link for link in self.file.links if (link.collective, link.lane) == (collective, "intra")]
-        if collective == "all_reduce" and not found:  # nobody measured it, perhaps what it is made of
+        if collective == "all_reduce" and not found:  # not measured; its two halves may be
             both = self.inside("reduce_scatter", ranks), self.inside("all_gather", ranks)
             return AlphaBeta(
                 alpha_s=sum(each.alpha_s for each in both),

@@ -6,18 +6,18 @@ from typing import Final, Literal
 
 from penstock.ops.names import Op
 
-Place = Literal["input", "block", "behind", "beside", "output"]
-"""Below the first layer, above the last one; in a layer behind its experts, or beside what waits for them;
-block: everything else."""
+Place = Literal["input", "block", "after", "beside", "output"]
+"""input, output: below the first layer, above the last one. after, beside: in a layer, after its experts, or
+while others wait for them. block: everything else."""
 
 INPUT: Final = (Op.EMBED, Op.EMBED_SCATTER, Op.EMBED_REDUCE)
 OUTPUT: Final = (Op.HEAD, Op.HEAD_GATHER, Op.HEAD_COPY, Op.LOGITS, Op.PEAKS, Op.LOSS)
-BEHIND: Final = (Op.UNORDER, Op.KEEP_OUTPUT, Op.GATHER_OUTPUT)
+AFTER: Final = (Op.UNORDER, Op.KEEP_OUTPUT, Op.GATHER_OUTPUT)
 
 _PLACES: Final[dict[str, Place]] = {
     **dict.fromkeys(INPUT, "input"),
     **dict.fromkeys(OUTPUT, "output"),
-    **dict.fromkeys(BEHIND, "behind"),
+    **dict.fromkeys(AFTER, "after"),
     Op.SHARED: "beside",
 }
 

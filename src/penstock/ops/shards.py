@@ -8,36 +8,35 @@ rows before they leave (`BG`, `BR`, `BS`). Parm's S2 first deals the rows of ran
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.graph.task import Task
 from penstock.ops.base import Kind, OpSpec, register
 from penstock.ops.names import Op
 from penstock.ops.work import Collective, Sizes, Work, WorkOf
 
 
-def _over_shards(forward: Collective, backward: Collective) -> WorkOf:
-    """A collective over the shards of an expert, of the rows of all of them; "" = nothing is sent."""
+def _over(ranks_of: Callable[[Sizes], int], forward: Collective, backward: Collective) -> WorkOf:
+    """A collective of the rows of all ranks that meet, by phase; "" = nothing is sent, rows are copied."""
 
     def work(task: Task, sizes: Sizes) -> Work:
-        rows_bytes = sizes.wire_bytes(sizes.rows(task)) * sizes.esp_size
-        return _either(forward if task.forward else backward, rows_bytes, sizes.esp_size)
+        rows_bytes = sizes.wire_bytes(sizes.rows(task))
+        collective = forward if task.forward else backward
+        if not collective:
+            return Work(copied_bytes=rows_bytes)
+        return Work(collective=collective, sent_bytes=rows_bytes * ranks_of(sizes), follows_rows=True)
 
     return work
+
+
+def _over_shards(forward: Collective, backward: Collective) -> WorkOf:
+    """Over the shards of an expert."""
+    return _over(lambda sizes: sizes.esp_size, forward, backward)
 
 
 def _over_tokens(forward: Collective, backward: Collective) -> WorkOf:
-    """A collective over ranks with the same tokens, of the rows of all of them."""
-
-    def work(task: Task, sizes: Sizes) -> Work:
-        rows_bytes = sizes.wire_bytes(sizes.rows(task)) * sizes.mp_size
-        return _either(forward if task.forward else backward, rows_bytes, sizes.mp_size)
-
-    return work
-
-
-def _either(collective: Collective, rows_bytes: float, ranks: int) -> Work:
-    if not collective:
-        return Work(copied_bytes=rows_bytes / ranks)
-    return Work(collective=collective, sent_bytes=rows_bytes, follows_rows=True)
+    """Over ranks with the same tokens."""
+    return _over(lambda sizes: sizes.mp_size, forward, backward)
 
 
 def _spec(name: str, title: str, work: WorkOf, transpose: str) -> OpSpec:

@@ -85,7 +85,7 @@ class Layout:
     ) -> Layout:
         """Check that experts and ranks divide; name the nearest size that does.
 
-        node_size: as found out, 0 = it is not the same everywhere; none = nobody has looked.
+        node_size: as detected; 0 = nodes differ in size, none = not detected.
         """
         if config.ranks_per_node is not None:
             node_size = config.ranks_per_node

@@ -219,9 +219,9 @@ class RowMoves:
 
     @cached_property
     def _sizes_by_op(self) -> Mapping[str, SizesOf]:
-        behind = dict.fromkeys((Op.SHARD_GATHER, Op.SHARD_SCATTER, Op.ROWS_REDUCE), self._brought)
+        after = dict.fromkeys((Op.SHARD_GATHER, Op.SHARD_SCATTER, Op.ROWS_REDUCE), self._brought)
         before = dict.fromkeys((Op.ROWS_GATHER, Op.ROWS_KEEP), self._leaving)
-        return {**behind, **before, **dict.fromkeys((Op.DEAL_SLOTS, Op.GATHER_SLOTS), self._turns)}
+        return {**after, **before, **dict.fromkeys((Op.DEAL_SLOTS, Op.GATHER_SLOTS), self._turns)}
 
     def _brought(self, task: Task) -> Counts:
         """What came to a rank's experts by way of each of their shards."""

@@ -53,7 +53,7 @@ def dealt(rows_PRCYE: Counts, shape: StepShape, work: Workload) -> Counts:
 
 
 def in_turn(rows: Counts, turn: Counts | int, shares: int) -> Counts:
-    """How many of these rows are dealt in one of so many turns, 0 first."""
+    """The number of rows that one turn gets when rows are dealt in `turns`; turns count from 0."""
     share: Counts = (rows - turn + shares - 1) // shares
     return share
 

@@ -20,7 +20,7 @@ CASE: Case = replace(case_of("gather"), world_size=2, ep_size=1, esp_size=1)
 
 
 def whole_model(rank: int, case: Case) -> str:
-    """A stack of a model that nobody has cut."""
+    """A stack of a model that is not sharded."""
     machinery = machinery_of(rank, case)
     layout = machinery.layout
     model = GPT(case.model, case.moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)

@@ -52,7 +52,7 @@ class Durations:
         time counts with the leg on arrival, and the formulas are an estimate.
         """
         once, twice = self._shape(1), self._shape(2)
-        before, behind = self._transfers(layer, phase)
+        before, after = self._transfers(layer, phase)
 
         def linear(ops: Sequence[Where], lane: Lane) -> Linear:
             mine = [op for op, on in ops if on is lane]
@@ -64,12 +64,12 @@ class Durations:
         return MoEPart(
             a2a=linear(before, Lane.INTER),
             ag=linear(before, Lane.INTRA),
-            rs=linear(behind, Lane.INTRA),
+            rs=linear(after, Lane.INTRA),
             experts=linear([(Op.EXPERTS, Lane.COMPUTE)], Lane.COMPUTE),
         )
 
     def _transfers(self, layer: int, phase: Phase) -> tuple[list[Where], list[Where]]:
-        """What moves rows before and behind a layer's experts."""
+        """What moves rows before and after a layer's experts."""
         mine = (layer, phase, 0, 0)
         ops = [
             (task.op, task.lane)
@@ -148,7 +148,7 @@ def _is_between(task: Task, layer: int, end: int) -> bool:
     match place_of(task.op):
         case _ if task.phase is not Phase.BACKWARD or not whole:
             return False
-        case "behind":  # as forward sees it: on the way back it comes before the MoE part of its layer
+        case "after":  # as forward sees it: on the way back it comes before the MoE part of its layer
             return task.layer == end
         case "input" | "block":
             return end < task.layer <= layer

@@ -69,7 +69,7 @@ def overlapped_s(all_to_all_s: float, gather_s: float, slices: int) -> float:
 
 
 def derived_pair(all_to_all: AlphaBeta, gather: AlphaBeta, etm_over_y: float, y_bytes: float) -> AlphaBeta:
-    """The line of a pair that nobody has measured, around `y_bytes`: of the best number of slices there."""
+    """Estimate the line of an unmeasured pair near `y_bytes`, with the best number of slices there."""
 
     def seconds(size: float, slices: int) -> float:
         sent_s, gathered_s = all_to_all.seconds(size / slices), gather.seconds(size * etm_over_y / slices)

@@ -38,10 +38,10 @@ class Assignment:
 def assign(parts: ModelParts, model: nn.Module, shape: StepShape | None = None) -> Assignment:
     """Give every parameter of `parts` and of `model` to one layer, frozen ones too.
 
-    shape: of the step that reduces them, which says who shares attention; None: nobody does. A parameter that
-    `parts` names in no layer goes to layer 0, whose reduction waits for all of backward. Raises ValueError
-    for a parameter that is an expert's and replicated, and for one that different experts share although they
-    are spread over ranks.
+    shape: of the step that reduces them, which says which ranks share attention; None: none do. A parameter
+    that `parts` names in no layer goes to layer 0, whose reduction waits for all of backward. Raises
+    ValueError for a parameter that is an expert's and replicated, and for one that different experts share
+    although they are spread over ranks.
     """
     layers = range(len(parts.parts))
     replicated = [parts.replicated_parameters(layer) for layer in layers]

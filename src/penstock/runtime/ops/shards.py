@@ -43,7 +43,7 @@ def _moves(op: str, forward: Move, backward: Move) -> None:
     handles(op, B)(run_back)
 
 
-# ---- FSMoE: behind the all-to-all --------------------------------------------------------------------------
+# ---- FSMoE: after the all-to-all ---------------------------------------------------------------------------
 
 
 def gather_peers(context: StepContext, task: Task, rows: Slices, shares: Sequence[Shares]) -> Slices:
