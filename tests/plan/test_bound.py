@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.cost import ClusterConfig
 from penstock.decision import Decision
 from penstock.plan import Problem, evaluate
 from penstock.plan.bound import QuickBounds
 from penstock.plan.space import space
-from tests.plan.problems import Shared, problem, problems, shared
+from penstock.step.shape import TokenLayout
+from tests.plan.problems import Shared, problem, problems, shared, with_sharing
 from tests.support.draws import draws
 
 
@@ -39,6 +41,17 @@ def test_the_same_where_ranks_share_attention_and_experts(each: Problem, sharing
         found = evaluate(each, choice)
         quick_s = bounds.seconds(choice)
         assert found.bound.busiest_lane_s * (1 - 1e-9) <= quick_s <= found.predicted_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("tokens", ["split", "replicated"])
+def test_reductions_wait_for_gradients_and_not_for_what_follows_them(tokens: TokenLayout) -> None:
+    """Attention has added its gradients before its tokens are summed inside the node: that may overlap."""
+    slow = ClusterConfig(link_latency_s=1e-3, link_bytes_per_s=1e7, intra_bytes_per_s=1e9, flops_per_s=1e11)
+    dense = problem((False, False), batch=1, cluster=slow, all_reduce_bytes=0)
+    each = with_sharing(dense, 4, 2, tokens)
+    for schedule in ("dense_overlap", "penstock", "flowmoe"):
+        choice = Decision(schedule=schedule)
+        assert QuickBounds(each).seconds(choice) <= evaluate(each, choice).predicted_s
 
 
 def test_one_chain_binds_where_nothing_is_cut() -> None:

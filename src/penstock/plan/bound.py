@@ -199,14 +199,18 @@ def _inner(graph: Graph, *, forward: bool) -> list[int]:
 def _least(
     graph: Graph, positions: Sequence[int], crossing: Sequence[float], passing: Sequence[float]
 ) -> float:
-    """The least of the tasks that cross nodes, or else of the microbatches, which pass through the layer."""
+    """The least of the tasks that cross nodes, or else of the microbatches, which pass through the layer.
+
+    Backward a microbatch has passed when all gradients are added: their reductions wait for nothing more.
+    """
     across = [i for i in positions if graph.tasks[i].lane is Lane.INTER]
     if across:
         return min(crossing[i] for i in across)
     longest: dict[int | None, float] = defaultdict(float)
     for i in positions:
-        microbatch = graph.tasks[i].microbatch
-        longest[microbatch] = max(longest[microbatch], passing[i])
+        task = graph.tasks[i]
+        if task.forward or task.accumulates:
+            longest[task.microbatch] = max(longest[task.microbatch], passing[i])
     return min(longest.values())
 
 
