@@ -46,7 +46,14 @@ def test_the_same_where_ranks_share_attention_and_experts(each: Problem, sharing
 @pytest.mark.parametrize("tokens", ["split", "replicated"])
 def test_reductions_wait_for_gradients_and_not_for_what_follows_them(tokens: TokenLayout) -> None:
     """Attention has added its gradients before its tokens are summed inside the node: that may overlap."""
-    slow = ClusterConfig(link_latency_s=1e-3, link_bytes_per_s=1e7, intra_bytes_per_s=1e9, flops_per_s=1e11)
+    slow = ClusterConfig(
+        flops_per_s=1e11,
+        memory_bytes_per_s=1e9,
+        link_latency_s=1e-3,
+        link_bytes_per_s=1e7,
+        intra_bytes_per_s=1e9,
+        task_overhead_s=1e-6,
+    )
     dense = problem((False, False), batch=1, cluster=slow, all_reduce_bytes=0)
     each = with_sharing(dense, 4, 2, tokens)
     for schedule in ("dense_overlap", "penstock", "flowmoe"):
