@@ -68,29 +68,26 @@ def overlapped_s(all_to_all_s: float, gather_s: float, slices: int) -> float:
     return all_to_all_s + (slices - 1) * max(all_to_all_s, gather_s) + gather_s
 
 
+def _pair_s(lines: tuple[AlphaBeta, AlphaBeta], etm_over_y: float, y_bytes: float, slices: int) -> float:
+    """Seconds of an all-to-all of `y_bytes` and the gather that follows it, in slices. lines: of the two."""
+    sent, gathered = lines
+    each = sent.seconds(y_bytes / slices), gathered.seconds(y_bytes * etm_over_y / slices)
+    return overlapped_s(*each, slices)
+
+
 def derived_pair(all_to_all: AlphaBeta, gather: AlphaBeta, etm_over_y: float, y_bytes: float) -> AlphaBeta:
     """Estimate the line of an unmeasured pair near `y_bytes`, with the best number of slices there."""
-
-    def seconds(size: float, slices: int) -> float:
-        sent_s, gathered_s = all_to_all.seconds(size / slices), gather.seconds(size * etm_over_y / slices)
-        return overlapped_s(sent_s, gathered_s, slices)
-
-    slices = min(SLICES, key=lambda count: seconds(y_bytes, count))
-    once_s, twice_s = seconds(y_bytes, slices), seconds(2 * y_bytes, slices)
+    lines = all_to_all, gather
+    slices = min(SLICES, key=lambda count: _pair_s(lines, etm_over_y, y_bytes, count))
+    once_s, twice_s = (_pair_s(lines, etm_over_y, times * y_bytes, slices) for times in (1, 2))
     slope = (twice_s - once_s) / y_bytes if y_bytes else 0.0
     return AlphaBeta(alpha_s=once_s - slope * y_bytes, beta_s_per_byte=slope)
 
 
 def best_slices(problem: Problem) -> int:
     """How many slices of the pair are the quickest by its two lines."""
-    sizes, (sent, gathered) = parm_sizes(problem), _lines(problem)
-    etm_bytes = sizes.y_bytes * _etm_over_y(problem)
-
-    def seconds(slices: int) -> float:
-        each = sent.seconds(sizes.y_bytes / slices), gathered.seconds(etm_bytes / slices)
-        return overlapped_s(*each, slices)
-
-    return min(SLICES, key=seconds)
+    y_bytes, lines, ratio = parm_sizes(problem).y_bytes, _lines(problem), _etm_over_y(problem)
+    return min(SLICES, key=lambda count: _pair_s(lines, ratio, y_bytes, count))
 
 
 def parm_models(problem: Problem) -> ParmModels:
