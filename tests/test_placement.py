@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.placement import ExpertPlacement, Host, PlacementError, SamplePlacement
+from penstock.placement import (
+    EMPTY,
+    SPLIT,
+    ExpertPlacement,
+    Host,
+    Hosting,
+    Part,
+    PlacementError,
+    SamplePlacement,
+)
 
 
 def test_the_default_is_even_and_contiguous() -> None:
@@ -87,3 +96,56 @@ def test_a_sample_on_no_rank_is_refused() -> None:
         SamplePlacement(2, (0, 2))
     assert SamplePlacement(2, (1, 0, 1)).held(1) == (0, 2)
     assert SamplePlacement(2, (1, 0)).digest != SamplePlacement.even(2, 2).digest
+
+
+def test_without_guests_rows_go_where_the_placement_sends_them() -> None:
+    placement = ExpertPlacement.of([[0, 1], [2, 0], [3, 4]], owners=[1, 0, 1, 2, 2])
+    hosting = Hosting.none(placement, 2)
+    assert (hosting.slots, hosting.positions, hosting.is_empty) == (4, 12, True)
+    assert hosting.by_position == (0, 1, EMPTY, EMPTY, 2, 0, EMPTY, EMPTY, 3, 4, EMPTY, EMPTY)
+    for rank in range(3):
+        positions = [part.position for (part,) in hosting.splits[rank]]
+        assert [hosting.by_position[position] for position in positions] == list(range(5))
+        old = [Host(*divmod(position, 2)) for position in placement.positions(rank)]
+        assert positions == [hosting.own(host) for host in old]
+
+
+def test_a_guest_takes_the_rows_of_its_own_rank() -> None:
+    hosting = Hosting.local(ExpertPlacement.even(4, 2), [[3], [EMPTY]])
+    assert hosting.by_position == (0, 1, 3, 2, 3, EMPTY)
+    assert [[part.position for (part,) in splits] for splits in hosting.splits] == [
+        [0, 1, 3, 2],
+        [0, 1, 3, 4],
+    ]
+    assert not hosting.is_empty
+    assert hosting.digest != Hosting.none(hosting.placement, 1).digest
+
+
+@pytest.mark.parametrize(
+    ("guests", "split", "words"),
+    [
+        ([[3]], None, "guests of 1 ranks, and 2 ranks have experts"),
+        ([[3], []], None, "rank 1 has 0 guest slots, and all ranks have 1"),
+        ([[4], [0]], None, "guest slot 0 of rank 0 has expert 4, and there are experts 0 to 3 (-1 for none)"),
+        ([[1], [0]], None, "guest slot 0 of rank 0 has expert 1, which the rank holds already"),
+        (
+            [[3], [0]],
+            [(3, SPLIT)],
+            "rows of expert 3 that start on rank 0 go to position 3, which does not hold",
+        ),
+        ([[3], [0]], [(2, 1)], "are split into 1 parts in all, which must be 4096"),
+        ([[3], [0]], [(2, SPLIT), (4, 0)], "go to position 4 with 0 parts: leave it out"),
+        ([[3], [0]], [(4, 1), (4, SPLIT - 1)], "name a position twice"),
+    ],
+)
+def test_what_is_wrong_with_guests_is_named(
+    guests: list[list[int]], split: list[tuple[int, int]] | None, words: str
+) -> None:
+    placement = ExpertPlacement.even(4, 2)
+    with pytest.raises(PlacementError, match=re.escape(words)):
+        if split is None:
+            Hosting(placement, 1, tuple(map(tuple, guests)), Hosting.none(placement, 1).splits)
+        else:
+            good = Hosting.local(placement, guests)
+            first = (*good.splits[0][:3], tuple(Part(*part) for part in split))
+            Hosting(placement, 1, good.guests, (first, good.splits[1]))

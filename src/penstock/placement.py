@@ -1,4 +1,4 @@
-"""Where experts and samples are: the ranks that host an expert, its owner, the rank of a sample. No torch.
+"""Where experts and samples are: hosts, owners and guests of experts, the rank of a sample. No torch.
 
 The ranks of an expert group have equally many slots, one expert in each. A *position* is a slot of the whole
 group, counted rank by rank: rows on their way to experts lie in the order of positions, and counts, routes
@@ -15,6 +15,12 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
+SPLIT = 4096
+"""Parts into which the rows of an expert that start on one rank are cut, for several positions to share them."""
+
+EMPTY = -1
+"""What stands in a guest slot without an expert."""
+
 
 class PlacementError(ValueError):
     """A placement that contradicts itself, or that ranks do not have alike."""
@@ -25,6 +31,13 @@ class Host(NamedTuple):
 
     rank: int
     slot: int
+
+
+class Part(NamedTuple):
+    """A position to which rows of an expert go, and how many of their SPLIT parts."""
+
+    position: int
+    parts: int
 
 
 @dataclass(frozen=True)
@@ -125,6 +138,78 @@ class ExpertPlacement:
 
 
 @dataclass(frozen=True)
+class Hosting:
+    """Which experts ranks host as guests for a while, and who computes whose rows. Equal on all ranks.
+
+    Owners stay where `placement` says. Every rank has `guest_slots` slots beside its own `placement.slots`;
+    a position is `rank * (placement.slots + guest_slots) + slot`, guests after own experts. guests: by rank
+    and guest slot the expert, or EMPTY. splits: by rank and expert the positions to which rows go that start
+    on the rank, with parts that sum to SPLIT. Raises PlacementError naming rank, slot and expert.
+    """
+
+    placement: ExpertPlacement
+    guest_slots: int
+    guests: tuple[tuple[int, ...], ...]
+    splits: tuple[tuple[tuple[Part, ...], ...], ...]
+
+    def __post_init__(self) -> None:
+        _check_guests(self)
+        _check_splits(self)
+
+    @staticmethod
+    @cache
+    def none(placement: ExpertPlacement, guest_slots: int) -> Hosting:
+        """No guests: every row goes where `placement` alone sends it."""
+        return Hosting.local(placement, ((EMPTY,) * guest_slots,) * placement.ranks)
+
+    @staticmethod
+    def local(placement: ExpertPlacement, guests: Sequence[Sequence[int]]) -> Hosting:
+        """Guests for rows of their own ranks only; other ranks send theirs as without guests."""
+        guest_slots = len(guests[0])
+        splits = tuple(
+            _local_splits(placement, guest_slots, rank, guests[rank]) for rank in range(placement.ranks)
+        )
+        return Hosting(placement, guest_slots, tuple(tuple(held) for held in guests), splits)
+
+    @property
+    def slots(self) -> int:
+        """Slots of a rank: of its own experts and of guests."""
+        return self.placement.slots + self.guest_slots
+
+    @property
+    def positions(self) -> int:
+        """Slots of the whole expert group."""
+        return self.placement.ranks * self.slots
+
+    @cached_property
+    def by_position(self) -> tuple[int, ...]:
+        """The expert at every position, EMPTY where there is none."""
+        return tuple(
+            expert
+            for rank, guests in enumerate(self.guests)
+            for expert in (*self.placement.held(rank), *guests)
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank has a guest."""
+        return all(expert == EMPTY for guests in self.guests for expert in guests)
+
+    def own(self, host: Host) -> int:
+        """The position of a slot of `placement`."""
+        return host.rank * self.slots + host.slot
+
+    def guest(self, rank: int, slot: int) -> int:
+        """The position of a rank's guest slot."""
+        return rank * self.slots + self.placement.slots + slot
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all of it, for ranks to compare."""
+        return _digest((self.placement.digest, self.guest_slots, self.guests, self.splits))
+
+
+@dataclass(frozen=True)
 class SamplePlacement:
     """The rank of every sample of a batch. ranks: of the world. homes: by place in the batch."""
 
@@ -199,6 +284,75 @@ def _filled(placement: ExpertPlacement, used: dict[Host, int]) -> list[int]:
     for host in used:
         counts[host.rank] += 1
     return counts
+
+
+def _local_splits(
+    placement: ExpertPlacement, guest_slots: int, rank: int, guests: Sequence[int]
+) -> tuple[tuple[Part, ...], ...]:
+    """To the guest of `rank` for an expert that it has as one, else where `placement` sends its rows."""
+    slots = placement.slots + guest_slots
+    positions = [
+        position // placement.slots * slots + position % placement.slots
+        for position in placement.positions(rank)
+    ]
+    for slot, expert in enumerate(guests):
+        if 0 <= expert < placement.num_experts:
+            positions[expert] = rank * slots + placement.slots + slot
+    return tuple((Part(position, SPLIT),) for position in positions)
+
+
+def _check_guests(hosting: Hosting) -> None:
+    placement = hosting.placement
+    if len(hosting.guests) != placement.ranks:
+        raise PlacementError(
+            f"guests of {len(hosting.guests)} ranks, and {placement.ranks} ranks have experts"
+        )
+    for rank, guests in enumerate(hosting.guests):
+        if len(guests) != hosting.guest_slots:
+            raise PlacementError(
+                f"rank {rank} has {len(guests)} guest slots, and all ranks have {hosting.guest_slots}"
+            )
+        held = set(placement.held(rank))
+        for slot, expert in enumerate(guests):
+            if expert == EMPTY:
+                continue
+            if not 0 <= expert < placement.num_experts:
+                raise PlacementError(
+                    f"guest slot {slot} of rank {rank} has expert {expert}, and there are experts 0 to "
+                    f"{placement.num_experts - 1} ({EMPTY} for none)"
+                )
+            if expert in held:
+                raise PlacementError(
+                    f"guest slot {slot} of rank {rank} has expert {expert}, which the rank holds already: "
+                    "a rank hosts an expert once"
+                )
+            held.add(expert)
+
+
+def _check_splits(hosting: Hosting) -> None:
+    placement = hosting.placement
+    if len(hosting.splits) != placement.ranks:
+        raise PlacementError(f"splits of {len(hosting.splits)} ranks, and {placement.ranks} ranks have rows")
+    for rank, splits in enumerate(hosting.splits):
+        if len(splits) != placement.num_experts:
+            raise PlacementError(
+                f"rank {rank} splits rows of {len(splits)} experts, and there are {placement.num_experts}"
+            )
+        for expert, parts in enumerate(splits):
+            _check_split(hosting, rank, expert, parts)
+
+
+def _check_split(hosting: Hosting, rank: int, expert: int, parts: tuple[Part, ...]) -> None:
+    told = f"rows of expert {expert} that start on rank {rank}"
+    for position, share in parts:
+        if not (0 <= position < hosting.positions and hosting.by_position[position] == expert):
+            raise PlacementError(f"{told} go to position {position}, which does not hold the expert")
+        if share < 1:
+            raise PlacementError(f"{told} go to position {position} with {share} parts: leave it out instead")
+    if len({position for position, _ in parts}) < len(parts):
+        raise PlacementError(f"{told} name a position twice")
+    if (total := sum(share for _, share in parts)) != SPLIT:
+        raise PlacementError(f"{told} are split into {total} parts in all, which must be {SPLIT}")
 
 
 def _digest(facts: object) -> str:
