@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 SPLIT = 4096
-"""Parts into which the rows of an expert that start on one rank are cut, for several positions to share them."""
+"""Parts into which the rows of an expert that start on one rank are cut, where positions share them."""
 
 EMPTY = -1
 """What stands in a guest slot without an expert."""
