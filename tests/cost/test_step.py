@@ -216,3 +216,11 @@ def test_a_slow_rank_with_few_tokens() -> None:
     both = UnevenRanks(even, slowness=(1.0, 4.0), load=(1.5, 0.5))
     for task in (t for t in build_graph(shape).tasks if t.op == Op.EXPERTS):
         np.testing.assert_allclose(both(task), even(task) * np.array([1.5, 2.0]), rtol=1e-6)
+
+
+def test_loads_from_all_nodes_take_the_links_between_them() -> None:
+    """Four ranks tell each other about two MoE layers of four experts, four bytes each."""
+    shape = StepShape(moe_layers=(True, False, True), gathers_loads=True)
+    cost = cost_of(shape)
+    every = cost.cluster.all_to_all(cost.workload.span(Group.WORLD), Group.WORLD)
+    assert cost(task_at(build_graph(shape), "L2.LG.B")) == every.seconds(4 * 2 * 4 * 4)

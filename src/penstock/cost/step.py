@@ -117,6 +117,8 @@ class StepCost:
                 return cluster.all_to_all(sizes.span(task.axes), task.axes).seconds(sent_bytes)
             case "all_reduce" if not stays_inside(task.axes):
                 return cluster.all_reduce(sizes.span(task.axes)).seconds(sent_bytes)
+            case "all_gather" if not stays_inside(task.axes):  # over every link as much as if parts differed
+                return cluster.all_to_all(sizes.span(task.axes), task.axes).seconds(sent_bytes)
             case collective:
                 return cluster.inside(collective, sizes.mesh.size(task.axes)).seconds(sent_bytes)
 
@@ -156,12 +158,16 @@ class StepSizes:
         self.router_flops = work.router_flops
         self.shared_flops, self.expert_flops = work.shared_flops, work.expert_flops
         self.head_flops, self._tokens = work.head_flops, work.tokens
-        self.logit_bytes = work.logit_bytes
+        self.logit_bytes, self._mesh = work.logit_bytes, work.mesh
 
     def tokens(self, task: Task) -> int:
         """Tokens of the task's microbatch, this rank's part where ranks share them."""
         assert task.microbatch is not None, task
         return self._tokens(task.microbatch, task.cut.microbatches, task.cut.token_shards)
+
+    def members(self, task: Task) -> int:
+        """Ranks that meet in the task."""
+        return self._mesh.size(task.axes)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ class Op:
     ALL_REDUCE: Final = "AR"
     PARTIAL_ALL_REDUCE: Final = "PR"
     EXPERT_ALL_REDUCE: Final = "XR"
+    LOADS: Final = "LG"
 
     # tensor parallelism: see `ops.tensor`
     EMBED_SCATTER: Final = "ES"

@@ -50,6 +50,10 @@ class Sizes(Protocol):
         """Tokens of the task's microbatch, this rank's part where ranks share them."""
         ...
 
+    def members(self, task: Task) -> int:
+        """Ranks that meet in the task."""
+        ...
+
     def rows(self, task: Task) -> float:
         """Token copies that a rank sends to all experts in the task's chunk."""
         ...

@@ -125,7 +125,7 @@ class StepContext:
     makes a compute segment. degrees: the numbers of chunks in which rows of an MoE layer travel. weights:
     makes what a slice's weight gradients are left to. marks: [6] float64, to sum with the statistics.
     loss_gradient: known when the backward half begins. total, marks_total: known when the statistics task
-    has run.
+    has run. loads_PYE: when the loads task has, if the step has one: choices by rank, MoE layer and expert.
     """
 
     parts: ModelParts
@@ -147,6 +147,7 @@ class StepContext:
     loss_gradient: Tensor = field(default_factory=lambda: torch.ones(()))
     total: StepStatistics | None = None
     marks_total: Tensor | None = None
+    loads_PYE: Tensor | None = None
 
     def batch_of(self, task: Task) -> Batch:
         """The batch with the tokens that the task has: this rank's, or all of its samples'."""

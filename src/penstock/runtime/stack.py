@@ -46,6 +46,7 @@ from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.gradients.model_gradients import Gradients
 from penstock.runtime.handlers import HANDLERS
 from penstock.runtime.lanes import Lanes
+from penstock.runtime.loads import LoadHistory
 from penstock.runtime.makers import maker_of
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.program import Program, Programs
@@ -114,6 +115,7 @@ class PipelinedStack(nn.Module):
         # Of the step that ran last: after a backward pass of its own step, whatever ran since its forward.
         self.execution: Execution | None = None
         self.statistics: StepStatistics | None = None
+        self.loads = LoadHistory()
         self._numbers = SampleNumbers(machinery.layout)
         fixed = any(self._shape.moe_layers) and not self._shape.exchange_counts
         self._sizes: Sizes = EqualSizes(machinery.control) if fixed else AnySizes()

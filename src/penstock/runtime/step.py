@@ -102,6 +102,8 @@ class Step:
         statistics = self.context.total
         assert statistics is not None, "backward follows this step's forward"
         self._count_choices(statistics)
+        if self.context.loads_PYE is not None:
+            self.stack.loads.add(self.context.loads_PYE)
         self._show(statistics)
 
     def _count_choices(self, statistics: StepStatistics) -> None:

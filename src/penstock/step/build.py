@@ -12,6 +12,7 @@ from penstock.step.passes import (
     Chunks,
     DealtSlots,
     FusedShards,
+    GatheredLoads,
     GatheredShards,
     GradientPieces,
     Hierarchical,
@@ -40,6 +41,8 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
         found.append(Chunks(shape.chunks, shape.backward_chunks))
     if shape.split_experts and any(shape.moe_layers):
         found.append(WeightGradients())
+    if shape.gathers_loads and any(shape.moe_layers):
+        found.append(GatheredLoads())
     parts = {op: [shape.parts_of(layer, op) for layer in range(shape.num_layers)] for op in REDUCTIONS}
     found.append(GradientPieces(parts, shape.sharing.mp_size > 1))
     found.append(Settle())

@@ -77,6 +77,7 @@ class StepShape:
     pair_slices: slices of combine and the gather after it, which run at the same time (Parm's SAA, form s2).
     partial_all_reduce_chunks: as all_reduce_chunks, of gradients that ranks sharing attention have parts of;
     empty = one piece per layer. Where no ranks share attention, there are none, whatever this says.
+    gathers_loads: ranks tell each other once per step how many rows of theirs went to each expert.
     """
 
     moe_layers: tuple[bool, ...]
@@ -94,6 +95,7 @@ class StepShape:
     expert_form: ExpertForm = "gather"
     pair_slices: int = 1
     partial_all_reduce_chunks: tuple[int, ...] = ()
+    gathers_loads: bool = False
     more: tuple[Pass, ...] = ()
 
     def __post_init__(self) -> None:

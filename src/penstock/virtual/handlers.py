@@ -62,6 +62,7 @@ class Buffers:
         self.statistics = torch.zeros(
             HEADER + 2 * moe_layers * work.num_experts + FIELDS, dtype=torch.float64
         )
+        self.loads = torch.zeros(1, moe_layers, work.num_experts, dtype=torch.int32)
         self._bytes: Sequence[Tensor] = ()
 
     def grow(self, step: RankStep, cost: VirtualCost) -> None:
@@ -127,6 +128,12 @@ class VirtualHandlers:
         self.transports.inter.all_reduce(self.buffers.statistics, Group.WORLD)
         return NOTHING
 
+    def gather_loads(self, task: Task, inputs: Inputs) -> Outputs:
+        del inputs
+        transport = self.transports.of(task.lane, task.axes)
+        transport.all_gather(self.buffers.loads, [1] * transport.size(task.axes), task.axes)
+        return NOTHING
+
     def reduce_gradients(self, task: Task, inputs: Inputs) -> Outputs:
         del inputs
         elements = self.cost.reduced_bytes(task) // self.buffers.gradients.element_size()
@@ -141,6 +148,7 @@ def virtual_handlers() -> Handlers:
         Op.COUNTS: VirtualHandlers.exchange_counts,
         **dict.fromkeys(MOVES, VirtualHandlers.move),
         Op.STATISTICS: VirtualHandlers.reduce_statistics,
+        Op.LOADS: VirtualHandlers.gather_loads,
         **dict.fromkeys(REDUCTIONS, VirtualHandlers.reduce_gradients),
     }
     computes = {op: VirtualHandlers.compute for op, spec in OPS.items() if spec.kind is not Kind.COLLECTIVE}

@@ -14,7 +14,7 @@ from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, han
 
 @handles(Op.STATISTICS, Phase.FORWARD)
 def statistics(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """loss, routers: the sums, which stand for the gradients of what was summed.
+    """loss, routers, statistics: the sums, which stand for the gradients of what was summed.
 
     choices: those that balance is judged by, where no rank has them alone.
     """
@@ -28,7 +28,7 @@ def statistics(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     context.transports.of(task.lane, task.axes).all_reduce(everything, task.axes)
     context.total = context.codec.unpack(everything[: len(packed)])
     context.marks_total = everything[len(packed) :]
-    return {"loss": context.total, "routers": context.total}
+    return dict.fromkeys(("loss", "routers", "statistics"), context.total)
 
 
 def _piece(name: Name) -> tuple[int, int | None]:

@@ -2,6 +2,7 @@
 
 from penstock.step.passes.chunks import Chunks
 from penstock.step.passes.expert_shards import DealtSlots, FusedShards, GatheredShards, RepeatedRows
+from penstock.step.passes.gathered_loads import GatheredLoads
 from penstock.step.passes.gradient_pieces import GradientPieces
 from penstock.step.passes.hierarchical import Hierarchical
 from penstock.step.passes.microbatches import Microbatches
@@ -15,6 +16,7 @@ __all__ = [
     "Chunks",
     "DealtSlots",
     "FusedShards",
+    "GatheredLoads",
     "GatheredShards",
     "GradientPieces",
     "Hierarchical",

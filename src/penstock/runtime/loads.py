@@ -1,0 +1,53 @@
+"""The loads of experts in the last steps of a stack, as its steps gather them.
+
+Shapes: P ranks, Y MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+Loads = npt.NDArray[np.int32]
+STEPS_KEPT = 32
+
+
+class LoadHistory:
+    """How often tokens of each rank chose each expert, [P, Y, E] for every step, before any drop.
+
+    P are the ranks of the world; of ranks that have the same tokens the first one counts them. All ranks have
+    the same history. Only steps that were trained on are in it, and only those whose graph gathers loads.
+    steps: how many there have been in all.
+    """
+
+    def __init__(self, kept: int = STEPS_KEPT) -> None:
+        self._kept: deque[Tensor | Loads] = deque(maxlen=kept)
+        self.steps = 0
+
+    def add(self, loads_PYE: Tensor) -> None:
+        """The loads of one more step. They stay on their device until somebody reads them."""
+        self._kept.append(loads_PYE)
+        self.steps += 1
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> Loads:
+        """Of one of the steps that are kept: -1 the last. Costs a copy from a GPU when first read."""
+        found = self._kept[index]
+        if isinstance(found, Tensor):
+            found = self._kept[index] = found.cpu().numpy()
+        return found
+
+    def __iter__(self) -> Iterator[Loads]:
+        """Oldest first."""
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def last(self) -> Loads | None:
+        """Of the last step; None before the first."""
+        return self[-1] if self._kept else None
