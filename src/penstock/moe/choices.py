@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from penstock.cost.workload import split_sizes
 from penstock.moe.tokens import Tokens
 from penstock.placement import ExpertPlacement
 
@@ -41,6 +42,7 @@ class TokenChoice:
 
     experts_Tk: int64, best first; -1 throughout for padding. weights: [T, k], gate precision, differentiable.
     masked: whether any -1 can occur. most: tokens that a fixed number of slots is made for; None = T.
+    inseparable: consecutive tokens that no chunk takes apart.
     """
 
     experts_Tk: Tensor
@@ -48,6 +50,12 @@ class TokenChoice:
     sums: GateSums
     masked: bool = False
     most: int | None = None
+    inseparable: int = 1
+
+    def chunks(self, number: int) -> tuple[int, ...]:
+        """Tokens of every one of nearly equal chunks."""
+        whole = self.inseparable
+        return tuple(whole * size for size in split_sizes(len(self.experts_Tk) // whole, number))
 
     @property
     def counted(self) -> int:
@@ -103,10 +111,10 @@ def placed(choice: Choice, placement: ExpertPlacement, rank: int) -> Choice:
 
 
 def made_for(choice: Choice, tokens: Tokens) -> Choice:
-    """The same choice, which knows for how many tokens slots are made where other ranks have more."""
-    if tokens.most is None or not isinstance(choice, TokenChoice):
+    """The same choice, which knows for how many tokens slots are made, and which ones stay together."""
+    if (tokens.most is None and not tokens.stay_whole) or not isinstance(choice, TokenChoice):
         return choice
-    return replace(choice, most=tokens.most)
+    return replace(choice, most=tokens.most, inseparable=tokens.inseparable(len(choice.experts_Tk)))
 
 
 def count_choices(experts_Tk: Tensor, samples: int, num_experts: int) -> Tensor:

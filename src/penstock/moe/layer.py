@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.dispatch import Dispatch, find_dispatch
 from penstock.moe.balance import BALANCES
-from penstock.moe.choices import GateSums, made_for, placed
+from penstock.moe.choices import GateSums, TokenChoice, made_for, placed
 from penstock.moe.config import BalanceGroup
 from penstock.moe.exchange import Alone, Exchange
 from penstock.moe.experts.base import Experts
@@ -35,6 +35,7 @@ class RoutedTokens:
     """What leaves the first half of the layer.
 
     rows_RM: all chunks, sorted by chunk, rank, expert. weights: for `unorder`. x_TM: for shared experts.
+    positions_Tk: of every token's experts, -1 for padding; None where tokens do not choose.
     """
 
     rows_RM: Tensor
@@ -42,6 +43,7 @@ class RoutedTokens:
     x_TM: Tensor
     sums: GateSums
     plan: OrderPlan
+    positions_Tk: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ class MoELayer(nn.Module):
         choice = placed(choice, self.placement, self.ep_rank)
         plan = self.order.plan(choice, chunks)
         rows_RM = self.hooks.run("before_dispatch", self.order.order(known_TM, choice, plan))
-        return RoutedTokens(rows_RM, self.order.weights(choice), x_TM, choice.sums, plan)
+        positions_Tk = choice.experts_Tk if isinstance(choice, TokenChoice) else None
+        return RoutedTokens(rows_RM, self.order.weights(choice), x_TM, choice.sums, plan, positions_Tk)
 
     def expert_rows(self, rows_RM: Tensor, route: ChunkRoute, product: Product = grouped_product) -> Tensor:
         """Outputs of this rank's experts for rows sorted by (source rank, expert), in the same order.

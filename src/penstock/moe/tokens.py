@@ -17,13 +17,18 @@ class Tokens:
     generator.
     valid_T: bool, False for padding, which goes to no expert and counts for nothing; None: all are valid.
     most: tokens of the rank that has most, where ranks have different numbers and slots as many; None = all
-    have as many.
+    have as many. stay_whole: chunks are made of whole samples.
     """
 
     samples: int = 1
     keys: SampleKeys | None = None
     valid_T: Tensor | None = None
     most: int | None = None
+    stay_whole: bool = False
+
+    def inseparable(self, tokens: int) -> int:
+        """How many of `tokens` consecutive ones no chunk takes apart."""
+        return max(1, tokens // max(1, self.samples)) if self.stay_whole else 1
 
     def by_sample(self, values: Tensor) -> Tensor:
         """[T, ...] as [B, L, ...]; with no sample there is no token, and L is 0."""

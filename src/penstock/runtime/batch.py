@@ -8,6 +8,7 @@ Shapes: B samples of this rank, L tokens per sample.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol
@@ -18,6 +19,7 @@ from torch.nn.functional import pad
 
 from penstock.moe import SampleKeys
 from penstock.runtime.handlers import Batch
+from penstock.runtime.passengers import Passengers
 from penstock.topology import Control, Layout
 
 NO_LABEL = -100
@@ -34,12 +36,17 @@ class Samples:
 
     def cut(self, microbatches: int, seed: int) -> Batch:
         """The larger pieces first; empty ones where there are fewer samples than microbatches."""
-        return Batch(
-            tokens=self.tokens_BL.tensor_split(microbatches),
-            labels=self.labels_BL.tensor_split(microbatches),
-            keys=[SampleKeys(seed, ids) for ids in self.ids_B.tensor_split(microbatches)],
-            valid=None if self.valid_BL is None else self.valid_BL.tensor_split(microbatches),
+        tokens, labels, ids = (
+            each.tensor_split(microbatches) for each in (self.tokens_BL, self.labels_BL, self.ids_B)
         )
+        valid: Sequence[Tensor | None] = [None] * microbatches
+        if self.valid_BL is not None:
+            valid = self.valid_BL.tensor_split(microbatches)
+        known = zip(labels, ids, valid, strict=True)
+        passengers = [
+            Passengers(labels_BL, SampleKeys(seed, ids_B), valid_BL) for labels_BL, ids_B, valid_BL in known
+        ]
+        return Batch(tokens, passengers)
 
     def filled(self, samples: int, length: int) -> Samples:
         """The same with padding after it, [samples, length]."""

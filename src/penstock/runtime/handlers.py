@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.cost.workload import split_sizes
 from penstock.graph import Phase, ScheduleError, Task
-from penstock.moe import RouteMaker, SampleKeys, Tokens
+from penstock.moe import RouteMaker
 from penstock.moe.balance import Balance
 from penstock.moe.config import MoEConfig
 from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
@@ -25,6 +25,7 @@ from penstock.moe.routes import Degrees
 from penstock.ops import OPS
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.parts import ModelParts
+from penstock.runtime.passengers import Passengers, part_of
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.transport import Transports
@@ -79,41 +80,21 @@ NOTHING: Outputs = {}
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's batch, cut into microbatches: lists over microbatches of [b, L] and [b].
+    """One rank's batch, cut into microbatches.
 
-    valid: bool [b, L], False for padding; None if there is none. longest: tokens per sample of the rank that
-    has most, where ranks share those of every sample; None = all have as many.
+    tokens: of every microbatch, [b, L]. passengers: everything else that is known of its samples. companions:
+    for every microbatch the samples of every rank that this one exchanges samples with; () = with none.
     """
 
     tokens: Sequence[Tensor]
-    labels: Sequence[Tensor]
-    keys: Sequence[SampleKeys]
-    valid: Sequence[Tensor] | None = None
-    longest: int | None = None
-
-    def info(self, microbatch: int) -> Tokens:
-        """What an MoE layer is told about a microbatch."""
-        keys, samples = self.keys[microbatch], len(self.tokens[microbatch])
-        most = None if self.longest is None else samples * self.longest
-        valid_T = None if self.valid is None else self.valid[microbatch].flatten()
-        return Tokens(samples=samples, keys=keys, valid_T=valid_T, most=most)
+    passengers: Sequence[Passengers]
+    companions: Sequence[tuple[int, ...]] = ()
 
     def part(self, rank: int, ranks: int) -> Batch:
         """What the tokens of this rank are, where `ranks` share those of every sample."""
-        sizes = split_sizes(self.tokens[0].shape[1], ranks)
-        first = sum(sizes[:rank])
-        here = slice(first, first + sizes[rank])
-        return Batch(
-            tokens=[tokens_BL[:, here] for tokens_BL in self.tokens],
-            labels=[labels_BL[:, here] for labels_BL in self.labels],
-            keys=[replace(keys, first_token=first) for keys in self.keys],
-            valid=None if self.valid is None else [valid_BL[:, here] for valid_BL in self.valid],
-            longest=max(sizes),
-        )
-
-    def num_tokens(self, microbatch: int) -> Tensor | int:
-        """Tokens of a microbatch that are not padding."""
-        return self.tokens[microbatch].numel() if self.valid is None else self.valid[microbatch].sum()
+        here = part_of(self.tokens[0].shape[1], rank, ranks)
+        tokens = [tokens_BL[:, here] for tokens_BL in self.tokens]
+        return replace(self, tokens=tokens, passengers=[each.part(rank, ranks) for each in self.passengers])
 
 
 @dataclass

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.cost.workload import split_sizes
 from penstock.moe.choices import Choice, TokenChoice
 from penstock.moe.orders.bags import histogram, stable_argsort
 from penstock.moe.orders.base import OrderPlan, RowOrder, chunk_starts
@@ -30,7 +29,7 @@ class SortOrder(RowOrder):
         if not isinstance(choice, TokenChoice):
             raise self.refused(choice)
         tokens, choices = choice.experts_Tk.shape
-        sizes = split_sizes(tokens, chunks)
+        sizes = choice.chunks(chunks)
         bin_Tk = bins(choice.experts_Tk, sizes, self.num_experts)
         counts_CE = histogram(bin_Tk.flatten(), chunks * self.num_experts + 1)[:-1].view(chunks, -1)
         # Padding has no rows. Device-to-host sync: how many rows there are depends on the mask.

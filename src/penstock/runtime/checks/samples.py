@@ -60,8 +60,10 @@ def check_sizes(tokens_BL: Tensor, layout: Layout, control: Control) -> None:
 def _mark(batch: Batch) -> Tensor:
     """A whole number below `PRIME`, of all that is known of the samples."""
     found: Tensor = batch.tokens[0].new_zeros(())
-    keys = [key.sample_ids_B for key in batch.keys]
-    for pieces in (batch.tokens, batch.labels, keys, batch.valid or ()):
+    known = batch.passengers
+    labels, keys = [each.labels_BL for each in known], [each.keys.sample_ids_B for each in known]
+    valid = [each.valid_BL for each in known if each.valid_BL is not None]
+    for pieces in (batch.tokens, labels, keys, valid):
         found = (found * BASE + _mark_of(pieces, found)) % PRIME
     return found
 

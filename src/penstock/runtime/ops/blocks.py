@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from penstock.graph import Phase, Task
-from penstock.moe import MoELayer
 from penstock.moe.choices import GateSums
 from penstock.ops import Op
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.slices import joined
+from penstock.runtime.passengers import Passengers, passengers_of
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.statistics import HeadSums, StepStatistics
 
@@ -50,12 +50,12 @@ class SavedHead:
 @handles(Op.EMBED, F)
 def embed(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """hidden: [B, L, M]."""
-    del inputs
-    m = microbatch(task)
+    tokens_BL = context.batch.tokens[microbatch(task)]
+    keys = passengers_of(context, task, inputs).keys
     segment = context.segment()
     segment.enter()
     with context.autocast():
-        (h_BLM,) = segment.leave(context.parts.embed(context.batch.tokens[m], context.batch.keys[m]))
+        (h_BLM,) = segment.leave(context.parts.embed(tokens_BL, keys))
     return {"hidden": h_BLM, "saved": segment}
 
 
@@ -71,35 +71,37 @@ def embed_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.ATTENTION, F)
 def attention(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """In a dense block hidden: [B, L, M]; in an MoE block all that `_route` leaves."""
-    m = microbatch(task)
-    block = context.parts.parts[task.layer]
+    block, known = context.parts.parts[task.layer], passengers_of(context, task, inputs)
     segment = context.segment()
     (h_BLM,) = segment.enter(inputs.one("hidden"))
     with context.autocast():
-        residual_BLM, x_TM = block.attend(h_BLM, context.batch.keys[m])
+        residual_BLM, x_TM = block.attend(h_BLM, known.keys)
         if block.moe is not None:
-            return route(context, task, block.moe, segment, residual_BLM, x_TM)
-        (out_BLM,) = segment.leave(block.add(residual_BLM, block.dense(x_TM), context.batch.keys[m]))
+            return route(context, task, known, segment, residual_BLM, x_TM)
+        (out_BLM,) = segment.leave(block.add(residual_BLM, block.dense(x_TM), known.keys))
     return {"hidden": out_BLM, "saved": segment}
 
 
 def route(
     context: StepContext,
     task: Task,
-    moe: MoELayer,
+    known: Passengers,
     segment: AnySegment,
     residual_BLM: Tensor,
     x_TM: Tensor,
 ) -> Outputs:
     """Choose experts for the tokens of a segment, and end it.
 
-    rows: a tensor [R, M] per slice. order: how they were put in order. routers: the gate's sums.
+    rows: a tensor [R, M] per slice. order: how they were put in order. routers: the gate's sums. positions:
+    what every token chose, [T, k], where tokens choose.
 
     counts: rows for every rank where they are exchanged; route: the sizes where they are fixed.
     """
+    moe = context.parts.parts[task.layer].moe
+    assert moe is not None, task
     if context.wire_dtype is not None:
         x_TM = x_TM.to(context.wire_dtype)
-    routed = moe.route(x_TM, context.batch_of(task).info(microbatch(task)), task.cut.slices)
+    routed = moe.route(x_TM, known.info(), task.cut.slices)
     sums, plan = routed.sums, routed.plan
     residual_BLM, rows_RM, weights, probability_BE, z, x_TM = segment.leave(
         residual_BLM, routed.rows_RM, routed.weights, sums.probability_BE, sums.z, routed.x_TM
@@ -112,6 +114,7 @@ def route(
         "weights": weights,
         "order": plan,
         "tokens": x_TM,
+        "positions": routed.positions_Tk,
         "counts": plan.counts_CN,
         "route": None
         if plan.slots is None
@@ -193,7 +196,7 @@ def unorder(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     assert block.moe is not None, task
     with context.autocast():
         moe_TM = block.moe.unorder(rows_RM, weights, inputs.one("order"), *out_TM)
-        keys = context.batch_of(task).keys[microbatch(task)]
+        keys = passengers_of(context, task, inputs).keys
         (h_BLM,) = segment.leave(block.add(residual_BLM, moe_TM, keys))
     return {"hidden": h_BLM, "saved": SavedUnorder(segment, tuple(map(len, slices)))}
 
@@ -217,13 +220,12 @@ def unorder_backward(context: StepContext, task: Task, inputs: Inputs) -> Output
 @handles(Op.HEAD, F)
 def head(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """loss: sums of a microbatch."""
-    m = microbatch(task)
-    labels_BL = context.batch.labels[m]
+    known = passengers_of(context, task, inputs)
     segment = context.segment()
     (h_BLM,) = segment.enter(inputs.one("hidden"))
     with context.autocast():
-        (loss,) = segment.leave(context.parts.head(h_BLM, labels_BL))
-    sums = HeadSums(loss, (labels_BL >= 0).sum(), context.batch.num_tokens(m))
+        (loss,) = segment.leave(context.parts.head(h_BLM, known.labels_BL))
+    sums = HeadSums(loss, (known.labels_BL >= 0).sum(), known.num_tokens())
     return {"loss": sums, "saved": SavedHead(segment, loss.dtype)}
 
 

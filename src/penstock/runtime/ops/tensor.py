@@ -17,6 +17,7 @@ from penstock.ops import Op, tensor
 from penstock.runtime.batch import NO_LABEL
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import SavedRoute, added, microbatch, present, route, route_gradients
+from penstock.runtime.passengers import passengers_of
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.statistics import HeadSums, StepStatistics
 from penstock.runtime.transport import Transport
@@ -119,7 +120,7 @@ def choices(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.HEADS, F)
 def heads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """attended: what this rank's heads add, [B, L, M] of all tokens."""
-    block, keys = context.parts.parts[task.layer], context.batch.keys[microbatch(task)]
+    block, keys = context.parts.parts[task.layer], passengers_of(context, task, inputs).keys
     segment = context.segment()
     (h_BLM,) = segment.enter(inputs.one("hidden"))
     with context.autocast():
@@ -142,7 +143,8 @@ def gate(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     h_BLM, attended_BLM = segment.enter(inputs.one("hidden"), inputs.one("attended"))
     with context.autocast():
         residual_BLM, x_TM = block.settle(h_BLM, attended_BLM)
-        return route(context, task, block.moe, segment, residual_BLM, x_TM)
+        known = passengers_of(context, task, inputs)
+        return route(context, task, known, segment, residual_BLM, x_TM)
 
 
 @handles(Op.GATE, B)
@@ -194,7 +196,7 @@ def dense_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.DENSE_ADD, F)
 def dense_add(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """hidden: what leaves the block."""
-    block, keys = context.parts.parts[task.layer], context.batch_of(task).keys[microbatch(task)]
+    block, keys = context.parts.parts[task.layer], passengers_of(context, task, inputs).keys
     segment = context.segment()
     residual_BLM, out_BLM = segment.enter(inputs.one("residual"), inputs.one("out"))
     with context.autocast():
@@ -253,7 +255,7 @@ def logits(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     (h_BLM,) = segment.enter(inputs.one("hidden"))
     with context.autocast():
         (logits_TV,) = segment.leave(parts.logits(h_BLM))
-    mine_T = _mine(context, task, logits_TV.shape[1])
+    mine_T = _mine(context, passengers_of(context, task, inputs).labels_BL.flatten(), logits_TV.shape[1])
     found = ShardLogits(logits_TV, mine_T)
     return {"logits": found, "peaks": _peaks(_precise(logits_TV), mine_T), "saved": segment}
 
@@ -276,14 +278,14 @@ def peaks(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.LOSS, F)
 def loss(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """loss: sums of a microbatch, on the first of the ranks that have it; nothing on the others."""
-    m = microbatch(task)
+    known = passengers_of(context, task, inputs)
     most_PT, sums_PT, labelled_PT = inputs.one("peaks").unbind(dim=-1)
     most_T = most_PT.amax(dim=0)
     total_T = (sums_PT * (most_PT - most_T).exp()).sum(dim=0).log() + most_T
-    labels_T = context.batch.labels[m].flatten()
+    labels_T = known.labels_BL.flatten()
     counts_T = labels_T >= 0
     loss = ((total_T - labelled_PT.sum(dim=0)) * counts_T).sum()
-    sums = HeadSums(loss, counts_T.sum(), context.batch.num_tokens(m))
+    sums = HeadSums(loss, counts_T.sum(), known.num_tokens())
     if not context.counts_once(task):
         sums = HeadSums(loss * 0, counts_T.sum() * 0, 0)
     return {"loss": sums, "saved": SavedLoss(inputs.one("logits"), total_T, counts_T)}
@@ -308,9 +310,8 @@ def _precise(logits_TV: Tensor) -> Tensor:
     return logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
 
 
-def _mine(context: StepContext, task: Task, width: int) -> Tensor:
+def _mine(context: StepContext, labels_T: Tensor, width: int) -> Tensor:
     """Where labels are in this rank's vocabulary, [T]; -1 for those that are not."""
-    labels_T = context.batch.labels[microbatch(task)].flatten()
     _check_known(labels_T, width * context.tensor.size)
     place_T = labels_T - context.tensor.rank * width
     return torch.where((labels_T >= 0) & (place_T >= 0) & (place_T < width), place_T, -1)

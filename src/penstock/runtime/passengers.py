@@ -1,0 +1,81 @@
+"""What is known of samples beside their hidden states, and travels with them where samples move.
+
+Shapes: B samples of a microbatch, L tokens per sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from penstock.cost.workload import split_sizes
+from penstock.moe import SampleKeys, Tokens
+
+if TYPE_CHECKING:
+    from penstock.graph import Task
+    from penstock.runtime.handlers import Inputs, StepContext
+
+
+@dataclass(frozen=True)
+class Passengers:
+    """The samples of a microbatch on one rank.
+
+    labels_BL: [B, L]. keys: what their random numbers are keyed by. valid_BL: bool, False for padding; None
+    if there is none. longest: tokens per sample of the rank that has most, where ranks share those of every
+    sample; None = all have as many. stay_whole: no chunk has a part of a sample only.
+    """
+
+    labels_BL: Tensor
+    keys: SampleKeys
+    valid_BL: Tensor | None = None
+    longest: int | None = None
+    stay_whole: bool = False
+
+    def info(self) -> Tokens:
+        """What an MoE layer is told about them."""
+        samples = len(self.labels_BL)
+        return Tokens(
+            samples=samples,
+            keys=self.keys,
+            valid_T=None if self.valid_BL is None else self.valid_BL.flatten(),
+            most=None if self.longest is None else samples * self.longest,
+            stay_whole=self.stay_whole,
+        )
+
+    def part(self, rank: int, ranks: int) -> Passengers:
+        """What is known of this rank's tokens, where `ranks` share those of every sample."""
+        length = self.labels_BL.shape[1]
+        here = part_of(length, rank, ranks)
+        return replace(
+            self,
+            labels_BL=self.labels_BL[:, here],
+            keys=replace(self.keys, first_token=here.start),
+            valid_BL=None if self.valid_BL is None else self.valid_BL[:, here],
+            longest=max(split_sizes(length, ranks)),
+        )
+
+    def num_tokens(self) -> Tensor | int:
+        """Tokens that are not padding."""
+        return self.labels_BL.numel() if self.valid_BL is None else self.valid_BL.sum()
+
+
+def part_of(length: int, rank: int, ranks: int) -> slice:
+    """The tokens that one of `ranks` ranks has of a sample with `length`."""
+    sizes = split_sizes(length, ranks)
+    first = sum(sizes[:rank])
+    return slice(first, first + sizes[rank])
+
+
+def passengers_of(context: StepContext, task: Task, inputs: Inputs) -> Passengers:
+    """The samples that a task works on: where they have moved those that came, else those of the batch.
+
+    Of the tokens that the task has: this rank's, or all of its samples'.
+    """
+    assert task.microbatch is not None, task
+    found: Passengers | None = inputs.maybe("passengers")
+    if found is None:
+        return context.batch_of(task).passengers[task.microbatch]
+    place = context.tensor
+    return found.part(place.rank, place.size) if task.cut.token_shards > 1 else found
