@@ -20,6 +20,7 @@ PURE = (
     "words",
     "mesh",
     "placement",
+    "placing",
     "graph",
     "ops",
     "step",
