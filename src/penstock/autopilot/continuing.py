@@ -40,7 +40,7 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
     settings, layout, path = from_.record.settings, machinery.layout, from_.path
     if settings is None or not from_.record.plan_settled:
         raise ConfigError("plan", UNSET, "it was not final yet")
-    for section in ("plan", "schedule"):
+    for section in ("plan", "schedule", "placement"):
         asked = getattr(config, section)
         # A setting that there was not yet when the checkpoint was made has had its default.
         if to_dict(type(asked)()) | settings.get(section, {}) != to_dict(asked):

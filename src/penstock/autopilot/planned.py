@@ -101,6 +101,10 @@ class Order:
 
 
 def with_choice(config: RunConfig, choice: Decision) -> RunConfig:
-    """The same run with sections [schedule] and [moe] saying what was chosen."""
-    schedule, moe = config.schedule.saying(choice), replace(config.moe, dispatch=choice.dispatch)
-    return replace(config, schedule=schedule, moe=moe)
+    """The same run with sections [schedule], [placement] and [moe] saying what was chosen."""
+    return replace(
+        config,
+        schedule=config.schedule.saying(choice),
+        placement=config.placement.saying(choice),
+        moe=replace(config.moe, dispatch=choice.dispatch),
+    )

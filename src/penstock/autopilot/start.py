@@ -66,7 +66,7 @@ def as_given(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
     with the shortest predicted step is taken.
     """
     problem = assumed_problem(config, machinery.layout)
-    choice = config.schedule.decision(problem.workload.dispatch)
+    choice = config.schedule.decision(problem.workload.dispatch, config.placement)
     if len(problem.dispatches) > 1:
         measured = run_problem(config, machinery.layout, profile_links(config, machinery))
         names = problem.dispatches

@@ -1,6 +1,7 @@
 """Everything that a plan decides, as one record: searched over, set, saved, told and applied from here."""
 
-from penstock.decision.field import Asked, Field, GradientBytes, Reader
+from penstock.decision.field import Asked, Field, GradientBytes, Movable, Reader
+from penstock.decision.moving import PlacementConfig
 from penstock.decision.partition import TAIL, Partition, Portion, Slot
 from penstock.decision.record import MOST_PIECES, MOST_SLICES, Decision, ScheduleConfig, register, unregister
 
@@ -12,7 +13,9 @@ __all__ = [
     "Decision",
     "Field",
     "GradientBytes",
+    "Movable",
     "Partition",
+    "PlacementConfig",
     "Portion",
     "Reader",
     "ScheduleConfig",

@@ -41,6 +41,18 @@ class GradientBytes(NamedTuple):
         return self._replace(replicated=tuple(r + p - q for r, p, q in sizes), partial=found)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Movable:
+    """What may move in a step, as values of decisions: those that ranks can run and that are left open."""
+
+    samples: tuple[str, ...] = ("none",)
+    experts: tuple[str, ...] = ("none",)
+    guest_slots: tuple[int, ...] = (1,)
+
+
+NOTHING_MOVES = Movable()
+
+
 class Asked(Protocol):
     """The step that is planned for, as far as values worth trying depend on it. `plan.Problem` is one.
 
@@ -62,6 +74,9 @@ class Asked(Protocol):
 
     @property
     def least_chunk_bytes(self) -> int: ...
+
+    @property
+    def movable(self) -> Movable: ...
 
 
 class Reader(Protocol):
@@ -92,6 +107,8 @@ class Field:
     head, cell: its column in the table of plans; unread: the cell where its schedule does not read it. cuts:
     how finely the step is cut.
     always: every schedule reads it, not only those that declare it.
+    may_be_left_out: a plan file need not say it, since files are older than it, and it has a column in the
+    table of plans only where one has another value than its default.
 
     Of a decision that is registered, also: name; type, such as a Literal or a number Annotated with bounds;
     default, the value that it need not be told of; passes: those that a value adds to the step.
@@ -104,6 +121,7 @@ class Field:
     unread: str = "-"
     cuts: bool = False
     always: bool = True
+    may_be_left_out: bool = False
     name: str = ""
     type: Any = str
     default: Any = None

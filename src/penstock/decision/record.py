@@ -16,6 +16,15 @@ from typing import Annotated, Any, Final, Literal, Self
 from penstock.config import ConfigError, Items, Table, Within, check_bounds, check_name, check_value
 from penstock.config.bounds import Steps, bounded_fields
 from penstock.decision.field import Asked, Field, Reader
+from penstock.decision.moving import (
+    EXPERTS,
+    GUEST_SLOTS,
+    SAMPLES,
+    ExpertMoves,
+    GuestSlots,
+    PlacementConfig,
+    SampleMoves,
+)
 from penstock.decision.partition import Partition
 from penstock.dispatch import DISPATCHES
 from penstock.step.shape import ExpertForm
@@ -148,6 +157,7 @@ EXPERT_FORM = Field(
     head="form",
     cell=lambda d: d.expert_form or "-",
     always=False,
+    may_be_left_out=True,
 )
 PRIORITY = Field(
     values=lambda asked, choice: RULES,
@@ -174,6 +184,8 @@ class Decision:
         the schedule usually has it, which is `gather`. All others need a flat dispatch.
     priority: by which rule penstock orders; `search` starts from the others and is the best and the slowest.
     partition: which gradients go into which gap, for fsmoe; none = all of a layer's into the next gap below.
+    samples, experts: what moves samples, and experts. guest_slots: experts of other ranks that a rank has
+        room for in every MoE layer, where experts move.
     more: decisions that others registered, by name, where they are not as by default.
     """
 
@@ -185,6 +197,9 @@ class Decision:
     dispatch: Annotated[str, DISPATCH] = "flat"
     expert_form: Annotated[ExpertForm | None, EXPERT_FORM] = None
     priority: Annotated[PriorityName, PRIORITY] = "search"
+    samples: Annotated[SampleMoves, SAMPLES] = "none"
+    experts: Annotated[ExpertMoves, EXPERTS] = "none"
+    guest_slots: Annotated[GuestSlots, GUEST_SLOTS] = 1
     partition: Partition | None = None
     more: Annotated[Table, Items(100, "one per registered decision")] = NOTHING
 
@@ -225,6 +240,11 @@ class Decision:
         """How rows meet all shards of their experts: as the schedule says, else as decided."""
         decided = self.expert_form if self.reads("expert_form") else None
         return READERS[self.schedule].expert_form or decided or "gather"
+
+    @property
+    def guests(self) -> int:
+        """Guest slots of every rank in every MoE layer; 0 where experts stay."""
+        return 0 if self.experts == "none" else self.guest_slots
 
     @property
     def passes(self) -> tuple[Pass, ...]:
@@ -280,7 +300,8 @@ def _crumbles(forward: int, backward: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Decision):
-    """Section `[schedule]`: a decision without what is said elsewhere (`moe.dispatch`) or not at all.
+    """Section `[schedule]`: a decision without what is said elsewhere (`moe.dispatch`, `[placement]`) or not
+    at all.
 
     name: the schedule. refine_after: the number of steps after which the schedule is re-ordered by measured
     durations; 0 = never.
@@ -293,6 +314,9 @@ class ScheduleConfig(Decision):
     refine_after: Steps = 4
     schedule: str = given(init=False)
     dispatch: str = given(default="flat", init=False)
+    samples: SampleMoves = given(default="none", init=False)
+    experts: ExpertMoves = given(default="none", init=False)
+    guest_slots: int = given(default=1, init=False)
     partition: Partition | None = given(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -300,13 +324,14 @@ class ScheduleConfig(Decision):
         object.__setattr__(self, "schedule", self.name)
         self.check()
 
-    def decision(self, dispatch: str) -> Decision:
-        """The same as a plan has it: every number is there."""
+    def decision(self, dispatch: str, placement: PlacementConfig | None = None) -> Decision:
+        """The same as a plan has it: every number is there. Without `placement` nothing moves."""
         said = {name: getattr(self, name) for name in bounded_fields(Decision)}
         chunks, backward_chunks = self.degrees
-        return Decision(
+        found = Decision(
             **{**said, "dispatch": dispatch, "chunks": chunks, "backward_chunks": backward_chunks}
         )
+        return found if placement is None else placement.applied(found)
 
     def saying(self, choice: Decision) -> Self:
         """The section that means `choice`."""

@@ -112,6 +112,10 @@ class QuickBounds:
             cut.split_experts,
             cut.expert_form,
             cut.pair_slices,
+            cut.moves_samples,
+            cut.guest_slots,
+            choice.samples,
+            choice.experts,
             choice.dispatch,
             choice.more,
         )

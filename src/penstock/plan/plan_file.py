@@ -217,10 +217,10 @@ class PlanFile:
 def _check_decided(choice: Decision, given: Mapping[str, Any], path: Path) -> None:
     """A decision that is not in the file would be another one than the file was made for.
 
-    One that may be left to the schedule need not be there: files are older than some of them.
+    One that may be left out need not be there: files are older than some of them.
     """
     for name in choice.deciding_fields:
-        if name not in given and FIELDS[name].default is not None:
+        if name not in given and not FIELDS[name].may_be_left_out:
             hint = f"Write it, such as {json.dumps(getattr(choice, name))}, or make the file again."
             raise ConfigError(f"{path}.choice.{name}", UNSET, "is missing, so the file does not say it", hint)
 

@@ -7,7 +7,8 @@ from functools import cached_property
 
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, StepCost, UnevenRanks, Workload
-from penstock.decision import Decision, GradientBytes
+from penstock.decision import Decision, GradientBytes, Movable
+from penstock.decision.field import NOTHING_MOVES
 from penstock.dispatch import DISPATCHES
 from penstock.mesh import Group, Mesh
 from penstock.schedule import Cost, StepPlan, cut, plan_step
@@ -24,6 +25,7 @@ class Problem:
     shape: uncut, of any dispatch. dispatches: those that the ranks can run.
     slowness: by rank, how many times longer its computation takes than the cluster says; empty = none.
     load: by rank, how many times as many tokens its experts get as with even routing; empty = even.
+    movable: samples and experts, as far as they may move.
     """
 
     shape: StepShape
@@ -32,6 +34,7 @@ class Problem:
     dispatches: tuple[str, ...] = ("flat",)
     slowness: tuple[float, ...] = ()
     load: tuple[float, ...] = ()
+    movable: Movable = NOTHING_MOVES
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -89,7 +92,7 @@ class Problem:
 
         The last one is kept: ordering, simulating and bounding a choice price the same tasks.
         """
-        key = choice.dispatch, choice.more, cut
+        key = choice.dispatch, choice.samples, choice.experts, choice.more, cut
         if key not in self._last_cost:
             self._last_cost.clear()
             self._last_cost[key] = self._new_cost(choice, cut)

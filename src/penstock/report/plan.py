@@ -110,9 +110,9 @@ def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> 
     Where that is wider than `width`, decisions in which all plans agree are left out, then
     memory, bound, change, and decisions from the right.
     """
-    made = {name for name in FIELDS for each in candidates if each.choice.value(name) is not None}
-    hidden = () if dispatches else ("dispatch",)
-    fields = [each for each in FIELDS.values() if each.cell and each.name in made.difference(hidden)]
+    hidden = {name for name, each in FIELDS.items() if _is_left_out(each, candidates)}
+    hidden |= set() if dispatches else {"dispatch"}
+    fields = [each for each in FIELDS.values() if each.cell and each.name not in hidden]
     fields.sort(key=lambda each: each.cuts)
     words = 1 + sum(not each.cuts for each in fields)
     head = ("", *(each.head for each in fields), "step", "", "bound", "memory")
@@ -126,6 +126,12 @@ def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> 
             shown.remove(place)
     lines = ("  ".join(cells).rstrip() for cells in zip(*(columns[each] for each in shown), strict=True))
     return "\n".join([*lines, folded("   " + LEGEND, width)])
+
+
+def _is_left_out(field: Field, candidates: Sequence[Candidate]) -> bool:
+    """Whether no plan says anything of the field that is not always so."""
+    values = {each.choice.value(field.name) for each in candidates}
+    return field.may_be_left_out and values == {field.default}
 
 
 def _column(cells: Sequence[str], *, left: bool) -> list[str]:

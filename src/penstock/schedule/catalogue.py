@@ -63,8 +63,14 @@ def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepSha
     Raises ConfigError for a form of experts' shards that does not go with the dispatch.
     """
     _check_dispatch(choice, shape)
-    formed = shape if choice.form == shape.expert_form else replace(shape, expert_form=choice.form)
-    found = SCHEDULES[choice.schedule].shape(formed, choice, gradients.of_form(choice.form))
+    moving = replace(
+        shape,
+        expert_form=choice.form,
+        moves_samples=choice.samples != "none",
+        guest_slots=choice.guests,
+        gathers_loads=shape.gathers_loads or choice.guests > 0,  # next step's guests are planned from them
+    )
+    found = SCHEDULES[choice.schedule].shape(moving, choice, gradients.of_form(choice.form))
     passes = choice.passes
     return replace(found, more=(*found.more, *passes)) if passes else found
 

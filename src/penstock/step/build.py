@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from penstock.graph import Graph
+from penstock.graph import Graph, ScheduleError
 from penstock.ops.sums import REDUCTIONS
 from penstock.ops.transfers import FLAT
 from penstock.step.complete import check_complete
@@ -30,8 +30,11 @@ from penstock.step.stages import Pass, Stage, apply, in_order
 
 
 def passes_of(shape: StepShape) -> tuple[Pass, ...]:
-    """What a shape says, as passes."""
+    """What a shape says, as passes. Raises ScheduleError for what has no pass yet."""
     found: list[Pass] = [Transpose()]
+    for name in ("moves_samples", "guest_slots"):
+        if getattr(shape, name):
+            raise ScheduleError(f"{name}: this version has no pass for it")
     if shape.dispatch != FLAT and any(shape.moe_layers):
         found.append(Hierarchical(shape.dispatch))
     found += _sharing_passes(shape)

@@ -77,7 +77,9 @@ class StepShape:
     pair_slices: slices of combine and the gather after it, which run at the same time (Parm's SAA, form s2).
     partial_all_reduce_chunks: as all_reduce_chunks, of gradients that ranks sharing attention have parts of;
     empty = one piece per layer. Where no ranks share attention, there are none, whatever this says.
-    gathers_loads: ranks tell each other once per step how many rows of theirs went to each expert.
+    moves_samples: combine takes whole samples to new homes (NetMoE). guest_slots: experts of other ranks that
+    every rank has room for in every MoE layer (Pro-Prophet); 0 = experts stay. gathers_loads: ranks tell each
+    other once per step how many rows of theirs went to each expert.
     """
 
     moe_layers: tuple[bool, ...]
@@ -95,6 +97,8 @@ class StepShape:
     expert_form: ExpertForm = "gather"
     pair_slices: int = 1
     partial_all_reduce_chunks: tuple[int, ...] = ()
+    moves_samples: bool = False
+    guest_slots: int = 0
     gathers_loads: bool = False
     more: tuple[Pass, ...] = ()
 

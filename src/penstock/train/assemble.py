@@ -80,7 +80,7 @@ def first_plan(config: RunConfig, layout: Layout, shape: StepShape, gradients: G
     """The plan from section [cluster], before anything has been measured."""
     sizes = workload(config, layout, gradients)
     return plan_step(
-        config.schedule,
+        config.schedule.decision(dispatch_of(config.moe), config.placement),
         shape,
         gradients,
         lambda cut: StepCost(cut, sizes, config.cluster),

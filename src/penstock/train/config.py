@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from penstock.config import ConfigError, Within, check_bounds, check_name
 from penstock.config.bounds import MOST_STEPS, Seed, Steps
 from penstock.cost import ClusterConfig
-from penstock.decision import ScheduleConfig
+from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.models import PRESETS, ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import GIVEN, PlanConfig
@@ -80,6 +80,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)

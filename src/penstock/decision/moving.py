@@ -1,0 +1,103 @@
+"""Whether samples and experts move: section `[placement]`, and what a plan decides of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+from penstock.config import Within, check_bounds
+from penstock.config.bounds import MOST_STEPS
+from penstock.decision.field import Asked, Field
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.decision.record import Decision
+
+SampleMoves = Literal["none", "netmoe"]
+ExpertMoves = Literal["none", "pro_prophet", "shadowing", "least_loaded", "planned"]
+Solver = Literal["network_simplex", "kuhn_munkres"]
+Prediction = Literal["next_gate", "conditional", "none"]
+MOST_GUEST_SLOTS = 64
+
+GuestSlots = Annotated[
+    int, Within(1, MOST_GUEST_SLOTS, "every slot takes the memory of an expert and its gradients, per layer")
+]
+EverySteps = Annotated[int, Within(1, MOST_STEPS, "steps are numbered with eight digits")]
+
+
+def _samples(asked: Asked, choice: Decision) -> Sequence[str]:
+    return asked.movable.samples if _may_move(asked, choice) else ("none",)
+
+
+def _experts(asked: Asked, choice: Decision) -> Sequence[str]:
+    return asked.movable.experts if _may_move(asked, choice) else ("none",)
+
+
+def _may_move(asked: Asked, choice: Decision) -> bool:
+    """Where rows meet all shards of their experts at once, samples and experts stay."""
+    return any(asked.shape.moe_layers) and (asked.shape.sharing.is_none or choice.form == "gather")
+
+
+def _guest_slots(asked: Asked, choice: Decision) -> Sequence[int]:
+    return asked.movable.guest_slots if choice.experts != "none" else (1,)
+
+
+def _expert_words(choice: Decision) -> str:
+    if choice.experts == "none":
+        return ""
+    slots = "a guest slot" if choice.guest_slots == 1 else f"{choice.guest_slots} guest slots"
+    return f"experts move ({choice.experts}, {slots} per rank)"
+
+
+SAMPLES = Field(
+    values=_samples,
+    words=lambda d: "" if d.samples == "none" else f"samples move ({d.samples})",
+    head="samples",
+    cell=lambda d: "-" if d.samples == "none" else d.samples,
+    may_be_left_out=True,
+)
+EXPERTS = Field(
+    values=_experts,
+    words=_expert_words,
+    head="experts",
+    cell=lambda d: "-" if d.experts == "none" else d.experts.replace("_", " "),
+    may_be_left_out=True,
+)
+GUEST_SLOTS = Field(values=_guest_slots, may_be_left_out=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """Section `[placement]`: what moves, and how it is decided where to.
+
+    samples: "netmoe" = every MoE layer gives samples the homes that save the most traffic between nodes.
+    experts: by which planner popular experts get guests on other ranks. "auto" = "none", unless
+    plan.source=auto finds in measured loads that moving pays.
+    guest_slots: experts of other ranks that every rank has room for, per MoE layer. every: experts are
+    planned after so many steps each. solver: what assigns samples. prediction: what samples are expected to
+    want of the next layer: its gate on the present input, a table of which experts follow which, or nothing.
+    """
+
+    samples: Literal["auto", "none", "netmoe"] = "auto"
+    experts: Literal["auto", "none", "pro_prophet", "shadowing", "least_loaded", "planned"] = "auto"
+    guest_slots: GuestSlots = 1
+    every: EverySteps = 1
+    solver: Solver = "network_simplex"
+    prediction: Prediction = "next_gate"
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    def applied(self, choice: Decision) -> Decision:
+        """`choice` with what this section decides; what it leaves open stays where it is."""
+        return replace(
+            choice,
+            samples="none" if self.samples == "auto" else self.samples,
+            experts="none" if self.experts == "auto" else self.experts,
+            guest_slots=self.guest_slots,
+        )
+
+    def saying(self, choice: Decision) -> Self:
+        """The section that means `choice`."""
+        return replace(self, samples=choice.samples, experts=choice.experts, guest_slots=choice.guest_slots)
