@@ -33,12 +33,12 @@ DECIDES_BY_NAME: Mapping[str, str] = {
     "runtime/program.py": "the forward half ends with the sums of the loss",
     "runtime/transport/interface.py": "which transport a lane has",
     "cost/cluster.py": "the devices of a node share its link to others, and not those inside",
+    "cost/routed.py": "what tasks cost on every rank by routing",
+    "cost/moves.py": "what transfers send by routing, op by op",
     "plan/bound.py": "embedding and head stand outside of the bound's chain of layers",
     "plan/explain.py": "what a faster link of one kind would bring",
     "autopilot/profiling/links.py": "which transport measures a leg",
     "autopilot/retune.py": "times of reductions depend on the pieces that are tried",
-    "virtual/cost.py": "virtual devices price what real ones do by routing",
-    "virtual/moves.py": "virtual devices send what real ones do, op by op",
     "virtual/handlers.py": "virtual devices have handlers of their own",
 }
 

@@ -28,6 +28,7 @@ PURE = (
     "decision",
     "schedule",
     "trace",
+    "workloads",
     "cost",
     "simulate",
     "plan",

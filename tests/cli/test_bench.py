@@ -113,7 +113,7 @@ def test_virtual_devices_are_marked_in_json() -> None:
 def test_virtual_devices_are_marked_in_text_and_page(tmp_path: Path) -> None:
     result = run_forked(2, "bench", "--virtual", "--plot", tmp_path, "--schedules", "flowmoe", *QUICK)
     assert result.returncode == 0, result.stderr
-    assert "virtual devices, uniform routing; computation is slept" in result.stdout.splitlines()[0]
+    assert "virtual devices, even routing; computation is slept" in result.stdout.splitlines()[0]
     assert "(virtual devices)</h2>" in (tmp_path / "index.html").read_text()
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from penstock.graph import Lane
 from penstock.report import RunSummary
-from penstock.virtual import RecordedModel, read_recording
+from penstock.workloads import RecordedModel, read_recording
 from tests.support.forked import run_forked
 from tests.support.ranks import Pools
 from tests.support.runs import (

@@ -24,9 +24,9 @@ from penstock.cost.clusters import FOLDER
 from penstock.plan import PlanFile
 from penstock.plan.plan_file import PlanSizes
 from penstock.train.config import RunConfig
-from penstock.virtual import read_recording
+from penstock.workloads import read_recording
 from tests.support.draws import draws
-from tests.virtual.test_recorded import HEADER, STEP
+from tests.workloads.test_recorded import HEADER, STEP
 
 Read = Callable[[Path], object]
 READERS: dict[str, Read] = {

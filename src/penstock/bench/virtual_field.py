@@ -14,7 +14,7 @@ from penstock.bench.contender import Entry
 from penstock.bench.field import chosen, layout_words
 from penstock.bench.scheduled import run_config_of
 from penstock.bench.tune import variants
-from penstock.cost import ProfiledCluster
+from penstock.cost import ProfiledCluster, RoutedCost
 from penstock.decision import Decision, ScheduleConfig
 from penstock.plan import explain
 from penstock.schedule import SCHEDULES, StepPlan
@@ -22,7 +22,7 @@ from penstock.simulate import simulate
 from penstock.topology import Layout
 from penstock.trace import TaskRecord
 from penstock.train.assemble import build_machinery, first_plan
-from penstock.virtual import VirtualCost, VirtualStack, build_virtual
+from penstock.virtual import VirtualStack, build_virtual
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,6 @@ class VirtualField:
         contender = Slept(self._stack, plan)
         return Entry(name=name, transport="penstock", contender=contender, plan=plan, simulated_s=simulated_s)
 
-    def _cost(self, plan: StepPlan) -> VirtualCost:
+    def _cost(self, plan: StepPlan) -> RoutedCost:
         self._stack.adopt(plan)
         return replace(self._stack.cost(self._first_measured), cluster=self._cluster)

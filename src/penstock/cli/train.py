@@ -35,8 +35,8 @@ from penstock.train.launcher import Place
 from penstock.train.resume import require_checkpoint
 from penstock.train.text import TextError
 from penstock.train.trainer import OnStep, Trainer
-from penstock.virtual import RecordedModel, RoutingRecorder
 from penstock.words import terminal_width
+from penstock.workloads import RecordedModel, RoutingRecorder
 
 EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointError, DivergedError, TextError)
 

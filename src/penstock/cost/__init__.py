@@ -4,6 +4,7 @@ from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.cluster_file import ClusterFile
 from penstock.cost.measured import MeasuredCost
 from penstock.cost.profiled import ProfiledCluster
+from penstock.cost.routed import RoutedCost, routing_sizes
 from penstock.cost.span import Span
 from penstock.cost.step import StepCost, UnevenRanks
 from penstock.cost.workload import Workload, split_sizes
@@ -14,9 +15,11 @@ __all__ = [
     "ClusterFile",
     "MeasuredCost",
     "ProfiledCluster",
+    "RoutedCost",
     "Span",
     "StepCost",
     "UnevenRanks",
     "Workload",
+    "routing_sizes",
     "split_sizes",
 ]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+from penstock.cost import routing_sizes
 from penstock.runtime import Machinery
-from penstock.topology import Layout
 from penstock.train.assemble import base_shape, first_plan, gradient_bytes, workload
 from penstock.train.config import RunConfig
 from penstock.virtual.config import VirtualConfig
-from penstock.virtual.recorded import recorded_routing
-from penstock.virtual.routing import Routing, RoutingSizes, generated_routing
 from penstock.virtual.stack import VirtualStack
+from penstock.workloads import routing_of
 
 
 def build_virtual(config: RunConfig, virtual: VirtualConfig, machinery: Machinery) -> VirtualStack:
@@ -20,26 +19,13 @@ def build_virtual(config: RunConfig, virtual: VirtualConfig, machinery: Machiner
     Every rank must call it at the same point. Raises ConfigError if recorded routing does not fit the model.
     """
     layout = machinery.layout
+    shape = base_shape(config, layout)
+    work = workload(config, layout, gradient_bytes(config.model, config.moe, layout))
     return VirtualStack(
-        base_shape(config, layout),
-        workload(config, layout, gradient_bytes(config.model, config.moe, layout)),
+        shape,
+        work,
         config.cluster,
-        build_routing(config, virtual, layout),
+        routing_of(virtual, routing_sizes(work, sum(shape.moe_layers))),
         machinery,
         partial(first_plan, config, layout),
     )
-
-
-def build_routing(config: RunConfig, virtual: VirtualConfig, layout: Layout) -> Routing:
-    """The routing that [virtual] describes, for the batch of all ranks."""
-    sizes = RoutingSizes(
-        groups=layout.dp_size,
-        samples=config.data.batch_per_device,
-        seq_len=config.model.seq_len,
-        moe_layers=sum(base_shape(config, layout).moe_layers),
-        num_experts=config.moe.num_experts,
-        top_k=config.moe.top_k,
-    )
-    if virtual.recorded is not None:
-        return recorded_routing(virtual.recorded, sizes)
-    return generated_routing(virtual, sizes)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.cost import Workload
+from penstock.cost import RoutedCost, Workload
+from penstock.cost.moves import ROW_MOVES, TOKEN_MOVES, Move
 from penstock.graph import Graph, Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import OPS, Kind, Op
@@ -18,8 +19,6 @@ from penstock.runtime.checks.marks import FIELDS
 from penstock.runtime.handlers import NOTHING, Handler, Handlers, Inputs, Outputs
 from penstock.runtime.statistics import HEADER
 from penstock.runtime.transport import Transports
-from penstock.virtual.cost import VirtualCost
-from penstock.virtual.moves import ROW_MOVES, TOKEN_MOVES, Move
 
 COMMUNICATION_LANES = (Lane.INTER, Lane.INTRA)
 MOVES = (*ROW_MOVES, *TOKEN_MOVES)
@@ -37,7 +36,7 @@ class RankStep:
     counts: Mapping[Task, tuple[Tensor, Tensor]]
 
     @staticmethod
-    def build(cost: VirtualCost, graph: Graph, rank: int) -> RankStep:
+    def build(cost: RoutedCost, graph: Graph, rank: int) -> RankStep:
         """Look everything up in the cost; takes milliseconds, which a step should not pay."""
         counts = {t: cost.exchanged_counts(t, rank) for t in graph.tasks if t.op == Op.COUNTS}
         moves = {t: cost.move(t, rank) for t in graph.tasks if t.op in MOVES}
@@ -65,7 +64,7 @@ class Buffers:
         self.loads = torch.zeros(1, moe_layers, work.num_experts, dtype=torch.int32)
         self._bytes: Sequence[Tensor] = ()
 
-    def grow(self, step: RankStep, cost: VirtualCost) -> None:
+    def grow(self, step: RankStep, cost: RoutedCost) -> None:
         """Make room for all that a step sends."""
         most = step.most_bytes
         if not self._bytes or most > len(self._bytes[0]):
@@ -84,7 +83,7 @@ class Buffers:
 class VirtualHandlers:
     """Built for one step of one rank. Tasks hand nothing on: the sizes of all of them are known."""
 
-    def __init__(self, step: RankStep, cost: VirtualCost, transports: Transports, buffers: Buffers) -> None:
+    def __init__(self, step: RankStep, cost: RoutedCost, transports: Transports, buffers: Buffers) -> None:
         self.step, self.cost, self.transports, self.buffers = step, cost, transports, buffers
 
     def compute(self, task: Task, inputs: Inputs) -> Outputs:

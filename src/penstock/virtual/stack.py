@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.cost import ClusterConfig, Workload
+from penstock.cost import ClusterConfig, RoutedCost, Workload
 from penstock.decision import GradientBytes
 from penstock.runtime.checks.agree import check_agreement
 from penstock.runtime.executor import Execution
@@ -18,10 +18,8 @@ from penstock.runtime.stack import Machinery
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.trace import TaskRecord
-from penstock.virtual.apportion import Counts
-from penstock.virtual.cost import VirtualCost
 from penstock.virtual.handlers import Buffers, RankStep, VirtualHandlers, virtual_handlers
-from penstock.virtual.routing import Routing
+from penstock.workloads import Counts, Routing
 
 
 @dataclass(frozen=True)
@@ -78,11 +76,11 @@ class VirtualStack:
         self.plan = plan
         return plan
 
-    def cost(self, number: int) -> VirtualCost:
+    def cost(self, number: int) -> RoutedCost:
         """What every task of step `number` costs on every rank under the plan of now, for the simulator."""
         if self._counts is None or self._counts[0] != number:
             self._counts = number, self.routing.counts(number)
-        return VirtualCost(self.plan.shape, self.workload, self.cluster, self._counts[1])
+        return RoutedCost(self.plan.shape, self.workload, self.cluster, self._counts[1])
 
     def prepare(self, number: int) -> None:
         """Draw the routing of step `number` and work out its sizes and durations, before the step is timed.

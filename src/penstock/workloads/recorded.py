@@ -24,8 +24,8 @@ import numpy as np
 from penstock.config import ConfigError, open_regular, parse_json, shorten
 from penstock.config.bounds import MOST_STEPS
 from penstock.config.error import shown
-from penstock.virtual.apportion import Counts, apportion
-from penstock.virtual.routing import RoutingSizes
+from penstock.workloads.apportion import Counts, apportion
+from penstock.workloads.routing import RoutingSizes
 
 FORMAT, VERSION = "penstock routing", 1
 MOST_SIZE, MOST_COUNT = 1 << 16, 1 << 40

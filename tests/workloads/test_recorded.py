@@ -10,12 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import ConfigError
-from penstock.virtual import RecordedModel, RoutingRecorder, RoutingSizes, VirtualConfig, read_recording
-from penstock.virtual.build import build_routing
-from penstock.virtual.recorded import recorded_routing
-from tests.support.parity import Case, batch_of, machinery, stack_of
-from tests.virtual.strategies import NOWHERE, recordings, sizes
+from penstock.workloads import (
+    RecordedModel,
+    RoutingConfig,
+    RoutingRecorder,
+    RoutingSizes,
+    read_recording,
+    routing_of,
+)
+from penstock.workloads.recorded import recorded_routing
+from tests.support.parity import Case, batch_of, stack_of
 from tests.virtual.test_stack import case_of
+from tests.workloads.strategies import NOWHERE, recordings, sizes
 
 MODEL = RecordedModel(moe_layers=2, num_experts=3, top_k=1)
 LOADS = [[1, 2, 3], [6, 0, 0]]
@@ -138,6 +144,8 @@ def test_a_real_run_is_replayed(tmp_path: Path) -> None:
     """The same model and batch: the loads of the experts come out as they were."""
     case, path = case_of(world_size=1, ep_size=1), tmp_path / "routing.jsonl"
     loads = recorded_run(case, path)
-    config = VirtualConfig(routing="recorded", recorded=path)
-    routing = build_routing(case.config, config, machinery(1, 1, 0).layout)
+    sizes = RoutingSizes(
+        groups=1, samples=case.batch, seq_len=case.model.seq_len, moe_layers=2, num_experts=8, top_k=2
+    )
+    routing = routing_of(RoutingConfig(routing="recorded", recorded=path), sizes)
     assert routing.counts(1).sum(axis=(0, 1)).tolist() == loads

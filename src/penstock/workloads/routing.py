@@ -11,11 +11,11 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.virtual.apportion import Counts, apportion
-from penstock.virtual.config import VirtualConfig
-from penstock.virtual.preferences import DirichletDraw, Draw, Movement, ZipfDraw, inclusion
+from penstock.workloads.apportion import Counts, apportion
+from penstock.workloads.preferences import Preferences, inclusion
 
 PREFERENCES, CHANCE = 0, 1
+"""What is drawn with a seed, so that one does not depend on how much is drawn for the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,8 @@ class RoutingSizes:
     """The batch that is routed.
 
     groups: of ranks with the same samples; a rank alone, unless ranks share attention. samples: of such a
-    group. moe_layers: how many layers have a router.
+    group. moe_layers: how many layers have a router. holders: over how many ranks experts are spread evenly,
+    where ranks share every expert groups of them.
     """
 
     groups: int
@@ -32,9 +33,11 @@ class RoutingSizes:
     moe_layers: int
     num_experts: int
     top_k: int
+    holders: int = 1
 
     def __post_init__(self) -> None:
         assert 1 <= self.top_k <= self.num_experts, "MoEConfig has checked it"
+        assert self.num_experts % self.holders == 0, "the layout has checked it"
 
     @property
     def copies(self) -> int:
@@ -63,7 +66,7 @@ class GeneratedRouting:
     """Tokens that choose by preferences and chance; a function of the seed and the step alone."""
 
     sizes: RoutingSizes
-    preferences: Movement
+    preferences: Preferences
     seed: int
 
     def counts(self, step: int) -> Counts:
@@ -73,25 +76,6 @@ class GeneratedRouting:
         rng = np.random.default_rng([self.seed, CHANCE, step])
         drawn = rng.binomial(sizes.seq_len, probability, size=sizes.shape).astype(np.int64)
         return _with_sum(drawn, sizes.copies, sizes.seq_len)
-
-
-def generated_routing(config: VirtualConfig, sizes: RoutingSizes) -> GeneratedRouting:
-    """The generator that `config` describes; its routing must not be `recorded`."""
-    assert config.routing != "recorded", "recorded routing is read, not generated"
-    movement = Movement(
-        draw=_draw(config, sizes),
-        seed=(config.seed, PREFERENCES),
-        drift=config.drift,
-        change_at=config.change_at,
-    )
-    return GeneratedRouting(sizes, movement, config.seed)
-
-
-def _draw(config: VirtualConfig, sizes: RoutingSizes) -> Draw:
-    if config.routing == "dirichlet":
-        return DirichletDraw(concentration=config.dirichlet_concentration, shape=sizes.shape)
-    exponent = config.zipf_exponent if config.routing == "zipf" else 0.0
-    return ZipfDraw(exponent=exponent, moe_layers=sizes.moe_layers, num_experts=sizes.num_experts)
 
 
 def _with_sum(drawn: Counts, total: int, most: int) -> Counts:

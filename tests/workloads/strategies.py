@@ -1,4 +1,4 @@
-"""Sizes, configurations and workloads that the tests of virtual devices share."""
+"""Sizes, configurations and workloads that tests of routing share."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from penstock.cost import ClusterConfig, Workload
+from penstock.cost import ClusterConfig, Workload, routing_sizes
 from penstock.step import StepShape
-from penstock.virtual import Routing, RoutingSizes, VirtualConfig
-from penstock.virtual.recorded import RecordedModel, RecordedRouting, Recording
-from penstock.virtual.routing import generated_routing
+from penstock.workloads import (
+    RecordedModel,
+    Recording,
+    Routing,
+    RoutingConfig,
+    RoutingSizes,
+    routing_of,
+)
+from penstock.workloads.catalogue import GENERATED
+from penstock.workloads.config import READ_BY
+from penstock.workloads.recorded import RecordedRouting
 from tests.steps import shapes
 
 CLUSTER = ClusterConfig(
@@ -23,6 +31,7 @@ CLUSTER = ClusterConfig(
 def sizes(draw: st.DrawFn) -> RoutingSizes:
     """Small batches; also one expert, all experts for every token, and a token per sample."""
     experts = draw(st.integers(1, 9))
+    holders = [n for n in range(1, experts + 1) if experts % n == 0]
     return RoutingSizes(
         groups=draw(st.integers(1, 4)),
         samples=draw(st.integers(1, 4)),
@@ -30,22 +39,27 @@ def sizes(draw: st.DrawFn) -> RoutingSizes:
         moe_layers=draw(st.integers(1, 3)),
         num_experts=experts,
         top_k=draw(st.integers(1, experts)),
+        holders=draw(st.sampled_from(holders)),
     )
+
+
+SETTINGS = {
+    "zipf_exponent": st.sampled_from([0.0, 0.7, 3.0, 10.0]),
+    "dirichlet_concentration": st.sampled_from([1e-3, 0.05, 1.0, 1e6]),
+    "hot_share": st.sampled_from([0.01, 0.5, 0.999]),
+    "period": st.integers(4, 9),
+    "burst_steps": st.integers(1, 4),
+    "drift": st.sampled_from([0.0, 0.01, 0.37, 1.0]),
+    "change_at": st.sampled_from([None, 1, 5]),
+}
 
 
 @st.composite
-def generated(draw: st.DrawFn) -> VirtualConfig:
-    """Any generator."""
-    kind = draw(st.sampled_from(["uniform", "zipf", "dirichlet"]))
-    moves = kind != "uniform"
-    return VirtualConfig(
-        routing=kind,  # type: ignore[arg-type]  # one of the literals
-        zipf_exponent=draw(st.sampled_from([0.0, 0.7, 3.0, 10.0])),
-        dirichlet_concentration=draw(st.sampled_from([1e-3, 0.05, 1.0, 1e6])),
-        drift=draw(st.sampled_from([0.0, 0.01, 0.37, 1.0])) if moves else 0.0,
-        change_at=draw(st.sampled_from([None, 1, 5])) if moves else None,
-        seed=draw(st.integers(0, 2**32)),
-    )
+def generated(draw: st.DrawFn) -> RoutingConfig:
+    """Any workload that is generated, with any of the settings that it reads."""
+    name = draw(st.sampled_from(list(GENERATED)))
+    settings = {key: draw(SETTINGS[key]) for key in READ_BY[name]}  # type: ignore[index]  # one of the literals
+    return RoutingConfig(routing=name, seed=draw(st.integers(0, 2**32)), **settings)  # type: ignore[arg-type]
 
 
 @st.composite
@@ -59,7 +73,7 @@ def recordings(draw: st.DrawFn, of: RoutingSizes, *, steps: int = 3) -> Recordin
         num_experts=of.num_experts,
         top_k=of.top_k,
     )
-    routing = generated_routing(draw(generated()), other)
+    routing = routing_of(draw(generated()), other)
     loads = [routing.counts(step).sum(axis=(0, 1)) for step in range(draw(st.integers(1, steps)))]
     return recording_of(of, [load.tolist() for load in loads])
 
@@ -76,7 +90,7 @@ def routings(draw: st.DrawFn) -> Routing:
     batch = draw(sizes())
     if draw(st.booleans()):
         return RecordedRouting(batch, draw(recordings(batch)))
-    return generated_routing(draw(generated()), batch)
+    return routing_of(draw(generated()), batch)
 
 
 @st.composite
@@ -103,15 +117,8 @@ def steps(draw: st.DrawFn, *, capacity: bool | None = None) -> tuple[StepShape, 
         all_reduce_bytes=tuple(400 * chunks for chunks in shape.all_reduce_chunks),
         expert_all_reduce_bytes=tuple(400 * chunks for chunks in shape.expert_all_reduce_chunks),
     )
-    batch = RoutingSizes(
-        groups=work.world_size,
-        samples=work.batch,
-        seq_len=work.seq_len,
-        moe_layers=sum(shape.moe_layers),
-        num_experts=work.num_experts,
-        top_k=work.top_k,
-    )
-    return shape, work, generated_routing(draw(generated()), batch)
+    batch = routing_sizes(work, sum(shape.moe_layers))
+    return shape, work, routing_of(draw(generated()), batch)
 
 
 NOWHERE = Path("no such folder") / "routing.jsonl"

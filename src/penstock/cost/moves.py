@@ -1,6 +1,6 @@
 """What every task that communicates hands to the transport, in sizes. No torch: the simulator reads it too.
 
-Shapes: those of `penstock.virtual.rows`; W ranks that meet in a task.
+Shapes: those of `penstock.cost.rows`; W ranks that meet in a task.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from penstock.cost import StepCost, split_sizes
 from penstock.cost.legs import even_leg
+from penstock.cost.rows import by_source_and_target, dealt, in_turn
+from penstock.cost.step import StepCost
+from penstock.cost.workload import split_sizes
 from penstock.dispatch import DISPATCHES, Leg, Place
 from penstock.dispatch.base import place_in
 from penstock.graph import Task
@@ -23,8 +25,7 @@ from penstock.ops import Op, shards, tensor
 from penstock.ops.transfers import HOME, TRANSFERS, outward
 from penstock.ops.work import Collective
 from penstock.placement import ExpertPlacement
-from penstock.virtual.apportion import Counts
-from penstock.virtual.rows import by_source_and_target, dealt, in_turn
+from penstock.workloads.apportion import Counts
 
 Rows = npt.NDArray[np.float64]
 SizesOf = Callable[[Task], Counts]

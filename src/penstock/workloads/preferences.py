@@ -17,6 +17,14 @@ import numpy.typing as npt
 Logits = npt.NDArray[np.float64]
 
 
+class Preferences(Protocol):
+    """Which experts tokens prefer in every step."""
+
+    def at(self, step: int) -> Logits:
+        """Logits of a step, counted from 0: the same on all ranks, in whatever order steps are asked for."""
+        ...
+
+
 class Draw(Protocol):
     """Draws preferences from nothing but a generator."""
 

@@ -1,6 +1,6 @@
 """What a step costs on every rank when tokens are not spread evenly. No torch: the simulator reads it too.
 
-Shapes: those of `penstock.virtual.rows`.
+Shapes: those of `penstock.cost.rows`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,36 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from penstock.cost import ClusterConfig, StepCost, Workload
+from penstock.cost.cluster import ClusterConfig
+from penstock.cost.moves import ROW_MOVES, Move, RowMoves, TokenMoves
+from penstock.cost.rows import cut_rows
+from penstock.cost.step import StepCost
+from penstock.cost.workload import Workload
 from penstock.graph import Task
+from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.placement import ExpertPlacement
 from penstock.step import StepShape
-from penstock.virtual.apportion import Counts
-from penstock.virtual.moves import ROW_MOVES, Move, RowMoves, TokenMoves
-from penstock.virtual.rows import cut_rows
+from penstock.workloads import Counts, RoutingSizes
 
 Seconds = npt.NDArray[np.float64]
 
 
+def routing_sizes(work: Workload, moe_layers: int) -> RoutingSizes:
+    """The batch of all ranks, as a workload routes it."""
+    return RoutingSizes(
+        groups=work.mesh.size(Group.DATA),
+        samples=work.batch,
+        seq_len=work.seq_len,
+        moe_layers=moe_layers,
+        num_experts=work.num_experts,
+        top_k=work.top_k,
+        holders=work.ep_size,
+    )
+
+
 @dataclass(frozen=True)
-class VirtualCost:
+class RoutedCost:
     """`cost(task)` in seconds, an array [ranks]: `StepCost`, but experts and transfers follow the routing.
 
     counts_DBYE: token copies of every sample for every expert, as `Routing.counts` gives them. placement:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cost import StepCost, Workload, split_sizes
+from penstock.cost import RoutedCost, StepCost, Workload, split_sizes
 from penstock.cost.legs import even_leg
+from penstock.cost.rows import by_source_and_target
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group
@@ -23,18 +24,17 @@ from penstock.schedule import SCHEDULES
 from penstock.simulate import lower_bound, simulate
 from penstock.step import Sharing, StepShape, build_graph
 from penstock.step.shape import ExpertForm, TokenLayout
-from penstock.virtual import Routing, VirtualCost
-from penstock.virtual.rows import by_source_and_target
+from penstock.workloads import Routing
 from tests.steps import planned, task_at
 from tests.support.draws import draws
-from tests.virtual.strategies import CLUSTER, steps
+from tests.workloads.strategies import CLUSTER, steps
 
 Step = tuple[StepShape, Workload, Routing]
 
 
-def cost_of(step: Step) -> VirtualCost:
+def cost_of(step: Step) -> RoutedCost:
     shape, work, routing = step
-    return VirtualCost(shape, work, CLUSTER, routing.counts(0))
+    return RoutedCost(shape, work, CLUSTER, routing.counts(0))
 
 
 def moves(shape: StepShape) -> list[Task]:
@@ -46,14 +46,14 @@ def renamed(task: Task, **changes: Any) -> Task:
     return replace(task, name=task.name._replace(**changes))
 
 
-def splits_of(cost: VirtualCost, task: Task, rank: int) -> tuple[list[int], list[int]]:
+def splits_of(cost: RoutedCost, task: Task, rank: int) -> tuple[list[int], list[int]]:
     """Rows to and from every rank of the expert group in a flat transfer."""
     move = cost.move(task, rank)
     assert move.group == Group.EXPERT
     return list(move.input_splits), list(move.output_splits)
 
 
-def moe_layer(cost: VirtualCost, task: Task) -> int:
+def moe_layer(cost: RoutedCost, task: Task) -> int:
     """The task's layer counted among MoE layers."""
     return sum(cost.shape.moe_layers[: task.layer])
 
@@ -119,7 +119,7 @@ def test_what_came_goes_back_and_gradients_go_the_other_way(step: Step) -> None:
 def test_every_chunk_has_what_its_slices_have(step: Step) -> None:
     """Forward and backward chunks are other runs of the same slices."""
     (shape, work, routing), cost = step, cost_of(step)
-    fine = VirtualCost(
+    fine = RoutedCost(
         replace(shape, chunks=shape.slices, degree_backward=0), work, CLUSTER, routing.counts(0)
     )
     fine_tasks = build_graph(fine.shape).by_name
@@ -140,10 +140,10 @@ def test_experts_compute_every_row_once_in_either_direction(step: Step) -> None:
     """With almost no overheads, the experts' seconds do not depend on how many chunks there are."""
     shape, work, routing = step
     free = replace(CLUSTER, task_overhead_s=1e-15)
-    cut = VirtualCost(shape, work, free, routing.counts(0))
-    whole = VirtualCost(replace(shape, chunks=1, degree_backward=0), work, free, routing.counts(0))
+    cut = RoutedCost(shape, work, free, routing.counts(0))
+    whole = RoutedCost(replace(shape, chunks=1, degree_backward=0), work, free, routing.counts(0))
 
-    def experts_s(cost: VirtualCost, *, forward: bool) -> Any:
+    def experts_s(cost: RoutedCost, *, forward: bool) -> Any:
         tasks = build_graph(cost.shape).tasks
         return sum(cost.seconds(t) for t in tasks if t.op == Op.EXPERTS and t.forward is forward)
 
@@ -156,7 +156,7 @@ def test_experts_compute_every_row_once_in_either_direction(step: Step) -> None:
 def test_exchanged_counts_say_the_splits(step: Step) -> None:
     (shape, work, routing), cost = step, cost_of(step)
     shape = replace(shape, exchange_counts=True)
-    cost = VirtualCost(shape, work, CLUSTER, routing.counts(0))
+    cost = RoutedCost(shape, work, CLUSTER, routing.counts(0))
     own = build_graph(shape).by_name
     for task in (t for t in own.values() if t.op == Op.COUNTS):
         for rank in range(work.world_size):
@@ -223,13 +223,13 @@ def test_where_ranks_share_equal_parts_every_rank_costs_what_the_plan_assumes(
         mp_size=mp, esp_size=esp, dense_ffn_hidden_size=16, devices_per_node=max(mp, esp),
     )  # fmt: skip
     counts = np.full((4 // mp, 4, 2, 8), 4)
-    cost, even = VirtualCost(shape, work, CLUSTER, counts), StepCost(shape, work, CLUSTER)
+    cost, even = RoutedCost(shape, work, CLUSTER, counts), StepCost(shape, work, CLUSTER)
     for task in build_graph(shape).tasks:
         alone = task.op in TRANSFERS and ep == 1 and task.axes == Group.EXPERT
         assert cost(task) == pytest.approx(np.full(4, 0.0 if alone else even(task))), task
 
 
-def written_out() -> VirtualCost:
+def written_out() -> RoutedCost:
     """Two ranks with two samples of four tokens, one choice; all of the first rank go to the second."""
     shape = StepShape(moe_layers=(False, True), microbatches=2)
     work = Workload(
@@ -238,7 +238,7 @@ def written_out() -> VirtualCost:
         all_reduce_bytes=(400, 400), expert_all_reduce_bytes=(0, 0),
     )  # fmt: skip
     counts = np.array([[[[0, 4]], [[0, 4]]], [[[1, 3]], [[4, 0]]]])
-    return VirtualCost(shape, work, CLUSTER, counts)
+    return RoutedCost(shape, work, CLUSTER, counts)
 
 
 def test_seconds_written_out() -> None:
@@ -280,11 +280,11 @@ def test_the_simulator_predicts_it(step: Step, name: str) -> None:
     plan = planned(
         name,
         shape,
-        lambda cut: VirtualCost(cut, work, CLUSTER, routing.counts(0)),
+        lambda cut: RoutedCost(cut, work, CLUSTER, routing.counts(0)),
         microbatches=shape.microbatches,
         chunks=shape.chunks,
     )
-    cost = VirtualCost(plan.shape, work, CLUSTER, routing.counts(0))
+    cost = RoutedCost(plan.shape, work, CLUSTER, routing.counts(0))
     ranks = work.mesh
     timeline = simulate(plan.schedule, plan.graph, cost, ranks)
     assert timeline.iteration_s >= lower_bound(plan.graph, cost, ranks).seconds * (1 - 1e-9)
@@ -300,7 +300,7 @@ def test_with_a_capacity_the_busiest_rank_of_a_leg_costs_what_the_plan_assumes(
     shape, work, routing = step
     shape = replace(shape, dispatch=DISPATCHES[name].hops)
     work = replace(work, dispatch=name, node_size=min(node_size, work.ep_size))
-    cost, even = VirtualCost(shape, work, CLUSTER, routing.counts(0)), StepCost(shape, work, CLUSTER)
+    cost, even = RoutedCost(shape, work, CLUSTER, routing.counts(0)), StepCost(shape, work, CLUSTER)
     for task in build_graph(shape).tasks:
         if task.op in TRANSFERS:
             share = even_leg(name, task.op, work.nodes, work.ranks_per_node).share
@@ -313,10 +313,10 @@ def test_with_a_capacity_the_busiest_rank_of_a_leg_costs_what_the_plan_assumes(
 def test_legs_end_where_flat_ones_do(name: str, step: Step) -> None:
     """Whatever the way, a rank gets the same number of rows for its experts."""
     shape, work, routing = step
-    flat = VirtualCost(shape, work, CLUSTER, routing.counts(0))
+    flat = RoutedCost(shape, work, CLUSTER, routing.counts(0))
     shape = replace(shape, dispatch=DISPATCHES[name].hops)
     work = replace(work, dispatch=name, node_size=max(work.ep_size // 2, 1))
-    cost = VirtualCost(shape, work, CLUSTER, routing.counts(0))
+    cost = RoutedCost(shape, work, CLUSTER, routing.counts(0))
     for task in build_graph(flat.shape).tasks:
         if task.op == Op.DISPATCH and task.forward:
             last = renamed(task, op=shape.dispatch[-1].op)
@@ -334,7 +334,7 @@ def test_rows_go_to_the_rank_that_has_their_expert(step: Step, random: Random) -
     placement = ExpertPlacement.of(
         [experts[rank * slots : (rank + 1) * slots] for rank in range(work.ep_size)]
     )
-    cost = VirtualCost(shape, work, CLUSTER, routing.counts(0), placement)
+    cost = RoutedCost(shape, work, CLUSTER, routing.counts(0), placement)
     for task in moves(shape):
         rows_PE = cost.rows[:, task.microbatch, task.cut.first : task.cut.stop, moe_layer(cost, task)].sum(1)
         for target in range(work.ep_size):

@@ -12,18 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.virtual import Routing, RoutingSizes, VirtualConfig
-from penstock.virtual.apportion import Counts, apportion
-from penstock.virtual.preferences import inclusion
-from penstock.virtual.recorded import RecordedRouting
-from penstock.virtual.routing import GeneratedRouting, generated_routing
-from tests.virtual.strategies import generated, recording_of, recordings, routings, sizes
+from penstock.workloads import Counts, Routing, RoutingConfig, RoutingSizes, apportion, routing_of
+from penstock.workloads.catalogue import GENERATED
+from penstock.workloads.preferences import inclusion
+from penstock.workloads.recorded import RecordedRouting
+from penstock.workloads.routing import GeneratedRouting
+from tests.workloads.strategies import generated, recording_of, recordings, routings, sizes
 
-BATCH = RoutingSizes(groups=4, samples=8, seq_len=256, moe_layers=3, num_experts=16, top_k=2)
+BATCH = RoutingSizes(groups=4, samples=8, seq_len=256, moe_layers=3, num_experts=16, top_k=2, holders=4)
 
 
 def routing(batch: RoutingSizes = BATCH, **settings: Any) -> GeneratedRouting:
-    return generated_routing(VirtualConfig(**settings), batch)
+    found = routing_of(RoutingConfig(**settings), batch)
+    assert isinstance(found, GeneratedRouting)
+    return found
 
 
 def loads(counts: Counts) -> Counts:
@@ -54,10 +56,10 @@ def test_counts_are_those_of_a_router(made: Routing, step: int) -> None:
 
 @given(sizes(), generated(), st.lists(st.integers(0, 30), min_size=1, max_size=3))
 def test_a_step_depends_on_nothing_but_seed_and_number(
-    batch: RoutingSizes, config: VirtualConfig, earlier: list[int]
+    batch: RoutingSizes, config: RoutingConfig, earlier: list[int]
 ) -> None:
     """Not on the steps that were asked for before: ranks may ask in any order."""
-    asked, fresh = generated_routing(config, batch), generated_routing(config, batch)
+    asked, fresh = routing_of(config, batch), routing_of(config, batch)
     for step in earlier:
         asked.counts(step)
     assert (asked.counts(7) == fresh.counts(7)).all()
@@ -66,10 +68,9 @@ def test_a_step_depends_on_nothing_but_seed_and_number(
 @pytest.mark.slow
 def test_another_process_draws_the_same() -> None:
     program = (
-        "from penstock.virtual import RoutingSizes, VirtualConfig\n"
-        "from penstock.virtual.routing import generated_routing\n"
+        "from penstock.workloads import RoutingConfig, RoutingSizes, routing_of\n"
         "batch = RoutingSizes(groups=4, samples=8, seq_len=256, moe_layers=3, num_experts=16, top_k=2)\n"
-        "routing = generated_routing(VirtualConfig(routing='dirichlet', drift=0.3, seed=5), batch)\n"
+        "routing = routing_of(RoutingConfig(routing='dirichlet', drift=0.3, seed=5), batch)\n"
         "print(routing.counts(11).tobytes().hex()[:20000])\n"
     )
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -77,7 +78,7 @@ def test_another_process_draws_the_same() -> None:
     assert other.stdout.strip() == ours
 
 
-@pytest.mark.parametrize("kind", ["uniform", "zipf", "dirichlet"])
+@pytest.mark.parametrize("kind", GENERATED)
 def test_steps_and_seeds_differ(kind: str) -> None:
     first = routing(routing=kind).counts(0)
     assert (first != routing(routing=kind).counts(1)).any()
@@ -87,7 +88,7 @@ def test_steps_and_seeds_differ(kind: str) -> None:
 # ---- how uneven it is --------------------------------------------------------------------------------------
 
 
-def test_uniform_routing_is_even_up_to_chance() -> None:
+def test_even_routing_is_even_up_to_chance() -> None:
     """A sample's 512 choices among 16 experts: 32 each, with a standard deviation of about 5.3."""
     counts = routing().counts(0)
     assert counts.mean() == 32
@@ -110,12 +111,12 @@ def test_layers_have_popular_experts_of_their_own() -> None:
 
 
 def test_zipf_is_alike_for_all_samples_and_dirichlet_is_not() -> None:
-    def spread(kind: str) -> float:
+    def spread(**settings: Any) -> float:
         """How much samples differ in their share of an expert, beyond what experts do."""
-        counts = routing(routing=kind, dirichlet_concentration=0.1).counts(0)
-        return float(counts.std(axis=(0, 1)).mean())
+        return float(routing(**settings).counts(0).std(axis=(0, 1)).mean())
 
-    assert spread("dirichlet") > 3 * spread("zipf")
+    own = spread(routing="dirichlet", dirichlet_concentration=0.1)
+    assert own > 3 * spread(routing="zipf")
 
 
 def test_a_small_concentration_sends_samples_to_few_experts() -> None:
@@ -148,6 +149,59 @@ def test_inclusion_written_out() -> None:
     assert inclusion(np.log([2.0, 1.0, 1.0]), 1) == pytest.approx([0.5, 0.25, 0.25])
 
 
+# ---- hot spots ---------------------------------------------------------------------------------------------
+
+
+def shares(counts: Counts) -> Any:
+    """Of every layer's experts, [MoE layers, experts]."""
+    return loads(counts) / loads(counts).sum(axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize(("name", "experts"), [("hot_rank", 4), ("hot_expert", 1)])
+def test_the_hot_experts_get_their_share_and_the_others_the_rest(name: str, experts: int) -> None:
+    """Up to chance; neighbouring layers have their hot spots at different places."""
+    made = routing(routing=name, hot_share=0.4)
+    for counts in (made.counts(0), made.counts(500)):
+        hot = np.sort(shares(counts), axis=-1)[:, -experts:]
+        assert hot.sum(axis=-1) == pytest.approx([0.4] * 3, abs=0.02)
+        assert hot == pytest.approx(np.full((3, experts), 0.4 / experts), abs=0.02)
+        rest = np.sort(shares(counts), axis=-1)[:, :-experts]
+        assert rest == pytest.approx(np.full((3, 16 - experts), 0.6 / (16 - experts)), abs=0.015)
+    places = [tuple(np.flatnonzero(layer > 0.08)) for layer in shares(made.counts(0))]
+    assert len(set(places)) == 3
+    assert all(places[layer][-1] // 4 == places[layer][0] // 4 for layer in range(3)), "of one rank"
+
+
+def test_no_token_chooses_an_expert_twice_however_hot_it_is() -> None:
+    found = shares(routing(routing="hot_expert", hot_share=0.9).counts(0))
+    assert all(0.48 < share <= 0.5 for share in found.max(axis=-1)), "one of two choices of every token"
+
+
+def hot_ranks(counts: Counts) -> list[int]:
+    """The rank with most rows, of every layer."""
+    found: list[int] = loads(counts).reshape(-1, 4, 4).sum(axis=-1).argmax(axis=-1).tolist()
+    return found
+
+
+def test_a_rotating_hot_spot_goes_round_all_ranks() -> None:
+    made = routing(routing="rotating", period=3, hot_share=0.6)
+    first = hot_ranks(made.counts(0))
+    for step in range(15):
+        assert hot_ranks(made.counts(step)) == [(rank + step // 3) % 4 for rank in first]
+
+
+def test_a_burst_ends_its_period() -> None:
+    made = routing(routing="burst", period=5, burst_steps=2, hot_share=0.4)
+    hottest = [float(shares(made.counts(step)).max()) for step in range(10)]
+    assert [share > 0.3 for share in hottest] == [False, False, False, True, True] * 2
+    assert max(share for share in hottest if share <= 0.3) < 0.1
+
+
+def test_slow_drift_is_zipf_that_drifts() -> None:
+    slow, zipf = routing(routing="slow_drift"), routing(routing="zipf", drift=0.01)
+    assert (slow.counts(40) == zipf.counts(40)).all()
+
+
 # ---- how it moves ------------------------------------------------------------------------------------------
 
 
@@ -171,7 +225,8 @@ def test_drift_is_continuous(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["zipf", "dirichlet"])
 def test_drift_leads_away_and_stays_as_uneven(kind: str) -> None:
-    moving = routing(routing=kind, zipf_exponent=1.5, drift=0.01)
+    uneven: dict[str, Any] = {"zipf_exponent": 1.5} if kind == "zipf" else {}
+    moving = routing(routing=kind, drift=0.01, **uneven)
     batch = [moving.counts(step) for step in (0, 5, 100)]
     if kind == "zipf":
         assert distance(batch[0], batch[1]) < 0.5 * distance(batch[0], batch[2])

@@ -1,0 +1,130 @@
+"""How tokens are routed where there is no router: which workload, and how uneven it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Final, Literal, Self
+
+from penstock.config import ConfigError, Within, check_bounds, load
+from penstock.config.bounds import MOST_STEPS, Seed
+
+RoutingName = Literal[
+    "even", "zipf", "dirichlet", "hot_rank", "hot_expert", "rotating", "burst", "slow_drift", "recorded"
+]
+
+Exponent = Annotated[float, Within(0, 10, "0 is even, at 10 nearly all choose one expert")]
+Concentration = Annotated[float, Within(1e-3, 1e6, "beyond, all samples choose alike, or one expert each")]
+Drift = Annotated[float, Within(0, 1, "1 means new preferences in every step; 0.01, in 100")]
+Share = Annotated[float, Within(0.001, 0.999, "it is the part of all token copies at the hot spot")]
+Period = Annotated[int, Within(1, MOST_STEPS, "it is a number of steps")]
+ChangeStep = Annotated[
+    int,
+    Within(1, MOST_STEPS, "steps are counted from 0, and before the first there is nothing to change"),
+]
+
+MOVES: Final = ("drift", "change_at")
+READ_BY: Final[Mapping[RoutingName, tuple[str, ...]]] = {
+    "even": (),
+    "zipf": ("zipf_exponent", *MOVES),
+    "dirichlet": ("dirichlet_concentration", *MOVES),
+    "hot_rank": ("hot_share",),
+    "hot_expert": ("hot_share",),
+    "rotating": ("hot_share", "period"),
+    "burst": ("hot_share", "period", "burst_steps"),
+    "slow_drift": ("zipf_exponent", *MOVES),
+    "recorded": ("recorded",),
+}
+"""Which settings each workload reads, beside the seed; another that is set is refused."""
+
+WORDS: Final = {
+    "zipf_exponent": "exponent {:g}",
+    "dirichlet_concentration": "concentration {:g}",
+    "hot_share": "{:.0%} at the hot spot",
+    "period": "period {} steps",
+    "burst_steps": "{} of them hot",
+    "drift": "drift {:g} per step",
+    "change_at": "redrawn at step {}",
+    "recorded": "{}",
+}
+SLOW_DRIFT: Final = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingConfig:
+    """A workload: where tokens go in every step. `penstock bench`, `penstock plan` and tests name it alike.
+
+    routing: `even`: every expert is chosen alike, up to chance. `zipf`: the expert of popularity rank r is
+        chosen in proportion to r ** -zipf_exponent, in another order in every layer. `dirichlet`: every
+        sample has preferences of its own. `hot_rank`: the experts of one rank get hot_share of all token
+        copies, another rank's in every layer. `hot_expert`: one expert does, as far as a token that chooses
+        several can choose it. `rotating`: a hot rank, after every `period` steps the next one. `burst`: even,
+        and a hot expert in the last burst_steps of every `period` steps. `slow_drift`: zipf that drifts by
+        0.01 per step, or by `drift`. `recorded`: the loads of a training run.
+    zipf_exponent: 0 is even, 1 gives the first expert twice the tokens of the second.
+    dirichlet_concentration: small numbers send a sample to few experts (strong locality), large ones to all
+        alike.
+    drift: how far preferences move in one step: 1 / drift steps lead to preferences that have nothing to do
+        with the first ones, continuously; 0 = they stay. For zipf and dirichlet.
+    change_at: the step (counted from 0) before which all preferences are drawn again; none = never.
+    seed: of preferences and of chance. recorded: the file that a training run wrote, for `recorded`.
+    """
+
+    routing: RoutingName = "even"
+    zipf_exponent: Exponent = 1.0
+    dirichlet_concentration: Concentration = 0.3
+    hot_share: Share = 0.5
+    period: Period = 10
+    burst_steps: Period = 2
+    drift: Drift = 0.0
+    change_at: ChangeStep | None = None
+    seed: Seed = 0
+    recorded: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        self._check_what_belongs_together()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `zipf`, `zipf,zipf_exponent=1.5,seed=3`, or the path of a recorded run.
+
+        Raises ConfigError for anything else.
+        """
+        name, *settings = text.split(",")
+        if name not in READ_BY and Path(name).is_file():
+            return load(cls, None, ["routing=recorded", f"recorded={name}", *settings])
+        return load(cls, None, [f"routing={name}", *settings])
+
+    @property
+    def words(self) -> str:
+        """As in `zipf routing (exponent 1)`."""
+        details = [
+            WORDS[key].format(value)
+            for key in READ_BY[self.routing]
+            if (value := getattr(self, key)) not in (None, 0.0)
+        ]
+        return f"{self.routing} routing" + (f" ({', '.join(details)})" if details else "")
+
+    def _check_what_belongs_together(self) -> None:
+        """A setting that would silently do nothing is refused."""
+        if self.routing == "recorded" and self.recorded is None:
+            why = "recorded routing needs the file of a run"
+            raise ConfigError("recorded", None, why, "Give its path, or use another routing.")
+        if self.routing == "burst" and self.burst_steps > self.period:
+            why = f"a burst cannot be longer than the period of {self.period} steps"
+            raise ConfigError("burst_steps", self.burst_steps, why, f"Use {self.period} or less.")
+        for field in fields(RoutingConfig):
+            value = getattr(self, field.name)
+            if field.name not in WORDS or value == field.default:
+                continue
+            if field.name not in READ_BY[self.routing]:
+                readers = [name for name, read in READ_BY.items() if field.name in read]
+                why = f"changes nothing with {self.routing} routing"
+                hint = f"Leave it out, or set routing to {' or '.join(readers)}."
+                raise ConfigError(field.name, _plain(value), why, hint)
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value

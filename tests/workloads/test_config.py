@@ -1,0 +1,115 @@
+"""Workloads by name: what is accepted, what is refused and how, what outputs say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from penstock.config import ConfigError, load, to_toml
+from penstock.virtual import VirtualConfig
+from penstock.workloads import RoutingConfig
+from tests.workloads.strategies import generated
+
+
+def test_the_default_is_even_and_still() -> None:
+    config = VirtualConfig()
+    assert (config.routing, config.drift, config.change_at) == ("even", 0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"zipf_exponent": -0.1}, "zipf_exponent = -0.1: must be from 0 to 10 (0 is even"),
+        ({"zipf_exponent": math.nan}, "zipf_exponent = nan: must be from 0 to 10"),
+        ({"dirichlet_concentration": 0.0}, "dirichlet_concentration = 0.0: must be from 0.001 to 1e+06 ("),
+        ({"routing": "zipf", "drift": 1.5}, "drift = 1.5: must be from 0 to 1"),
+        (
+            {"routing": "zipf", "change_at": 0},
+            "change_at = 0: must be from 1 to 99999999 (steps",
+        ),
+        ({"seed": -1}, "seed = -1: must be from 0 to 9223372036854775807"),
+        ({"routing": "recorded"}, "recorded = none: recorded routing needs the file of a run. Give its path"),
+        ({"recorded": Path("r.jsonl")}, 'recorded = "r.jsonl": changes nothing with even routing. Leave it'),
+        (
+            {"drift": 0.1},
+            "drift = 0.1: changes nothing with even routing. Leave it out, or set routing to",
+        ),
+        ({"routing": "zipf", "hot_share": 0.7}, "hot_share = 0.7: changes nothing with zipf routing. Leave"),
+        ({"routing": "hot_rank", "hot_share": 1.0}, "hot_share = 1.0: must be from 0.001 to 0.999 ("),
+        ({"routing": "burst", "period": 3, "burst_steps": 4}, "burst_steps = 4: a burst cannot be longer th"),
+        (
+            {"routing": "recorded", "recorded": Path("r.jsonl"), "drift": 0.1},
+            "drift = 0.1: changes nothing with recorded routing",
+        ),
+    ],
+)
+def test_what_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        VirtualConfig(**settings)
+    assert str(caught.value).startswith(message)
+    assert caught.value.hint
+
+
+def test_another_routing_is_refused_with_the_choices() -> None:
+    with pytest.raises(ConfigError, match="must be one of even, zipf, dirichlet, hot_rank"):
+        load(VirtualConfig, None, ["routing=pareto"])
+
+
+@given(config=generated())
+def test_a_file_holds_it(config: RoutingConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("config") / "virtual.toml"
+    path.write_text(to_toml(config))
+    assert load(RoutingConfig, path) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "label"),
+    [
+        ({}, "virtual devices, even routing"),
+        ({"routing": "zipf"}, "virtual devices, zipf routing (exponent 1)"),
+        (
+            {"routing": "dirichlet", "drift": 0.01, "change_at": 50},
+            "virtual devices, dirichlet routing (concentration 0.3, drift 0.01 per step, redrawn at step 50)",
+        ),
+        (
+            {"routing": "recorded", "recorded": Path("run/r.jsonl")},
+            "virtual devices, recorded routing (run/r.jsonl)",
+        ),
+    ],
+)
+def test_outputs_say_what_is_virtual(settings: dict[str, Any], label: str) -> None:
+    assert VirtualConfig(**settings).label == label
+
+
+@given(generated())
+def test_what_outputs_say_begins_with_the_name(config: RoutingConfig) -> None:
+    assert config.words.startswith(f"{config.routing} routing")
+    assert replace(config, seed=config.seed + 1).words == config.words
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        ("hot_rank", RoutingConfig(routing="hot_rank")),
+        ("zipf,zipf_exponent=1.5,seed=3", RoutingConfig(routing="zipf", zipf_exponent=1.5, seed=3)),
+    ],
+)
+def test_a_workload_in_a_word(text: str, config: RoutingConfig) -> None:
+    assert RoutingConfig.parse(text) == config
+
+
+def test_a_recorded_run_in_a_word(tmp_path: Path) -> None:
+    path = tmp_path / "routing.jsonl"
+    path.write_text("")
+    assert RoutingConfig.parse(str(path)) == RoutingConfig(routing="recorded", recorded=path)
+
+
+@pytest.mark.parametrize("text", ["", "zipf,1.5", "zipf,exponent=2", "no/such/file.jsonl", "even,drift=0.1"])
+def test_words_that_are_no_workload_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        RoutingConfig.parse(text)
