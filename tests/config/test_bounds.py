@@ -24,8 +24,18 @@ from penstock.emulate.state import ClusterState
 from penstock.plan import PlanFile
 from penstock.plan.subject import Overrides
 from penstock.train.config import RunConfig
+from penstock.workloads import RoutingConfig
 
-ROOTS = (RunConfig, BenchConfig, ClusterFile, PlanFile, ClusterState, EmulateConfig, Overrides)
+ROOTS = (
+    RunConfig,
+    BenchConfig,
+    ClusterFile,
+    PlanFile,
+    ClusterState,
+    EmulateConfig,
+    Overrides,
+    RoutingConfig,
+)
 """What is read from files and command lines; their sections are found from here."""
 
 CHECKED_OTHERWISE = {"Portion", "Slot"}
