@@ -1,17 +1,31 @@
 """Which samples and experts move where: assignment of samples to devices, planners of guests. No torch."""
 
+from penstock.placing.experts import PLANNERS, Planner, find_planner, overlap, pays
+from penstock.placing.model import LayerLoad, LayerSeconds, layer_seconds
 from penstock.placing.prediction import ConditionalTable
+from penstock.placing.problem import ExpertCosts, ExpertProblem, Links
 from penstock.placing.rows import Nearness, sample_problem
 from penstock.placing.samples import SampleProblem, assign
 from penstock.placing.transport import SOLVERS, find_solver, prepare
 
 __all__ = [
+    "PLANNERS",
     "SOLVERS",
     "ConditionalTable",
+    "ExpertCosts",
+    "ExpertProblem",
+    "LayerLoad",
+    "LayerSeconds",
+    "Links",
     "Nearness",
+    "Planner",
     "SampleProblem",
     "assign",
+    "find_planner",
     "find_solver",
+    "layer_seconds",
+    "overlap",
+    "pays",
     "prepare",
     "sample_problem",
 ]

@@ -1,0 +1,206 @@
+"""A hosting in the making: hosts are added, rows of an expert are shared among them, and its time is asked
+for.
+
+Rows of an expert that has several hosts go to any of them. `near` sends them to the nearest host, which is
+best for links; `level` shares them so that ranks compute alike. How many rows each host gets decides which
+ones: its own first, then those of its node.
+
+Shapes: P ranks of the expert group, E experts, H hosts of an expert.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.placement import EMPTY, SPLIT, Hosting, Part
+from penstock.placing.integers import Ints
+from penstock.placing.model import LayerLoad, LayerSeconds, seconds_of
+from penstock.placing.problem import ExpertProblem
+
+PASSES = 6
+"""Rounds in which the rows of all shared experts are levelled, one expert after the other."""
+
+
+class Draft:
+    """Hosts of every expert and the rows that each of them computes.
+
+    hosts: by expert, ranks in ascending order. rows: by expert and host. computed: rows by rank.
+    """
+
+    def __init__(self, problem: ExpertProblem) -> None:
+        self.problem = problem
+        self.guests: list[list[int]] = [[] for _ in range(problem.ranks)]
+        self.hosts = [sorted(host.rank for host in hosts) for hosts in problem.placement.hosts]
+        self.rows: list[list[int]] = [[] for _ in self.hosts]
+        self.computed = [0] * problem.ranks
+        self.near()
+
+    @property
+    def shared(self) -> list[int]:
+        """Experts with several hosts, the largest first."""
+        sizes = self.problem.expert_rows
+        return sorted((e for e, hosts in enumerate(self.hosts) if len(hosts) > 1), key=lambda e: -sizes[e])
+
+    def has_room(self, rank: int) -> bool:
+        """Whether a rank has a free guest slot."""
+        return len(self.guests[rank]) < self.problem.guest_slots
+
+    def add(self, expert: int, rank: int) -> None:
+        """Make an expert a guest of a rank, as yet without rows."""
+        assert self.has_room(rank) and rank not in self.hosts[expert]
+        self.guests[rank].append(expert)
+        place = sum(host < rank for host in self.hosts[expert])
+        self.hosts[expert].insert(place, rank)
+        self.rows[expert].insert(place, 0)
+
+    def remove(self, expert: int, rank: int) -> None:
+        """Send a guest away; its expert's rows go to the nearest of the other hosts."""
+        self.guests[rank].remove(expert)
+        place = self.hosts[expert].index(rank)
+        self.hosts[expert].pop(place)
+        self.computed[rank] -= self.rows[expert].pop(place)
+        self.put(expert, self._nearest(expert))
+
+    def put(self, expert: int, rows: Sequence[int]) -> None:
+        """Share the rows of an expert among its hosts like this."""
+        before = self.rows[expert] or [0] * len(rows)
+        for host, old, new in zip(self.hosts[expert], before, rows, strict=True):
+            self.computed[host] += new - old
+        self.rows[expert] = list(rows)
+
+    def near(self) -> None:
+        """Send every row to its own rank if that is a host, else to its node's hosts, else to the owner."""
+        for expert in range(len(self.hosts)):
+            self.put(expert, self._nearest(expert))
+
+    def level(self) -> None:
+        """Share the rows of experts with several hosts so that the hosts compute alike, as far as that
+        goes."""
+        shared = self.shared
+        for _ in range(PASSES):
+            for expert in shared:
+                self.put(expert, self._levelled(expert))
+
+    def blend(self, others: Sequence[Sequence[int]]) -> None:
+        """Go half the way to these rows by expert and host."""
+        for expert in self.shared:
+            total = sum(self.rows[expert])
+            half = [(a + b) // 2 for a, b in zip(self.rows[expert], others[expert], strict=True)]
+            half[0] += total - sum(half)
+            self.put(expert, half)
+
+    def load(self) -> LayerLoad:
+        """What it asks of ranks and links."""
+        ranks = self.problem.ranks
+        traffic, copies = np.zeros((ranks, ranks)), np.zeros((ranks, ranks), np.int64)
+        for expert, hosts in enumerate(self.hosts):
+            if len(hosts) == 1:
+                traffic[:, hosts[0]] += self.problem.loads[:, expert]
+            else:
+                traffic[:, hosts] += self.flows(expert)
+        for rank, guests in enumerate(self.guests):
+            for expert in guests:
+                copies[self.problem.placement.owners[expert], rank] += 1
+        return LayerLoad(traffic=traffic, copies=copies)
+
+    def seconds(self) -> LayerSeconds:
+        """The time of the layer, by rank and link."""
+        return seconds_of(self.problem.costs, self.load())
+
+    def flows(self, expert: int) -> Ints:
+        """Rows of an expert from every rank to each of its hosts, [P, H]."""
+        hosts = self.hosts[expert]
+        left, room = self.problem.loads[:, expert].copy(), np.array(self.rows[expert])
+        flows = np.zeros((len(left), len(hosts)), np.int64)
+        own = np.minimum(left[hosts], room)
+        flows[hosts, range(len(hosts))] = own
+        left[hosts] -= own
+        room -= own
+        nodes = np.array(self.problem.costs.links.nodes)
+        for node in dict.fromkeys(nodes[hosts].tolist()):
+            inside = _matched(np.where(nodes == node, left, 0), np.where(nodes[hosts] == node, room, 0))
+            flows += inside
+            left, room = left - inside.sum(axis=1), room - inside.sum(axis=0)
+        rest: Ints = flows + _matched(left, room)
+        return rest
+
+    def hosting(self) -> Hosting:
+        """The finished record."""
+        problem = self.problem
+        slots = problem.guest_slots
+        plain = Hosting.local(problem.placement, [g + [EMPTY] * (slots - len(g)) for g in self.guests])
+        splits = [list(of_rank) for of_rank in plain.splits]
+        for expert in self.shared:
+            positions = [_position(plain, host, expert) for host in self.hosts[expert]]
+            for rank, flows in enumerate(self.flows(expert).tolist()):
+                if rank in self.hosts[expert] and not sum(flows):
+                    continue  # its first row, if one comes, is computed where it starts
+                parts = apportioned(flows if sum(flows) else self.rows[expert])
+                splits[rank][expert] = tuple(
+                    Part(position, share) for position, share in zip(positions, parts, strict=True) if share
+                )
+        return Hosting(problem.placement, slots, plain.guests, tuple(tuple(each) for each in splits))
+
+    def _nearest(self, expert: int) -> list[int]:
+        problem, hosts = self.problem, self.hosts[expert]
+        column, owner = problem.loads[:, expert], problem.placement.owners[expert]
+        if len(hosts) == 1:
+            return [int(problem.expert_rows[expert])]
+        nodes = problem.costs.links.nodes
+        rows = dict.fromkeys(hosts, 0)
+        for rank, count in enumerate(column.tolist()):
+            close = [host for host in hosts if nodes[host] == nodes[rank]]
+            rows[
+                rank if rank in rows else min(close, key=lambda host: (rows[host], host), default=owner)
+            ] += count
+        return [rows[host] for host in hosts]
+
+    def _levelled(self, expert: int) -> list[int]:
+        """Rows by host with which hosts compute alike: those that compute least without this expert fill up
+        first."""
+        hosts, rows = self.hosts[expert], self.rows[expert]
+        other: list[tuple[int, int]] = []
+        for place, (host, own) in enumerate(zip(hosts, rows, strict=True)):
+            insort(other, (self.computed[host] - own, place))
+        left, filled, height = int(self.problem.expert_rows[expert]), 0, 0
+        for filled, (base, _) in enumerate(other, start=1):
+            following = other[filled][0] if filled < len(other) else None
+            height = base
+            if following is None or (following - base) * filled >= left:
+                break
+            left -= (following - base) * filled
+        each, more = divmod(left, filled)
+        found = [0] * len(hosts)
+        for turn, (base, place) in enumerate(other[:filled]):
+            found[place] = height - base + each + (turn < more)
+        return found
+
+
+def apportioned(rows: Sequence[int]) -> list[int]:
+    """SPLIT parts by numbers of rows: whole parts, the largest remainders rounded up; all to the first if
+    there are none."""
+    total = sum(rows)
+    if not total:
+        return [SPLIT, *[0] * (len(rows) - 1)]
+    parts = [count * SPLIT // total for count in rows]
+    by_remainder = sorted(range(len(rows)), key=lambda i: (-(rows[i] * SPLIT % total), i))
+    for place in by_remainder[: SPLIT - sum(parts)]:
+        parts[place] += 1
+    return parts
+
+
+def _matched(supply: Ints, demand: Ints) -> Ints:
+    """As many rows from each to each as both still have, in order of ranks, [supplies, demands]."""
+    supply_ends, demand_ends = np.cumsum(supply), np.cumsum(demand)
+    ends = np.minimum(supply_ends[:, None], demand_ends)
+    starts = np.maximum((supply_ends - supply)[:, None], demand_ends - demand)
+    overlap: Ints = np.maximum(0, ends - starts)
+    return overlap
+
+
+def _position(hosting: Hosting, rank: int, expert: int) -> int:
+    """Where a rank holds an expert that it hosts."""
+    return hosting.by_position.index(expert, rank * hosting.slots)

@@ -1,0 +1,133 @@
+"""Planners that share the rows of an expert among several hosts: by load alone, and by load, links and price.
+
+Shapes: P ranks of the expert group, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from penstock.placement import Hosting
+from penstock.placing.draft import Draft
+from penstock.placing.integers import Floats
+from penstock.placing.problem import ExpertProblem
+
+NEGLIGIBLE = 0.005
+"""Share of the mean rows of a rank that is not worth a guest."""
+
+
+def least_loaded(problem: ExpertProblem) -> Hosting:
+    """Surplus rows of the most loaded rank go to the least loaded one, which gets the weights; no price is
+    asked."""
+    draft = Draft(problem)
+    while (pair := _surplus(draft)) is not None:
+        draft.add(*pair)
+        draft.level()
+    return draft.hosting()
+
+
+def _surplus(draft: Draft) -> tuple[int, int] | None:
+    """The largest expert of the most loaded rank that the least loaded rank with room can take; None if
+    even."""
+    mean = draft.problem.mean_rows
+    ranks = sorted(range(len(draft.computed)), key=lambda rank: draft.computed[rank])
+    heaviest = ranks[-1]
+    if draft.computed[heaviest] <= (1 + NEGLIGIBLE) * mean:
+        return None
+    held = [e for e, hosts in enumerate(draft.hosts) if heaviest in hosts]
+    for rank in ranks:
+        free = [expert for expert in held if rank not in draft.hosts[expert]]
+        if draft.computed[rank] < mean and draft.has_room(rank) and free:
+            return max(free, key=lambda expert: (_rows_at(draft, expert, heaviest), -expert)), rank
+    return None
+
+
+def _rows_at(draft: Draft, expert: int, rank: int) -> int:
+    return draft.rows[expert][draft.hosts[expert].index(rank)]
+
+
+def planned(problem: ExpertProblem) -> Hosting:
+    """Guests one by one where they promise most, and of all plans on the way the fastest by rank and link.
+
+    A guest is worth the computation that it evens out, and the rows that it keeps in a rank or a node, less
+    the weights that cross links beyond what the schedule hides. Each plan is tried with its rows levelled,
+    kept near, and half way between: tokens travel or weights travel, whichever costs less.
+    """
+    draft = Draft(problem)
+    best_s, best = draft.seconds().total_s, draft.hosting()
+    for expert, rank in _promising(draft):
+        draft.add(expert, rank)
+        for _ in _sharings(draft):
+            seconds = draft.seconds().total_s
+            if seconds < best_s:
+                best_s, best = seconds, draft.hosting()
+    return best
+
+
+def _sharings(draft: Draft) -> Iterator[None]:
+    """Share the rows of experts with several hosts in each way; levelled at the end."""
+    draft.near()
+    yield
+    near = [list(rows) for rows in draft.rows]
+    draft.level()
+    levelled = [list(rows) for rows in draft.rows]
+    draft.blend(near)
+    yield
+    for expert in draft.shared:
+        draft.put(expert, levelled[expert])
+    yield
+
+
+def _promising(draft: Draft) -> Iterator[tuple[int, int]]:
+    """The expert and rank that promise most, again after each has been added, while something does."""
+    while True:
+        scores = _scores(draft)
+        expert, rank = np.unravel_index(int(scores.argmax()), scores.shape)
+        if not scores[expert, rank] > 0:
+            return
+        yield int(expert), int(rank)
+
+
+def _scores(draft: Draft) -> Floats:
+    """Seconds that a guest promises, for every expert and rank, [E, P]; -inf where it cannot be."""
+    problem, costs = draft.problem, draft.problem.costs
+    owners = list(problem.placement.owners)
+    to_rank_s = costs.links.pair_s_per_byte[owners]
+    evened = _evened(draft)
+    heaviest = max(draft.computed)
+    room = np.maximum(evened, heaviest - np.array(draft.computed))
+    kept_s = 4 * costs.row_bytes * np.minimum(_kept(draft), room) * to_rank_s
+    weights_s = (costs.parameter_bytes + costs.gradient_bytes) * to_rank_s * _exposed(draft)
+    scores: Floats = 3 * costs.row_s * evened + kept_s - weights_s
+    for expert, hosts in enumerate(draft.hosts):
+        scores[expert, hosts] = -np.inf
+    scores[:, [not draft.has_room(rank) for rank in range(problem.ranks)]] = -np.inf
+    return scores
+
+
+def _evened(draft: Draft) -> Floats:
+    """Rows above the mean of an expert's hosts that fit below the mean of a rank, [E, P]."""
+    mean, computed = draft.problem.mean_rows, np.array(draft.computed)
+    surplus = np.zeros(len(draft.hosts))
+    for expert, (hosts, rows) in enumerate(zip(draft.hosts, draft.rows, strict=True)):
+        surplus[expert] = np.minimum(rows, np.maximum(0, computed[hosts] - mean)).sum()
+    return np.minimum(surplus[:, None], np.maximum(0, mean - computed))
+
+
+def _kept(draft: Draft) -> Floats:
+    """Rows that a guest would keep from crossing to the owner: its node's where that has no host, else its
+    own, [E, P]."""
+    problem = draft.problem
+    nodes = np.array(problem.costs.links.nodes)
+    kept = problem.node_loads.T[:, nodes].astype(np.float64)
+    for expert, hosts in enumerate(draft.hosts):
+        hosting = np.isin(nodes, nodes[hosts])
+        kept[expert, hosting] = problem.loads[hosting, expert]
+    return kept
+
+
+def _exposed(draft: Draft) -> float:
+    """1 once Trans or Agg take longer than the schedule hides, and weights have a price; else 0."""
+    return float(draft.seconds().weights_s > 0)

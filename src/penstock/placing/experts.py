@@ -1,0 +1,55 @@
+"""Planners of guests by name, and whether a plan still pays.
+
+A planner makes, from the loads of one step, the hosting of the next. All ranks run it on the same integers
+and compare a hash of what it finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from penstock.placement import Hosting
+from penstock.placing.evening import least_loaded, planned
+from penstock.placing.integers import Ints
+from penstock.placing.model import layer_seconds
+from penstock.placing.problem import ExpertProblem
+from penstock.placing.published import pro_prophet, shadowing
+
+Planner = Callable[[ExpertProblem], Hosting]
+
+PLANNERS: Final[dict[str, Planner]] = {
+    "pro_prophet": pro_prophet,
+    "shadowing": shadowing,
+    "least_loaded": least_loaded,
+    "planned": planned,
+}
+
+
+def find_planner(name: str) -> Planner:
+    """A planner by its name. Raises ValueError for a name that none has."""
+    if name not in PLANNERS:
+        raise ValueError(f"no planner of experts is called {name!r}; there are {', '.join(PLANNERS)}")
+    return PLANNERS[name]
+
+
+def pays(problem: ExpertProblem, hosting: Hosting) -> bool:
+    """Whether a hosting makes the layer faster than none, by rank and link, with the loads of the problem.
+
+    A plan from stale loads may not: ask again when those of the step are known, and drop it if so.
+    """
+    if hosting.is_empty:
+        return False
+    none = Hosting.none(hosting.placement, hosting.guest_slots)
+    return layer_seconds(problem, hosting).total_s < layer_seconds(problem, none).total_s
+
+
+def overlap(before: Ints, after: Ints) -> float:
+    """The share of rows that two steps have in common, by rank and expert: 1 = the same distribution, 0 =
+    none alike.
+
+    Pro-Prophet's locality: a plan from one step serves the next as far as loads resemble each other.
+    """
+    totals = before.sum() or 1, after.sum() or 1
+    difference = abs(before / totals[0] - after / totals[1]).sum()
+    return float(1 - difference / 2)

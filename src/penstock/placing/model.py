@@ -1,0 +1,152 @@
+"""How long a layer takes with some experts as guests: per rank and link, and by the equations of Pro-Prophet.
+
+Shapes: P ranks of the expert group, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from penstock.placement import EMPTY, SPLIT, Hosting
+from penstock.placing.integers import Floats, Ints
+from penstock.placing.problem import ExpertCosts, ExpertProblem
+
+Equation = Literal[6, 8]
+"""Of Pro-Prophet: 6 has transfers of weights beside everything else, 8 hides them behind computation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerLoad:
+    """What a layer asks of ranks and links in one step.
+
+    traffic: [P, P], rows that rank p sends to rank r, its own on the diagonal. copies: [P, P], experts of
+    which rank p sends the parameters to rank r, and gets the gradients back.
+    """
+
+    traffic: Floats
+    copies: Ints
+
+    @staticmethod
+    def of(loads: Ints, hosting: Hosting) -> LayerLoad:
+        """With rows `loads` [P, E] going where a hosting sends them."""
+        ranks = hosting.placement.ranks
+        rank_of_position = np.repeat(np.arange(ranks), hosting.slots)
+        traffic = np.zeros((ranks, ranks))
+        for start, splits in enumerate(hosting.splits):
+            rows = loads[start].tolist()
+            shares = [
+                (to, rows[expert] * parts) for expert, split in enumerate(splits) for to, parts in split
+            ]
+            positions, parts = np.array(shares, np.int64).reshape(-1, 2).T
+            traffic[start] = np.bincount(rank_of_position[positions], parts, ranks) / SPLIT
+        return LayerLoad(traffic=traffic, copies=copies_of(hosting))
+
+    @cached_property
+    def computed(self) -> Floats:
+        """Rows that every rank computes: H of Eq 2, [P]."""
+        rows: Floats = self.traffic.sum(axis=0)
+        return rows
+
+    @cached_property
+    def received(self) -> Floats:
+        """Rows that every rank receives from others: R of Eq 1, [P]."""
+        rows: Floats = self.computed - self.traffic.diagonal()
+        return rows
+
+    @property
+    def imbalance(self) -> float:
+        """The largest load of a rank over the mean; 1 without rows."""
+        mean = float(self.computed.mean())
+        return float(self.computed.max()) / mean if mean else 1.0
+
+
+def copies_of(hosting: Hosting) -> Ints:
+    """Experts of which rank p sends the parameters to rank r, [P, P]."""
+    copies = np.zeros((hosting.placement.ranks,) * 2, np.int64)
+    for rank, guests in enumerate(hosting.guests):
+        for expert in guests:
+            if expert != EMPTY:
+                copies[hosting.placement.owners[expert], rank] += 1
+    return copies
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSeconds:
+    """Where the time of a layer goes, in one step, forward and backward.
+
+    rows_s: four all-to-alls. experts_s: the slowest rank's experts. weights_s: parts of Trans and Agg that
+    nothing hides.
+    """
+
+    rows_s: float
+    experts_s: float
+    weights_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.rows_s + self.experts_s + self.weights_s
+
+
+def seconds_of(costs: ExpertCosts, load: LayerLoad) -> LayerSeconds:
+    """By rank and link: the busiest link of every transfer, the slowest rank of every computation."""
+    experts_s = costs.row_s * float(load.computed.max())
+    forward_slack_s, backward_slack_s = costs.slack_s(experts_s)
+    per_byte_s = costs.links.seconds(load.copies) if load.copies.any() else 0.0  # Agg is Trans turned round
+    weights_s = max(0.0, per_byte_s * costs.parameter_bytes - forward_slack_s)
+    weights_s += max(0.0, per_byte_s * costs.gradient_bytes - backward_slack_s)
+    rows_s = 4 * costs.row_bytes * costs.links.seconds(load.traffic)
+    return LayerSeconds(rows_s=rows_s, experts_s=3 * experts_s, weights_s=weights_s)
+
+
+def layer_seconds(problem: ExpertProblem, hosting: Hosting) -> LayerSeconds:
+    """The time of the layer with these guests, by rank and link."""
+    return seconds_of(problem.costs, LayerLoad.of(problem.loads, hosting))
+
+
+def paper_seconds(
+    costs: ExpertCosts, received: Floats, computed: Floats, copied: int, excluded: int, equation: Equation = 8
+) -> float:
+    """The time of the layer by Eq 6 or Eq 8 of Pro-Prophet.
+
+    received, computed: R and H, [P]. copied: s, experts with guests. excluded: n, ranks that do not get such
+    an expert.
+    """
+    ranks, byte_s = len(computed), costs.links.mean_s_per_byte
+    experts_s = costs.row_s * float(computed.max())
+    copies = copied * (ranks - excluded) / ranks
+    trans_s, agg_s = copies * costs.parameter_bytes * byte_s, copies * costs.gradient_bytes * byte_s
+    if equation == 8:
+        trans_s = max(0.0, trans_s - experts_s - costs.other_s)
+        agg_s = max(0.0, agg_s - 2 * experts_s - 2 * costs.other_s)
+    rows_s = float(received.max()) * costs.row_bytes * byte_s
+    return 4 * rows_s + 3 * experts_s + trans_s + agg_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One MoE block under Pro-Prophet's schedule: one all-to-all, forward of experts and of the rest, Trans
+    and Agg."""
+
+    all_to_all_s: float
+    experts_s: float
+    other_s: float
+    trans_s: float
+    agg_s: float
+
+
+def step_seconds(blocks: Sequence[Block]) -> float:
+    """A whole step under Pro-Prophet's schedule, exactly.
+
+    Eq 8 hides a block's transfers behind its own computation. The schedule hides them behind the block before
+    it, and those of the first block behind nothing.
+    """
+    total_s = sum(4 * b.all_to_all_s + 3 * (b.experts_s + b.other_s) for b in blocks)
+    before_s = [0.0, *(b.experts_s + b.other_s for b in blocks[:-1])]
+    for block, hidden_s in zip(blocks, before_s, strict=True):
+        total_s += max(0.0, block.trans_s - hidden_s) + max(0.0, block.agg_s - 2 * hidden_s)
+    return total_s

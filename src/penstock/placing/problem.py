@@ -1,0 +1,141 @@
+"""What a planner of guests knows: the loads of a layer, and what rows, weights and computation cost.
+
+Shapes: P ranks of the expert group, N nodes, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from penstock.placement import ExpertPlacement
+from penstock.placing.integers import Floats, Ints, exact_product
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """What a byte costs between ranks of one node, and between nodes.
+
+    nodes: by rank, from 0. across_s_per_byte: of a node's card, which all of its ranks share, or of every
+    rank's own where `card_per_rank`. inside_s_per_byte: of every rank's link inside its node.
+    """
+
+    nodes: tuple[int, ...]
+    across_s_per_byte: float
+    inside_s_per_byte: float
+    card_per_rank: bool = False
+
+    def seconds(self, sent_PP: Ints | Floats) -> float:
+        """The time that the busiest link needs for bytes from every rank to every rank.
+
+        Links are full duplex, and those inside nodes work while cards do.
+        """
+        inside, across = self._inside * sent_PP, self._across * sent_PP
+        if not self.card_per_rank:
+            across = self.members @ across @ self.members.T
+        return max(self.inside_s_per_byte * _busiest(inside), self.across_s_per_byte * _busiest(across))
+
+    @cached_property
+    def pair_s_per_byte(self) -> Floats:
+        """Seconds per byte from rank to rank when nobody else sends, [P, P]."""
+        return self.across_s_per_byte * self._across + self.inside_s_per_byte * self._inside
+
+    @cached_property
+    def mean_s_per_byte(self) -> float:
+        """1 / the papers' average bandwidth: seconds per byte that a rank receives when all send evenly."""
+        ranks = len(self.nodes)
+        return self.seconds(np.ones((ranks, ranks))) / max(1, ranks - 1)
+
+    @cached_property
+    def members(self) -> Floats:
+        """1 where a rank is in a node, [N, P]."""
+        nodes = np.arange(max(self.nodes) + 1)
+        members: Floats = np.equal.outer(nodes, np.array(self.nodes)).astype(np.float64)
+        return members
+
+    @cached_property
+    def _across(self) -> Floats:
+        """1 where two ranks are in different nodes."""
+        nodes = np.array(self.nodes)
+        across: Floats = np.not_equal.outer(nodes, nodes).astype(np.float64)
+        return across
+
+    @cached_property
+    def _inside(self) -> Floats:
+        """1 where two different ranks are in one node."""
+        return 1.0 - self._across - np.eye(len(self.nodes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertCosts:
+    """What rows and experts of a layer cost; the same in every step.
+
+    row_s: of an expert's forward for one row; backward takes twice that. row_bytes: of a row in one of the
+    four all-to-alls of a step. parameter_bytes, gradient_bytes: of one expert, as Trans and Agg carry them.
+    forward_slack_s, backward_slack_s: time of Trans and of Agg that the schedule hides; None: what Eq 8 takes
+    for it, the forward (or backward) of experts and of the rest of the block, `other_s` forward.
+    """
+
+    links: Links
+    row_s: float
+    row_bytes: float
+    parameter_bytes: float
+    gradient_bytes: float
+    other_s: float = 0.0
+    forward_slack_s: float | None = None
+    backward_slack_s: float | None = None
+
+    def slack_s(self, experts_s: float) -> tuple[float, float]:
+        """Hidden time of Trans and of Agg. experts_s: forward of the layer's experts."""
+        block_s = experts_s + self.other_s
+        forward, backward = self.forward_slack_s, self.backward_slack_s
+        return block_s if forward is None else forward, 2 * block_s if backward is None else backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertProblem:
+    """One layer in one step. loads: [P, E], rows that start on rank p and go to expert e, by expert number.
+
+    placement: who owns and hosts the experts for good. guest_slots: free slots of every rank. Raises
+    ValueError where sizes contradict each other.
+    """
+
+    placement: ExpertPlacement
+    guest_slots: int
+    loads: Ints
+    costs: ExpertCosts
+
+    def __post_init__(self) -> None:
+        shape = (self.placement.ranks, self.placement.num_experts)
+        if self.loads.shape != shape or len(self.costs.links.nodes) != shape[0]:
+            raise ValueError(
+                f"loads {self.loads.shape} and nodes of {len(self.costs.links.nodes)} ranks: "
+                f"the placement has {shape[0]} ranks and {shape[1]} experts"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+    @cached_property
+    def expert_rows(self) -> Ints:
+        """Rows of every expert from all ranks, [E]."""
+        rows: Ints = self.loads.sum(axis=0)
+        return rows
+
+    @cached_property
+    def node_loads(self) -> Ints:
+        """Rows that start in a node, by expert, [N, E]."""
+        return exact_product(self.costs.links.members, self.loads)
+
+    @cached_property
+    def mean_rows(self) -> float:
+        """Rows that every rank would compute if all computed alike."""
+        return float(self.loads.sum() / self.ranks)
+
+
+def _busiest(sent: Floats) -> float:
+    """The largest number of bytes that anybody sends or receives."""
+    return max(float(sent.sum(axis=0).max(initial=0.0)), float(sent.sum(axis=1).max(initial=0.0)))

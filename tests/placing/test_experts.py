@@ -1,0 +1,129 @@
+"""Every planner: hostings are valid, account for all rows, never lose by their own model, and are the same
+everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.placement import ExpertPlacement, Hosting
+from penstock.placing import (
+    PLANNERS,
+    ExpertProblem,
+    LayerLoad,
+    find_planner,
+    layer_seconds,
+    overlap,
+    pays,
+)
+from tests.placing.problems import costs_of, expert_problems, skewed_loads
+
+NODES = (0,) * 4 + (1,) * 4 + (2,) * 4 + (3,) * 4
+
+
+def none_of(problem: ExpertProblem) -> Hosting:
+    return Hosting.none(problem.placement, problem.guest_slots)
+
+
+def skewed(seed: int = 0, guest_slots: int = 1, byte_s: float = 1e-11) -> ExpertProblem:
+    """3 of 16 experts have over half of the rows; 4 nodes of 4 ranks."""
+    loads = skewed_loads(np.random.default_rng(seed), 16, 16)
+    placement = ExpertPlacement.even(16, 16)
+    costs = costs_of(NODES, byte_s=byte_s)
+    return ExpertProblem(placement=placement, guest_slots=guest_slots, loads=loads, costs=costs)
+
+
+@given(problem=expert_problems(), name=st.sampled_from(list(PLANNERS)))
+def test_all_rows_are_computed_once(problem: ExpertProblem, name: str) -> None:
+    """That a hosting is valid it checks itself."""
+    hosting = find_planner(name)(problem)
+    load = LayerLoad.of(problem.loads, hosting)
+    assert load.computed.sum() == pytest.approx(problem.loads.sum())
+    assert load.traffic.sum(axis=1) == pytest.approx(problem.loads.sum(axis=1))
+
+
+@given(problem=expert_problems())
+def test_the_best_plan_is_never_slower_than_none(problem: ExpertProblem) -> None:
+    """By rank and link, up to the parts of SPLIT into which rows can be divided."""
+    none_s = layer_seconds(problem, none_of(problem)).total_s
+    assert layer_seconds(problem, find_planner("planned")(problem)).total_s <= 1.001 * none_s
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_even_loads_and_no_loads_need_no_guests(name: str) -> None:
+    for rows in (0, 64):
+        loads = np.full((16, 16), rows)
+        placement = ExpertPlacement.even(16, 16)
+        slow = costs_of(NODES, byte_s=1e-7)
+        problem = ExpertProblem(placement=placement, guest_slots=2, loads=loads, costs=slow)
+        assert find_planner(name)(problem).is_empty
+
+
+@pytest.mark.parametrize(("guest_slots", "most"), [(1, 1.1), (2, 1.05)])
+def test_loads_become_even(guest_slots: int, most: float) -> None:
+    """Top 3 of 16 experts over half of the rows: the fullest rank had 2.7 times the mean and more."""
+    for seed in range(4):
+        problem = skewed(seed, guest_slots)
+        assert LayerLoad.of(problem.loads, none_of(problem)).imbalance > 2.7
+        assert LayerLoad.of(problem.loads, find_planner("planned")(problem)).imbalance < most
+
+
+def test_planners_differ_as_their_papers_say() -> None:
+    """Shadowing copies an expert to all other ranks, Pro-Prophet to some, for rows of their own alone."""
+    problem = skewed()
+    shadowed, prophet = (find_planner(name)(problem) for name in ("shadowing", "pro_prophet"))
+    hottest = int(problem.expert_rows.argmax())
+    assert [rank for rank, held in enumerate(shadowed.guests) if held != (hottest,)] == [hottest]
+    assert shadowed == Hosting.local(problem.placement, shadowed.guests)
+    assert prophet.guests not in (shadowed.guests, none_of(problem).guests)
+    assert prophet == Hosting.local(problem.placement, prophet.guests)
+    none_s = layer_seconds(problem, none_of(problem)).total_s
+    planned_s = layer_seconds(problem, find_planner("planned")(problem)).total_s
+    assert planned_s < layer_seconds(problem, prophet).total_s < none_s
+
+
+def test_on_slow_links_weights_stay_where_they_are() -> None:
+    """An expert of 100 MB for some hundred rows: no planner that asks the price moves it."""
+    problem = skewed()
+    dear = costs_of(NODES, byte_s=1e-6, expert_bytes=1e8)
+    priced = ExpertProblem(placement=problem.placement, guest_slots=1, loads=problem.loads, costs=dear)
+    for name in ("planned", "pro_prophet", "shadowing"):
+        assert find_planner(name)(priced).is_empty, name
+
+
+def test_a_stale_plan_is_noticed() -> None:
+    """It serves the loads that it was made from, not even ones, where weights travel for nothing."""
+    problem = skewed(byte_s=1e-9)
+    hosting = find_planner("pro_prophet")(problem)
+    assert pays(problem, hosting)
+    exposed = replace(problem.costs, forward_slack_s=0.0, backward_slack_s=0.0)
+    assert not pays(replace(problem, loads=np.full((16, 16), 256), costs=exposed), hosting)
+    assert not pays(problem, none_of(problem))
+
+
+def test_overlap_of_two_steps() -> None:
+    loads = np.array([[30, 10], [0, 0]])
+    assert overlap(loads, 3 * loads) == 1.0
+    assert overlap(loads, loads[:, ::-1]) == pytest.approx(0.5)
+    assert overlap(loads, loads[::-1]) == 0.0
+    assert overlap(0 * loads, 0 * loads) == 1.0
+
+
+def test_refusals() -> None:
+    with pytest.raises(
+        ValueError, match=r"no planner of experts is called 'random'; there are pro_prophet, "
+    ):
+        find_planner("random")
+    with pytest.raises(
+        ValueError, match=r"loads \(2, 3\) and nodes of 2 ranks: the placement has 2 ranks and 4 "
+    ):
+        ExpertProblem(
+            placement=ExpertPlacement.even(4, 2),
+            guest_slots=1,
+            loads=np.zeros((2, 3), np.int64),
+            costs=costs_of((0, 1)),
+        )
