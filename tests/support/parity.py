@@ -293,13 +293,18 @@ def parts_of(stack: PipelinedStack) -> dict[str, Sharding]:
 
 
 def reference_step(case: Case) -> StepResult:
-    """The same step by the reference, in one process. Of a layout it has only the shares of the gate."""
+    """The same step by the reference, in one process."""
+    return _reference_step(reference_case(case))
+
+
+def reference_case(case: Case) -> Case:
+    """What the reference computes. Of a layout it has only the shares of the gate."""
     flat = replace(case.moe, dispatch="flat")
     alone = replace(case, ep_size=None, node_size=None, moe=flat, scattered=False, esp_size=1, tokens="split")
     if case.gate_shares == 1:
         groups = case.mesh.size(Group.DATA)
         alone = replace(alone, world_size=groups, mp_size=1)
-    return _reference_step(replace(alone, schedule=_pieces(case)))
+    return replace(alone, schedule=_pieces(case))
 
 
 def _pieces(case: Case) -> ScheduleConfig:
@@ -308,11 +313,16 @@ def _pieces(case: Case) -> ScheduleConfig:
     return ScheduleConfig(name="sequential")
 
 
-@lru_cache(maxsize=16)
-def _reference_step(case: Case) -> StepResult:
+def lone_stack(case: Case) -> PipelinedStack:
+    """The whole model of a case, in one process."""
     sequential = ScheduleConfig(name="sequential")
     alone = replace(case, world_size=1, mp_size=1, ep_size=1, batches=(), schedule=sequential)
-    stack = stack_of(0, alone)
+    return stack_of(0, alone)
+
+
+@lru_cache(maxsize=16)
+def _reference_step(case: Case) -> StepResult:
+    stack = lone_stack(case)
     weights = {n: p.detach().clone().requires_grad_() for n, p in stack.model.named_parameters()}
     tokens, labels = batch_of(case)
     loss = reference_loss(weights, settings_of(case), tokens, labels)
@@ -344,9 +354,9 @@ def check_parity(pools: Any, case: Case) -> StepResult:
     return result
 
 
-def check_result(result: StepResult, case: Case) -> None:
-    """Compare what all ranks have together with the reference."""
-    expected = reference_step(case)
+def check_result(result: StepResult, case: Case, expected: StepResult | None = None) -> None:
+    """Compare what all ranks have together with the reference, or with what it `expected` of another step."""
+    expected = expected or reference_step(case)
     tolerance = 1e-10 if case.double else 1e-5
     assert abs(result.loss - expected.loss) <= tolerance * abs(expected.loss), "loss"
     assert abs(result.norm - expected.norm) <= tolerance * expected.norm, "gradient norm"

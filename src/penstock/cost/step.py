@@ -11,13 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.cost.cluster import ClusterConfig
-from penstock.cost.workload import Workload, part_sizes, split_sizes
+from penstock.cost.workload import FLOAT32_BYTES, Workload, part_sizes, split_sizes
 from penstock.graph import Task
 from penstock.mesh import Group, stays_inside
 from penstock.ops import Work, spec_of
 from penstock.step import StepShape
-
-FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,8 @@ class StepSizes:
         self.router_flops = work.router_flops
         self.shared_flops, self.expert_flops = work.shared_flops, work.expert_flops
         self.head_flops, self._tokens = work.head_flops, work.tokens
-        self.logit_bytes, self._mesh = work.logit_bytes, work.mesh
+        self.logit_bytes, self.expert_bytes = work.logit_bytes, work.expert_bytes
+        self._mesh = work.mesh
 
     def tokens(self, task: Task) -> int:
         """Tokens of the task's microbatch, this rank's part where ranks share them."""

@@ -17,6 +17,8 @@ from penstock.ops import Op
 from penstock.placement import ExpertPlacement
 from penstock.step.shape import ExpertForm
 
+FLOAT32_BYTES = 4
+
 
 @lru_cache(maxsize=4096)  # a search cuts the same few sizes by the hundred thousand
 def split_sizes(total: int, pieces: int) -> tuple[int, ...]:
@@ -164,6 +166,12 @@ class Workload:
     def expert_flops(self, rows: float) -> float:
         """Forward matrix products of `rows` token copies."""
         return rows * 2 * self.expert_matrices * self.hidden_size * self.ffn_hidden_size
+
+    @property
+    def expert_bytes(self) -> float:
+        """Of the parameters of one expert, or of a rank's shard of it."""
+        numbers = self.expert_matrices * self.hidden_size * self.ffn_hidden_size
+        return numbers * FLOAT32_BYTES / self.esp_size
 
     def dense_flops(self, tokens: int) -> float:
         """The feed-forward part of a dense block: two matrices."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.dispatch import Dispatch, find_dispatch
 from penstock.moe.balance import BALANCES
-from penstock.moe.choices import GateSums, TokenChoice, made_for, placed
+from penstock.moe.choices import GateSums, TokenChoice, made_for
 from penstock.moe.config import BalanceGroup
 from penstock.moe.exchange import Alone, Exchange
 from penstock.moe.experts.base import Experts
@@ -26,6 +26,7 @@ from penstock.moe.gates.base import Gate
 from penstock.moe.hooks.base import Hook, Hooks
 from penstock.moe.orders.base import Order, OrderPlan
 from penstock.moe.routes import ChunkRoute
+from penstock.moe.seats import HostedSeats, OwnSeats
 from penstock.moe.tokens import Tokens
 from penstock.placement import ExpertPlacement
 
@@ -111,6 +112,7 @@ class MoELayer(nn.Module):
         self._words += f", placement {self.placement.digest[:8]}"
         self._losses: LayerLosses | None = None
         self._recomputed: weakref.ref[LayerLosses] | None = None
+        self._hosted: HostedSeats | None = None
 
     @property
     def num_experts(self) -> int:
@@ -122,6 +124,18 @@ class MoELayer(nn.Module):
         """Balance and z-losses of the last `forward`; None before the first."""
         alive = None if self._recomputed is None else self._recomputed()
         return self._losses if alive is None else alive
+
+    @property
+    def seats(self) -> OwnSeats | HostedSeats:
+        """Where rows go, and which experts compute them here."""
+        return self._hosted or OwnSeats(self.order, self.experts, self.placement, self.ep_rank)
+
+    def host(self, hosted: HostedSeats | None) -> None:
+        """Route to guests of all ranks, and compute those of this one; None: there are no guests.
+
+        For the steps of a stack, which bring the guests.
+        """
+        self._hosted = hosted
 
     def by_number(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Cut what belongs to the experts into them: a name that ends in the expert's number, and a view."""
@@ -136,11 +150,12 @@ class MoELayer(nn.Module):
         if tokens.valid_T is not None:  # whatever stands in padding, a NaN too, reaches no sum
             known_TM = x_TM.masked_fill(~tokens.valid_T.unsqueeze(1), 0)
         choice = made_for(self.gate(known_TM, tokens), tokens)
-        choice = placed(choice, self.placement, self.ep_rank)
-        plan = self.order.plan(choice, chunks)
-        rows_RM = self.hooks.run("before_dispatch", self.order.order(known_TM, choice, plan))
+        seats = self.seats
+        choice = seats.placed(choice)
+        plan = seats.order.plan(choice, chunks)
+        rows_RM = self.hooks.run("before_dispatch", seats.order.order(known_TM, choice, plan))
         positions_Tk = choice.experts_Tk if isinstance(choice, TokenChoice) else None
-        return RoutedTokens(rows_RM, self.order.weights(choice), x_TM, choice.sums, plan, positions_Tk)
+        return RoutedTokens(rows_RM, seats.order.weights(choice), x_TM, choice.sums, plan, positions_Tk)
 
     def expert_rows(self, rows_RM: Tensor, route: ChunkRoute, product: Product = grouped_product) -> Tensor:
         """Outputs of this rank's experts for rows sorted by (source rank, expert), in the same order.
@@ -148,7 +163,9 @@ class MoELayer(nn.Module):
         product: how rows and weights are multiplied; it decides when weight gradients are made.
         """
         rows_RM = self.hooks.run("after_dispatch", rows_RM)
-        return self.hooks.run("before_combine", self.order.run_experts(rows_RM, route, self.experts, product))
+        seats = self.seats
+        out_RM = seats.order.run_experts(rows_RM, route, seats.experts, product)
+        return self.hooks.run("before_combine", out_RM)
 
     def unorder(
         self, rows_RM: Tensor, weights: Tensor, plan: OrderPlan, shared_TM: Tensor | None = None
@@ -193,7 +210,7 @@ class MoELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: losses belong to a pass, and a graph cannot be copied."""
-        return {**self.__dict__, "_losses": None, "_recomputed": None}
+        return {**self.__dict__, "_losses": None, "_recomputed": None, "_hosted": None}
 
     def _route_checked(self, x_TM: Tensor, tokens: Tokens) -> RoutedTokens:
         try:

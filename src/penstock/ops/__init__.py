@@ -1,6 +1,6 @@
 """What each op means, before anything runs. Pure Python: no torch."""
 
-from penstock.ops import blocks, loads, shards, sums, tensor, transfers
+from penstock.ops import blocks, guests, loads, shards, sums, tensor, transfers
 from penstock.ops.base import OPS, Backward, Kind, OpSpec, register, spec_of
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
@@ -14,6 +14,7 @@ __all__ = [
     "Sizes",
     "Work",
     "blocks",
+    "guests",
     "loads",
     "register",
     "shards",

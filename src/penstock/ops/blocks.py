@@ -71,7 +71,7 @@ register(
         title="expert computation",
         kind=Kind.COMPUTE,
         work=_experts,
-        given=frozenset({"route"}),
+        given=frozenset({"route", "guests"}),
         indices="mc",
         gradients=EXPERTS,
     ),

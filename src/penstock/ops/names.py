@@ -27,6 +27,10 @@ class Op:
     EXPERT_ALL_REDUCE: Final = "XR"
     LOADS: Final = "LG"
 
+    # experts as guests: see `ops.guests`
+    GUEST_PARAMETERS: Final = "GP"
+    GUEST_GRADIENTS: Final = "GG"
+
     # tensor parallelism: see `ops.tensor`
     EMBED_SCATTER: Final = "ES"
     EMBED_REDUCE: Final = "ER"

@@ -46,6 +46,11 @@ class Sizes(Protocol):
     @property
     def moe_layers(self) -> tuple[bool, ...]: ...
 
+    @property
+    def expert_bytes(self) -> float:
+        """Of the parameters of one expert, this rank's shard of it."""
+        ...
+
     def tokens(self, task: Task) -> int:
         """Tokens of the task's microbatch, this rank's part where ranks share them."""
         ...

@@ -24,6 +24,7 @@ from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradien
 from penstock.moe.routes import Degrees
 from penstock.ops import OPS
 from penstock.runtime.gradients.buckets import Buckets
+from penstock.runtime.hosting import Lodging
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.passengers import Passengers, part_of
 from penstock.runtime.segment import AnySegment
@@ -104,7 +105,8 @@ class StepContext:
     part: the batch as far as this rank has tokens of its own, where ranks share those of every sample;
     tensor: its place among them. makers: what makes the routes of each layer; None for a dense one. segment:
     makes a compute segment. degrees: the numbers of chunks in which rows of an MoE layer travel. weights:
-    makes what a slice's weight gradients are left to. marks: [6] float64, to sum with the statistics.
+    makes what a slice's weight gradients are left to. lodging: experts that ranks host as guests in this
+    step. marks: [6] float64, to sum with the statistics.
     loss_gradient: known when the backward half begins. total, marks_total: known when the statistics task
     has run. loads_PYE: when the loads task has, if the step has one: choices by rank, MoE layer and expert.
     """
@@ -121,6 +123,7 @@ class StepContext:
     wire_dtype: torch.dtype | None
     degrees: Degrees
     weights: Callable[[], WeightGradients | AutogradWeights]
+    lodging: Lodging
     transports: Transports
     buckets: Buckets
     codec: StatisticsCodec

@@ -7,7 +7,7 @@ loss.backward()                      # runs the backward tasks; every gradient i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
@@ -19,9 +19,11 @@ from penstock.decision import GradientBytes
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.balance import BALANCES
 from penstock.moe.config import MoEConfig
+from penstock.placement import Hosting
 from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
 from penstock.runtime.batch import AnySizes, EqualSizes, SampleNumbers, Samples, Sizes
 from penstock.runtime.checks.agree import check_agreement
+from penstock.runtime.checks.guests import check_can_host, check_guests, check_hostings
 from penstock.runtime.checks.layers import (
     check_layers,
     check_not_moved,
@@ -45,6 +47,7 @@ from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts, ma
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.gradients.model_gradients import Gradients
 from penstock.runtime.handlers import HANDLERS
+from penstock.runtime.hosting import Host
 from penstock.runtime.lanes import Lanes
 from penstock.runtime.loads import LoadHistory
 from penstock.runtime.makers import maker_of
@@ -107,7 +110,7 @@ class PipelinedStack(nn.Module):
         object.__setattr__(self, "parts", parts)
         check_shards(model, parts, machinery.layout)
         self._shape = self._checked_shape()
-        self._placements = check_placements(placements_of(self._moe_layers), machinery.control)
+        self._placements = check_placements(placements_of(self.moe_layers), machinery.control)
         self.balance = BALANCES[moe.aux_loss_group]
         self.codec = StatisticsCodec(moe, self.balance)
         self.gradients = Gradients(model, parts, machinery.layout, machinery.device, self._shape)
@@ -121,6 +124,7 @@ class PipelinedStack(nn.Module):
         self._sizes: Sizes = EqualSizes(machinery.control) if fixed else AnySizes()
         self._make_plan = make_plan
         self._programs = Programs(HANDLERS, machinery.layout.mesh.silent)
+        self.host = Host(machinery.layout.ep_rank, machinery.device)
         self.plan = self.adopt(make_plan(self._shape, self.gradients.sizes_bytes))
 
     def adopt(self, plan: StepPlan) -> StepPlan:
@@ -128,9 +132,21 @@ class PipelinedStack(nn.Module):
         plan.schedule.check(plan.graph)
         check_agreement(plan, self.machinery.control)
         self.machinery.transports.open((task.lane, task.axes) for task in plan.graph.tasks if task.axes)
+        check_guests(self.moe_layers, plan.shape, self.machinery.layout, self.machinery.control)
         self.makers = self._route_makers(plan.shape)
+        self.host.open(self.moe_layers, plan.shape.guest_slots)
         self.plan = plan
         return plan
+
+    def host_guests(self, hostings: Sequence[Hosting | None]) -> None:
+        """Host these experts from the next forward pass on; every rank must call it.
+
+        hostings: by layer, None for a dense one. Results do not depend on them; no plan or group is made
+        anew. Raises PlacementError, on all ranks, for hostings that do not fit the layers and the plan's
+        guest slots, or that differ between ranks of an expert group.
+        """
+        layout, control = self.machinery.layout, self.machinery.control
+        self.host.use(check_hostings(hostings, self.moe_layers, self.plan.shape, layout, control))
 
     def program(self, *, training: bool) -> Program:
         """The plan, compiled for training or for the forward half alone.
@@ -217,7 +233,7 @@ class PipelinedStack(nn.Module):
             memo[id(kept)] = kept
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        of_a_step = {"execution": None, "statistics": None, "gradients": None}
+        of_a_step = {"execution": None, "statistics": None, "gradients": None, "host": self.host.copy()}
         copied.__dict__.update(copy.deepcopy({**self.__dict__, **of_a_step}, memo))
         layout, device = self.machinery.layout, self.machinery.device
         copied.gradients = Gradients(copied.model, copied.parts, layout, device, copied._shape)
@@ -244,18 +260,19 @@ class PipelinedStack(nn.Module):
         if not self.gradients.holds(self.plan.shape):
             check_not_sharded(self.model)
             check_same(self._checked_shape(), self._shape)
-            check_not_moved(placements_of(self._moe_layers), self._placements)
+            check_not_moved(placements_of(self.moe_layers), self._placements)
+            check_can_host(self.moe_layers, self.plan.shape, self.machinery.layout)
             self.makers = self._route_makers(self.plan.shape)
             self.mark_experts()
             self.gradients.renew(self.plan.shape)
 
     def _checked_shape(self) -> StepShape:
         """The uncut shape of a step of the layers that there are now."""
-        check_layers(self._moe_layers, self.moe, self.machinery.layout)
-        return shape_of(self._moe_layers, sharing_of(self.machinery.layout, self.moe.aux_loss_group))
+        check_layers(self.moe_layers, self.moe, self.machinery.layout)
+        return shape_of(self.moe_layers, sharing_of(self.machinery.layout, self.moe.aux_loss_group))
 
     @property
-    def _moe_layers(self) -> list[MoELayer | None]:
+    def moe_layers(self) -> list[MoELayer | None]:
         return [part.moe for part in self.parts.parts]
 
     def _samples(
@@ -291,7 +308,7 @@ class PipelinedStack(nn.Module):
 
     def _route_makers(self, shape: StepShape) -> list[RouteMaker | None]:
         layout = self.machinery.layout
-        return [None if moe is None else maker_of(moe, layout, shape.expert_form) for moe in self._moe_layers]
+        return [None if moe is None else maker_of(moe, layout, shape.expert_form) for moe in self.moe_layers]
 
 
 class _StepFunction(torch.autograd.Function):

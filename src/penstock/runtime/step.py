@@ -32,6 +32,7 @@ class Step:
         self.buckets = stack.buckets
         at_once = self.buckets.at_once
         layout = machinery.layout
+        self.lodging = stack.host.lend(stack.moe_layers)
         tensor = TensorPlace(layout.mp_rank, layout.mp_size)
         self.context = StepContext(
             parts=stack.parts,
@@ -46,6 +47,7 @@ class Step:
             wire_dtype=machinery.autocast_dtype,
             degrees=shape.transfer_degrees,
             weights=partial(WeightGradients, at_once) if stack.plan.weights_apart else AutogradWeights,
+            lodging=self.lodging,
             transports=machinery.transports,
             buckets=self.buckets,
             codec=stack.codec,
@@ -58,8 +60,10 @@ class Step:
         """The loss of the whole batch of all ranks."""
         ACTIVITY.begin_step()
         # Inside an autograd.Function gradients are off; segments need them for their own graphs.
-        with torch.set_grad_enabled(self.training):
+        with torch.set_grad_enabled(self.training), self.lodging.seated():
             self.execution.run()
+        if not self.training:
+            self.stack.host.take_back(self.lodging)
         statistics = self.context.total
         assert statistics is not None, "the statistics task has run"
         self._show(statistics)
@@ -95,6 +99,7 @@ class Step:
         for bucket in buckets:
             bucket.begin()
         self.execution.run()
+        self.stack.host.take_back(self.lodging)
         replaced = [parameter for bucket in buckets for parameter in bucket.finish()]
         if replaced:
             raise_replaced(self.stack.gradients.name_of(replaced[0]))

@@ -15,6 +15,8 @@ from penstock.step.passes import (
     GatheredLoads,
     GatheredShards,
     GradientPieces,
+    GuestGradients,
+    Guests,
     Hierarchical,
     Microbatches,
     RepeatedRows,
@@ -38,6 +40,8 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
     if shape.dispatch != FLAT and any(shape.moe_layers):
         found.append(Hierarchical(shape.dispatch))
     found += _sharing_passes(shape)
+    if shape.guest_slots and any(shape.moe_layers):
+        found += [Guests(shape.guest_pieces), GuestGradients(shape.guest_pieces)]
     if shape.microbatches > 1:
         found.append(Microbatches(shape.microbatches))
     if max(shape.chunks, shape.backward_chunks) > 1:

@@ -78,8 +78,9 @@ class StepShape:
     partial_all_reduce_chunks: as all_reduce_chunks, of gradients that ranks sharing attention have parts of;
     empty = one piece per layer. Where no ranks share attention, there are none, whatever this says.
     moves_samples: combine takes whole samples to new homes (NetMoE). guest_slots: experts of other ranks that
-    every rank has room for in every MoE layer (Pro-Prophet); 0 = experts stay. gathers_loads: ranks tell each
-    other once per step how many rows of theirs went to each expert.
+    every rank has room for in every MoE layer (Pro-Prophet); 0 = experts stay. guest_pieces: into which their
+    parameters and gradients are cut on their way. gathers_loads: ranks tell each other once per step how
+    many rows of theirs went to each expert.
     """
 
     moe_layers: tuple[bool, ...]
@@ -99,6 +100,7 @@ class StepShape:
     partial_all_reduce_chunks: tuple[int, ...] = ()
     moves_samples: bool = False
     guest_slots: int = 0
+    guest_pieces: int = 1
     gathers_loads: bool = False
     more: tuple[Pass, ...] = ()
 
@@ -116,6 +118,8 @@ class StepShape:
                 object.__setattr__(self, name, (default,) * self.num_layers)
             if len(getattr(self, name)) != self.num_layers:
                 raise ScheduleError(f"{name} needs one number per layer ({self.num_layers})")
+        if self.guest_slots < 0 or self.guest_pieces < 1:
+            raise ScheduleError("guest slots are 0 or more, and a guest travels in one piece or more")
         if not self.moe_layers or min(self.microbatches, self.chunks, self.backward_chunks) < 1:
             raise ScheduleError("a step needs at least one layer, one microbatch and one chunk")
         ops = [hop.op for hop in self.dispatch]

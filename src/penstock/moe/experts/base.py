@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -42,6 +44,17 @@ class Experts(nn.Module, ABC):
         Checkpoints and initial weights know an expert by its number in the whole model.
         """
 
+    def guests(self, slots: int) -> Experts:
+        """Experts of the same kind for `slots` of other ranks' experts, whose parameters are to be brought.
+
+        Their parameters are new ones, of the same types and trained where these are. Raises ValueError if
+        this kind of experts does not know how.
+        """
+        raise ValueError(
+            f"{type(self).__name__} has no method `guests`, which makes room for {slots} experts of other "
+            "ranks: give it one, or move no experts (placement.experts=none)"
+        )
+
 
 class StackedExperts(Experts):
     """Experts of one architecture, every parameter stacked along dimension 0."""
@@ -53,3 +66,12 @@ class StackedExperts(Experts):
     def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, int, Tensor]]:
         for number, part in enumerate(tensor.unbind()):
             yield name, number, part
+
+    def guests(self, slots: int) -> Experts:
+        made: dict[int, Any] = {}
+        for found in self.parameters():
+            room = found.new_zeros(slots, *found.shape[1:])
+            made[id(found)] = nn.Parameter(room, requires_grad=found.requires_grad)
+        twin = copy.deepcopy(self, made)  # with those in place of its parameters
+        twin.num_local_experts = slots
+        return twin

@@ -5,6 +5,7 @@ Shapes: R rows, M hidden size, n rows of one expert.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 
@@ -45,6 +46,10 @@ class ModuleExperts(Experts):
                 f"{name} is no parameter of ModuleExperts: expected ...expert_modules.<number>...."
             )
         yield found["before"] + found["after"], int(found["number"]), tensor
+
+    def guests(self, slots: int) -> Experts:
+        first = self.expert_modules[0]
+        return ModuleExperts(lambda: copy.deepcopy(first), slots)
 
 
 def _run(expert: nn.Module, rows_nM: Tensor) -> Tensor:

@@ -73,6 +73,18 @@ class Order(ABC):
         out_RM = experts(by_expert(rows_RM, route.received), sizes, product)
         return by_source(out_RM, route.received)
 
+    def seated(self, ranks: int, slots: int) -> Order:
+        """The same order for positions of `ranks` with `slots` each, of own experts and of guests.
+
+        Raises ValueError if hosting guests makes no sense with it.
+        """
+        del ranks, slots
+        raise ValueError(
+            f"{type(self).__name__} gives every expert a fixed number of rows from every rank, filled with "
+            "padding: a host would receive and compute as many. Moving experts needs dropless routing: leave "
+            "out moe.capacity_factor, or set placement.experts=none"
+        )
+
     def refused(self, choice: Choice) -> TypeError:
         """What `plan` raises for a choice of another kind."""
         kinds = " or ".join(self.kinds)

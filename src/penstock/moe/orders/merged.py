@@ -65,6 +65,9 @@ class MergedOrder(Order):
             tokens, chunk_rows, counts_CN, None, sorted_rows(bin_TP, chunks * self.ranks, sum(chunk_rows))
         )
 
+    def seated(self, ranks: int, slots: int) -> MergedOrder:
+        return MergedOrder(ranks * slots, self.choices, ranks)
+
     def weights(self, choice: Choice) -> Tensor:
         """None: they travel in the rows."""
         return choice.weights.new_empty(0).detach()

@@ -38,6 +38,9 @@ class SortOrder(RowOrder):
             tokens, tuple(rows), counts_CE, None, sorted_rows(bin_Tk, chunks * self.num_experts, sum(rows))
         )
 
+    def seated(self, ranks: int, slots: int) -> SortOrder:
+        return SortOrder(ranks * slots)
+
 
 def bins(parts_Tk: Tensor, sizes: tuple[int, ...], parts: int) -> Tensor:
     """Number of the pair (chunk, part) among C * parts, C * parts for -1. sizes: tokens of every chunk."""

@@ -31,7 +31,7 @@ class GradientPieces:
     stage = Stage.GRADIENTS
 
     def __call__(self, graph: Graph) -> Graph:
-        last = _last_to_add(graph)
+        last = last_to_add(graph)
         added: dict[int, list[Task]] = {}
         for layer in range(max(map(len, self.parts.values()))):
             sizes = {op: parts[layer] for op, parts in self.parts.items()}
@@ -66,7 +66,7 @@ def reductions(
     return found
 
 
-def _last_to_add(graph: Graph) -> dict[str, list[Name]]:
+def last_to_add(graph: Graph) -> dict[str, list[Name]]:
     """For every buffer the tasks that add to it and after which, in their layer, no other does."""
     begin = next((i for i, task in enumerate(graph.tasks) if task.accumulates), len(graph.tasks))
     followed: dict[Name, set[str]] = defaultdict(set)

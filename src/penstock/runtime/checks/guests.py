@@ -1,0 +1,143 @@
+"""Whether ranks can host experts of others in a stack, and whether they agree on who hosts whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.mesh import Group
+from penstock.moe import Experts, MoELayer
+from penstock.placement import Hosting, PlacementError
+from penstock.step import StepShape
+from penstock.step.shape import FORM_TOKENS
+from penstock.topology import Control, Layout
+
+Layers = Sequence[MoELayer | None]
+
+
+def check_guests(layers: Layers, shape: StepShape, layout: Layout, control: Control) -> None:
+    """Raise ValueError, on all ranks, if their experts differ, where the plan has guest slots.
+
+    Costs an exchange of some bytes per parameter.
+    """
+    if not shape.guest_slots:
+        return
+    check_can_host(layers, shape, layout)
+    moe = [layer for layer in layers if layer is not None]
+    everyone = control.gather([_words(layer.experts) for layer in moe], "comparing experts")
+    for rank, words in enumerate(everyone):
+        for theirs, first in zip(words, everyone[0], strict=True):
+            if theirs != first:
+                raise ValueError(
+                    f"rank {rank} has experts of {theirs}, rank 0 of {first}: experts that differ cannot "
+                    "take each other's place. Build them alike, or set placement.experts=none"
+                )
+
+
+def check_can_host(layers: Layers, shape: StepShape, layout: Layout) -> None:
+    """Raise ValueError that says why experts of these layers cannot be hosted under a plan of this shape."""
+    if not shape.guest_slots:
+        return
+    _check_form(shape, layout)
+    moe = [layer for layer in layers if layer is not None]
+    for layer in moe:
+        layer.order.seated(layer.ep_size, layer.placement.slots + shape.guest_slots)
+        _check_experts(layer.experts)
+    _check_apart(moe)
+
+
+def check_hostings(
+    hostings: Sequence[Hosting | None], layers: Layers, shape: StepShape, layout: Layout, control: Control
+) -> tuple[Hosting | None, ...]:
+    """Return `hostings`, which fit and which all ranks of an expert group have; else raise PlacementError."""
+    everyone = control.gather(
+        (_misfit(hostings, layers, shape), [None if h is None else h.digest for h in hostings]),
+        "comparing which experts are guests",
+    )
+    for misfit, _ in everyone:
+        if misfit:
+            raise PlacementError(misfit)
+    mine = everyone[layout.rank][1]
+    for rank in layout.mesh.members(layout.rank, Group.EXPERT_SHARDS):
+        for number, (theirs, own) in enumerate(zip(everyone[rank][1], mine, strict=True)):
+            if theirs != own:
+                raise PlacementError(
+                    f"layer {number}: rank {rank} hosts other guests than rank {layout.rank} knows of, and "
+                    "rows would meet the wrong experts. Host the same on all ranks"
+                )
+    return tuple(hostings)
+
+
+def _misfit(hostings: Sequence[Hosting | None], layers: Layers, shape: StepShape) -> str:
+    """What does not fit, in words; "" if all does."""
+    if not shape.guest_slots:
+        return "the plan has no guest slots: use a plan with placement.guest_slots of at least 1"
+    if len(hostings) != len(layers):
+        return f"{len(hostings)} hostings for {len(layers)} layers: one for each, None for a dense one"
+    for number, (hosting, layer) in enumerate(zip(hostings, layers, strict=True)):
+        if (hosting is None) is not (layer is None):
+            kind = "dense" if layer is None else "an MoE layer"
+            return f"layer {number} is {kind}, which its hosting does not say"
+        if hosting is None or layer is None:
+            continue
+        if hosting.placement != layer.placement:
+            return f"the hosting of layer {number} is for other owners than the layer's experts have"
+        if hosting.guest_slots != shape.guest_slots:
+            return (
+                f"the hosting of layer {number} has {hosting.guest_slots} guest slots, the plan "
+                f"{shape.guest_slots}"
+            )
+    return ""
+
+
+def _check_form(shape: StepShape, layout: Layout) -> None:
+    if layout.mp_size > 1 and FORM_TOKENS[shape.expert_form] == "replicated":
+        raise ValueError(
+            f"expert_form = {shape.expert_form} has the same rows on all ranks that share attention, which "
+            "have different places in the expert group and would each send them to other hosts. "
+            "Use expert_form=gather, or set placement.experts=none"
+        )
+
+
+def _check_experts(experts: Experts) -> None:
+    """What a host would not have, or would have otherwise than the owner."""
+    remedy = "Remove it, or set placement.experts=none"
+    if any(True for _ in experts.buffers()):
+        raise ValueError(
+            f"{type(experts).__name__} has buffers, which are not brought to ranks that host an expert: rows "
+            f"would meet others there. {remedy}"
+        )
+    sizes: dict[int, list[int]] = {}
+    for name, parameter in experts.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"experts.{name} has a gradient hook, which would not see the gradients of rows that other "
+                f"ranks compute. {remedy}"
+            )
+        for _, slot, part in experts.split(name, parameter):
+            if not part.is_contiguous():
+                raise ValueError(f"experts.{name} is not contiguous in memory: make it so with contiguous()")
+            sizes.setdefault(slot, []).append(part.numel())
+    if len({tuple(found) for found in sizes.values()}) > 1:
+        raise ValueError(
+            f"the experts of {type(experts).__name__} differ in size or share parameters, so one cannot take "
+            "the place of another. Build them alike, or set placement.experts=none"
+        )
+
+
+def _check_apart(layers: Sequence[MoELayer]) -> None:
+    """Gradients of guests come home layer by layer, while lower layers compute."""
+    seen: set[int] = set()
+    for layer in layers:
+        mine = {id(parameter) for parameter in layer.experts.parameters()}
+        if seen & mine:
+            raise ValueError(
+                "experts of several layers share a parameter: gradients of guests would be added while "
+                "another layer adds to it. Give every layer its own, or set placement.experts=none"
+            )
+        seen |= mine
+
+
+def _words(experts: Experts) -> str:
+    first = [(name, tuple(p.shape), p.dtype) for name, p in experts.named_parameters()]
+    kinds = ", ".join(f"{name} {list(shape)} {dtype}" for name, shape, dtype in first)
+    return f"{type(experts).__name__} ({kinds})"

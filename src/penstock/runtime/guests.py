@@ -1,0 +1,152 @@
+"""Experts that ranks host as guests for a step: brought there first, their gradients brought home.
+
+An owner keeps its experts and all that is theirs: parameters, optimiser, checkpoints. A step has guests of
+its own, so that two forward passes may stand before their backward passes, whatever is hosted in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from penstock.cost.workload import part_sizes
+from penstock.mesh import Axes
+from penstock.moe.experts.base import Experts
+from penstock.moe.seats import HostedSeats
+from penstock.placement import EMPTY, Hosting
+from penstock.runtime.transport import Transport
+
+Flats = Mapping[torch.dtype, Sequence[Tensor]]
+"""What belongs to one expert, flat, by type."""
+
+
+@dataclass(frozen=True)
+class Trip:
+    """Which slots a rank exchanges with the ranks of its expert group.
+
+    leaving: for every rank this rank's own slots whose experts are guests there, by guest slot there. coming:
+    for every rank the guest slots here that have experts of that rank.
+    """
+
+    leaving: tuple[tuple[int, ...], ...]
+    coming: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(hosting: Hosting, rank: int) -> Trip:
+        """Of a rank of the expert group."""
+        placement, held = hosting.placement, hosting.placement.held(rank)
+
+        def owner(expert: int) -> int | None:
+            return None if expert == EMPTY else placement.owners[expert]
+
+        here = hosting.guests[rank]
+        return Trip(
+            tuple(tuple(held.index(e) for e in there if owner(e) == rank) for there in hosting.guests),
+            tuple(
+                tuple(slot for slot, e in enumerate(here) if owner(e) == other)
+                for other in range(placement.ranks)
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of every guest on its way. parts: relative sizes of all pieces; transport, axes: who meets."""
+
+    index: int
+    parts: tuple[int, ...]
+    transport: Transport
+    axes: Axes
+
+    def window(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """The piece of what lies back to back in `flats`."""
+        sizes = part_sizes(sum(map(len, flats)), self.parts)
+        start, found, begin = sum(sizes[: self.index]), list[Tensor](), 0
+        stop = start + sizes[self.index]
+        for flat in flats:
+            first, last = max(start - begin, 0), min(stop - begin, len(flat))
+            if first < last:
+                found.append(flat[first:last])
+            begin += len(flat)
+        return found
+
+
+@dataclass(frozen=True)
+class LayerGuests:
+    """Guests of one rank in one layer of one step. own: the layer's experts; guests: room for the others."""
+
+    trip: Trip
+    own: Experts
+    guests: Experts
+    seats: HostedSeats
+
+    @torch.no_grad()
+    def bring(self, piece: Piece) -> None:
+        """Send the piece of own experts to their hosts, and take in that of every guest."""
+        own, guests = (_by_slot(experts, lambda p: p) for experts in (self.own, self.guests))
+        _exchange(piece, (own, self.trip.leaving), (guests, self.trip.coming), Tensor.copy_)
+
+    @torch.no_grad()
+    def take_home(self, piece: Piece) -> None:
+        """Send the piece of every guest's gradient to its owner; add those that come to the own experts'.
+
+        Added in the order of ranks, so the sums are the same whatever came first.
+        """
+        guests, own = _by_slot(self.guests, _left), _by_slot(self.own, _kept)
+        _exchange(piece, (guests, self.trip.coming), (own, self.trip.leaving), Tensor.add_)
+
+    def forget(self) -> None:
+        """Drop the gradients, which are their owners' now."""
+        for parameter in self.guests.parameters():
+            parameter.grad = None
+
+
+Slots = tuple[Sequence[Flats], Sequence[Sequence[int]]]
+"""What there is by slot, and for every rank the slots that are exchanged with it."""
+
+
+def _exchange(piece: Piece, sent: Slots, found: Slots, put: Callable[[Tensor, Tensor], object]) -> None:
+    """An all-to-all of flat pieces, for each type. put: what is done with what arrives."""
+    (mine, leaving), (ours, coming) = sent, found
+    for kind in mine[0]:
+        out, into = (
+            [[part for slot in slots for part in piece.window(flats[slot][kind])] for slots in by_rank]
+            for flats, by_rank in ((mine, leaving), (ours, coming))
+        )
+        nothing = mine[0][kind][0].new_empty(0)
+        moved = piece.transport.all_to_all(
+            torch.cat([nothing, *chain(*out)]),
+            [sum(map(len, parts)) for parts in out],
+            [sum(map(len, parts)) for parts in into],
+            piece.axes,
+        )
+        places = list(chain(*into))
+        for place, part in zip(places, moved.split([len(place) for place in places]), strict=True):
+            put(place, part)
+
+
+def _by_slot(experts: Experts, of: Callable[[nn.Parameter], Tensor]) -> list[dict[torch.dtype, list[Tensor]]]:
+    """What belongs to every slot's parameters, flat, in the order of their names."""
+    found: list[dict[torch.dtype, list[Tensor]]] = [{} for _ in range(experts.num_local_experts)]
+    for name, parameter in experts.named_parameters():
+        for _, slot, part in experts.split(name, of(parameter)):
+            found[slot].setdefault(part.dtype, []).append(part.view(-1))
+    return found
+
+
+def _left(parameter: nn.Parameter) -> Tensor:
+    """A guest's gradient: zero if no row met it."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _kept(parameter: nn.Parameter) -> Tensor:
+    """An own expert's gradient, to be added to; of a frozen one, what nobody will read."""
+    if not parameter.requires_grad:
+        return torch.zeros_like(parameter)
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

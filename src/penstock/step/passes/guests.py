@@ -1,0 +1,103 @@
+"""Experts as guests of other ranks for a step: their parameters on the way there, their gradients home."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from penstock.graph import Cut, Graph, Lane, Name, Phase, ScheduleError, Task
+from penstock.mesh import Group
+from penstock.ops.base import parameters_of
+from penstock.ops.blocks import EXPERTS
+from penstock.ops.guests import GUESTS
+from penstock.ops.names import Op
+from penstock.step.passes.gradient_pieces import last_to_add
+from penstock.step.rewrite import end_layers, require
+from penstock.step.stages import Stage
+
+
+@dataclass(frozen=True)
+class Guests:
+    """Pro-Prophet's Trans: before experts compute, their hosts get what they do not own.
+
+    Nothing leads to GP, since parameters are those that the last step left: it runs in whatever gap X leaves
+    it. All ranks of an expert group meet, those without a guest too.
+
+    before  D ─rows─ X
+    after   D ─rows─ X          GP.p0, GP.p1 ─guests─ X
+
+    pieces: into which every guest is cut.
+    """
+
+    pieces: int
+    name = "guests"
+    stage = Stage.INSERT
+
+    def __call__(self, graph: Graph) -> Graph:
+        require(graph, Op.EXPERTS)
+        hosted = {task.layer for task in graph.tasks if task.op == Op.EXPERTS}
+        if Op.COUNTS not in {task.op for task in graph.tasks}:
+            raise ScheduleError(
+                "every expert has a fixed number of rows from every rank, whoever computes them: hosting "
+                "guests would spare nothing. Use dropless routing"
+            )
+        return Graph.of(self._tasks(graph, hosted))
+
+    def _tasks(self, graph: Graph, hosted: set[int]) -> Iterator[Task]:
+        begun: set[int] = set()
+        for task in graph.tasks:
+            if task.layer in hosted - begun:
+                begun.add(task.layer)
+                yield from _pieces(task.layer, Op.GUEST_PARAMETERS, Phase.FORWARD, self.pieces)
+            yield self._reading(task) if task.op == Op.EXPERTS else task
+
+    def _reading(self, experts: Task) -> Task:
+        made = _pieces(experts.layer, Op.GUEST_PARAMETERS, Phase.FORWARD, self.pieces)
+        inputs = {**experts.inputs, "guests": tuple(task.name for task in made)}
+        return replace(experts.reading(inputs), reads=(*experts.reads, _parameters(experts.layer)))
+
+
+@dataclass(frozen=True)
+class GuestGradients:
+    """Pro-Prophet's Agg: a piece waits for every task that adds to guests, and adds to what owners have.
+
+    before  X.m1.B, X.m0.B
+    after   X.m1.B, X.m0.B ─gradients─ GG.p0, GG.p1
+
+    pieces: into which every guest is cut.
+    """
+
+    pieces: int
+    name = "guest_gradients"
+    stage = Stage.GRADIENTS
+
+    def __call__(self, graph: Graph) -> Graph:
+        last = last_to_add(graph)
+        added: dict[int, list[Task]] = {}
+        for layer in {task.layer for task in graph.tasks if task.op == Op.GUEST_PARAMETERS}:
+            inputs = {"gradients": tuple(last[GUESTS.format(layer=layer)])}
+            made = _pieces(layer, Op.GUEST_GRADIENTS, Phase.BACKWARD, self.pieces)
+            added[layer] = [task.reading(inputs) for task in made]
+        return end_layers(graph, added)
+
+
+def _pieces(layer: int, op: str, phase: Phase, pieces: int) -> list[Task]:
+    names = [Name(layer, op, phase, piece=piece) for piece in range(pieces)]
+    guests, own = GUESTS.format(layer=layer), EXPERTS.format(layer=layer)
+    there = phase is Phase.FORWARD
+    return [
+        Task(
+            name,
+            Lane.INTER,
+            Group.EXPERT,
+            cut=Cut(parts=(1,) * pieces),
+            accumulates=() if there else (own,),
+            reads=(parameters_of(own),) if there else (guests,),
+            writes=(parameters_of(guests),) if there else (),
+        )
+        for name in names
+    ]
+
+
+def _parameters(layer: int) -> str:
+    return parameters_of(GUESTS.format(layer=layer))

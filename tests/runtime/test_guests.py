@@ -1,0 +1,55 @@
+"""Experts as guests of other ranks: whoever hosts whom, the steps are those of the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.runtime.test_moe_parity import case
+from tests.steps import PLAIN
+from tests.support.hosted import Hosts, check_hosted
+from tests.support.pairwise import pairwise
+from tests.support.parity import Case
+from tests.support.ranks import Pools
+
+ROUTINGS = [("softmax raw", "sort"), ("noisy", "sort"), ("sigmoid", "merged"), ("deepseek", "merged")]
+"""Gates whose choices tokens make, and the orders without fixed slots."""
+DISPATCHES = ("flat", "hierarchical_1d", "hierarchical_2d")
+EXPERTS = ("gelu", "swiglu", "module")
+
+
+def hosting_case(
+    world_size: int, routing: tuple[str, str], schedule: str, dispatch: str = "flat", experts: str = "swiglu"
+) -> Case:
+    """Two MoE layers, with everything cut that can be cut."""
+    step = case(world_size, *routing, dispatch, experts, schedule)
+    return replace(step, model=replace(step.model, num_layers=2))
+
+
+def test_two_ranks(ranks: Pools) -> None:
+    check_hosted(
+        ranks, replace(hosting_case(2, ROUTINGS[0], "penstock"), scattered=True), Hosts(slots=2, pieces=3)
+    )
+
+
+@pytest.mark.slow
+@pairwise(
+    routing=ROUTINGS,
+    schedule=PLAIN,
+    dispatch=DISPATCHES,
+    experts=EXPERTS,
+    world_size=(4, 2),
+    hosts=(Hosts(), Hosts(slots=3, pieces=2)),
+)
+def test_several_ranks(
+    ranks: Pools,
+    routing: tuple[str, str],
+    schedule: str,
+    dispatch: str,
+    experts: str,
+    world_size: int,
+    hosts: Hosts,
+) -> None:
+    step = hosting_case(world_size, routing, schedule, dispatch, experts)
+    check_hosted(ranks, replace(step, padding=hosts.slots > 1), hosts)
