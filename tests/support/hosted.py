@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from penstock.decision import PlacementConfig
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Hosting, Part
 from penstock.runtime import PipelinedStack
 from penstock.train.assemble import first_plan
@@ -90,9 +91,10 @@ def host_randomly(stack: PipelinedStack, hosts: Hosts, step: int) -> None:
 def hosted_stack(rank: int, case: Case, hosts: Hosts) -> PipelinedStack:
     """The case's stack, with room for guests."""
     stack = stack_of(rank, case)
-    shape = replace(stack.base_shape, guest_slots=hosts.slots, guest_pieces=hosts.pieces)
+    config = replace(case.config, placement=PlacementConfig(experts="planned", guest_slots=hosts.slots))
+    shape = replace(stack.base_shape, guest_pieces=hosts.pieces)
     with short_search():
-        stack.adopt(first_plan(case.config, stack.machinery.layout, shape, stack.gradients.sizes_bytes))
+        stack.adopt(first_plan(config, stack.machinery.layout, shape, stack.gradients.sizes_bytes))
     return stack
 
 

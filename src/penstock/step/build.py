@@ -34,9 +34,8 @@ from penstock.step.stages import Pass, Stage, apply, in_order
 def passes_of(shape: StepShape) -> tuple[Pass, ...]:
     """What a shape says, as passes. Raises ScheduleError for what has no pass yet."""
     found: list[Pass] = [Transpose()]
-    for name in ("moves_samples", "guest_slots"):
-        if getattr(shape, name):
-            raise ScheduleError(f"{name}: this version has no pass for it")
+    if shape.moves_samples:
+        raise ScheduleError("moves_samples: this version has no pass for it")
     if shape.dispatch != FLAT and any(shape.moe_layers):
         found.append(Hierarchical(shape.dispatch))
     found += _sharing_passes(shape)
