@@ -27,10 +27,8 @@ EXCLUDED = (0.0, 0.25, 0.5, 0.75)
 
 
 def pro_prophet(problem: ExpertProblem) -> Hosting:
-    """Pro-Prophet's plan, for the number of excluded ranks at which Eq 8 promises most: 0, 1/4, 1/2 or 3/4 of
-    all."""
-    ranks = problem.ranks
-    plans = [greedy(problem, excluded) for excluded in sorted({0, ranks // 4, ranks // 2, 3 * ranks // 4})]
+    """Pro-Prophet's plan, with as many ranks excluded as Eq 8 promises most from."""
+    plans = [greedy(problem, excluded) for excluded in sorted({int(n * problem.ranks) for n in EXCLUDED})]
     return min(plans, key=lambda plan: plan.seconds).hosting
 
 
