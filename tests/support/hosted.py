@@ -13,6 +13,7 @@ import torch
 from penstock.decision import PlacementConfig
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Hosting, Part
 from penstock.runtime import PipelinedStack
+from penstock.runtime.moving import ExpertMoving
 from penstock.train.assemble import first_plan
 from penstock.train.clip import clip_grad_norm
 from tests.support.parity import (
@@ -38,12 +39,16 @@ RATE = 0.1
 
 @dataclass(frozen=True)
 class Hosts:
-    """How experts are hosted. slots, pieces: of guests. steps: each hosts others. seed: of who hosts whom."""
+    """How experts are hosted. slots, pieces: of guests. steps: each hosts others. seed: of who hosts whom.
+
+    moving: plans who hosts whom, instead of chance.
+    """
 
     slots: int = 1
     pieces: int = 1
     steps: int = 3
     seed: int = 0
+    moving: ExpertMoving | None = None
 
 
 def random_hosting(placement: ExpertPlacement, slots: int, random: Random) -> Hosting:
@@ -93,6 +98,7 @@ def hosted_stack(rank: int, case: Case, hosts: Hosts) -> PipelinedStack:
     stack = stack_of(rank, case)
     config = replace(case.config, placement=PlacementConfig(experts="planned", guest_slots=hosts.slots))
     shape = replace(stack.base_shape, guest_pieces=hosts.pieces)
+    stack.host.moving = hosts.moving
     with short_search():
         stack.adopt(first_plan(config, stack.machinery.layout, shape, stack.gradients.sizes_bytes))
     return stack
@@ -107,7 +113,8 @@ def hosted_steps(rank: int, case: Case, hosts: Hosts) -> list[StepResult]:
     batch = tokens[mine], labels[mine], ids[mine], None if valid is None else valid[mine]
     found = []
     for step in range(hosts.steps):
-        host_randomly(stack, hosts, step)
+        if hosts.moving is None:
+            host_randomly(stack, hosts, step)
         with torch.no_grad():
             judged = stack(*batch)
         loss = stack(*batch)

@@ -1,9 +1,10 @@
-"""Ops that bring experts to ranks that host them as guests, and their gradients home (Pro-Prophet)."""
+"""Ops of experts that ranks host as guests (Pro-Prophet): their way there and home, and the next plan."""
 
 from __future__ import annotations
 
 from penstock.graph.task import Task
 from penstock.ops.base import Backward, Kind, OpSpec, register
+from penstock.ops.loads import LOAD_BYTES
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
 
@@ -16,6 +17,19 @@ def _guests(task: Task, sizes: Sizes) -> Work:
     assert task.piece is not None, task
     parts = task.cut.parts
     return Work(collective="all_to_all", sent_bytes=sizes.expert_bytes * parts[task.piece] / sum(parts))
+
+
+HASH_BYTES = 8
+
+
+def _planning(task: Task, sizes: Sizes) -> Work:
+    """The loads that are read. The planner's own time is not known here."""
+    del task
+    return Work(copied_bytes=sum(sizes.moe_layers) * sizes.num_experts * LOAD_BYTES)
+
+
+def _comparing(task: Task, sizes: Sizes) -> Work:
+    return Work(collective="all_gather", sent_bytes=sizes.members(task) * HASH_BYTES)
 
 
 register(
@@ -34,5 +48,21 @@ register(
         work=_guests,
         backward=Backward.NONE,
         indices="p",
+    ),
+    OpSpec(
+        name=Op.PLAN_GUESTS,
+        title="which experts ranks host in the next step",
+        kind=Kind.HOST,
+        work=_planning,
+        backward=Backward.NONE,
+        indices="",
+    ),
+    OpSpec(
+        name=Op.COMPARE_GUESTS,
+        title="comparison of what ranks will host",
+        kind=Kind.COLLECTIVE,
+        work=_comparing,
+        backward=Backward.NONE,
+        indices="",
     ),
 )

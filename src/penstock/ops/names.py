@@ -30,6 +30,8 @@ class Op:
     # experts as guests: see `ops.guests`
     GUEST_PARAMETERS: Final = "GP"
     GUEST_GRADIENTS: Final = "GG"
+    PLAN_GUESTS: Final = "PE"
+    COMPARE_GUESTS: Final = "PH"
 
     # tensor parallelism: see `ops.tensor`
     EMBED_SCATTER: Final = "ES"

@@ -24,7 +24,8 @@ from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradien
 from penstock.moe.routes import Degrees
 from penstock.ops import OPS
 from penstock.runtime.gradients.buckets import Buckets
-from penstock.runtime.hosting import Lodging
+from penstock.runtime.hosting import Host, Lodging
+from penstock.runtime.moving import Plans
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.passengers import Passengers, part_of
 from penstock.runtime.segment import AnySegment
@@ -105,10 +106,11 @@ class StepContext:
     part: the batch as far as this rank has tokens of its own, where ranks share those of every sample;
     tensor: its place among them. makers: what makes the routes of each layer; None for a dense one. segment:
     makes a compute segment. degrees: the numbers of chunks in which rows of an MoE layer travel. weights:
-    makes what a slice's weight gradients are left to. lodging: experts that ranks host as guests in this
-    step. marks: [6] float64, to sum with the statistics.
+    makes what a slice's weight gradients are left to. host, lodging: what ranks host as guests from step to
+    step, and in this one. marks: [6] float64, to sum with the statistics.
     loss_gradient: known when the backward half begins. total, marks_total: known when the statistics task
     has run. loads_PYE: when the loads task has, if the step has one: choices by rank, MoE layer and expert.
+    plans: what to host next, when ranks have compared it.
     """
 
     parts: ModelParts
@@ -123,6 +125,7 @@ class StepContext:
     wire_dtype: torch.dtype | None
     degrees: Degrees
     weights: Callable[[], WeightGradients | AutogradWeights]
+    host: Host
     lodging: Lodging
     transports: Transports
     buckets: Buckets
@@ -132,6 +135,7 @@ class StepContext:
     total: StepStatistics | None = None
     marks_total: Tensor | None = None
     loads_PYE: Tensor | None = None
+    plans: Plans | None = None
 
     def batch_of(self, task: Task) -> Batch:
         """The batch with the tokens that the task has: this rank's, or all of its samples'."""

@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from penstock.moe import MoELayer
 from penstock.moe.experts.base import Experts
 from penstock.moe.seats import Spread, seats_of
 from penstock.placement import Hosting
 from penstock.runtime.guests import LayerGuests, Trip
+from penstock.runtime.moving import ExpertMoving, Plans, loads_of_group
+from penstock.topology import Layout
 
 Layers = Sequence[MoELayer | None]
 Hostings = tuple[Hosting | None, ...]
@@ -78,12 +81,16 @@ class Lodging:
 
 
 class Host:
-    """Lends every step the guests that its ranks host at that time. rank: of the expert group."""
+    """Lends every step the guests that its ranks host at that time, and plans what they host next.
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank, self._device = rank, device
+    moving: how that is planned; None: what is hosted stays until somebody says otherwise.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, moving: ExpertMoving | None = None) -> None:
+        self._layout, self._device, self.moving = layout, device, moving
         self._hosted: tuple[Hosted | None, ...] = ()
         self._free: list[tuple[Room | None, ...]] = []
+        self._plans = Plans.none(())
 
     @property
     def hostings(self) -> Hostings:
@@ -92,8 +99,8 @@ class Host:
 
     def copy(self) -> Host:
         """The same hostings, for a copy of the layers."""
-        found = Host(self._rank, self._device)
-        found._hosted = self._hosted
+        found = Host(self._layout, self._device, self.moving)
+        found._hosted, found._plans = self._hosted, self._plans
         return found
 
     def open(self, layers: Layers, guest_slots: int) -> None:
@@ -110,6 +117,23 @@ class Host:
     def use(self, hostings: Hostings) -> None:
         """Host these from the next forward pass on."""
         self._hosted = tuple(None if hosting is None else self._known(hosting) for hosting in hostings)
+        self._plans = Plans.none([hosting for hosting in hostings if hosting is not None])
+
+    def plan(self, loads_PYE: Tensor) -> Plans:
+        """What to host after a step with these loads of all ranks; costs a copy from a GPU."""
+        if self.moving is None:
+            return self._plans
+        layout = self._layout
+        loads_YPE = loads_of_group(loads_PYE.cpu().numpy(), layout.mesh, layout.rank)
+        return self._plans.after(loads_YPE, self.moving)
+
+    def follow(self, plans: Plans) -> None:
+        """Host from the next forward pass on what was planned, which all ranks have found alike."""
+        if plans is self._plans:
+            return
+        found = iter(plans.hostings)
+        self.use(tuple(None if hosted is None else next(found) for hosted in self._hosted))
+        self._plans = plans
 
     def lend(self, layers: Layers) -> Lodging:
         """Guests for one step."""
@@ -141,8 +165,8 @@ class Host:
         self._free.append(lodging.rooms)
 
     def _known(self, hosting: Hosting) -> Hosted:
-        spread = Spread(hosting.splits[self._rank], self._device)
-        return Hosted(hosting, Trip.of(hosting, self._rank), spread)
+        rank = self._layout.ep_rank
+        return Hosted(hosting, Trip.of(hosting, rank), Spread(hosting.splits[rank], self._device))
 
 
 def kinds_of(experts: Experts) -> Kinds:

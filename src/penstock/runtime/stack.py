@@ -51,6 +51,7 @@ from penstock.runtime.hosting import Host
 from penstock.runtime.lanes import Lanes
 from penstock.runtime.loads import LoadHistory
 from penstock.runtime.makers import maker_of
+from penstock.runtime.moving import ExpertMoving
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.program import Program, Programs
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
@@ -89,7 +90,8 @@ class PipelinedStack(nn.Module):
     Parameters are those of `model`, which may be frozen, converted, replaced or added between two steps, on
     all ranks alike. Layers cannot be added or change their kind. A copy (`copy.deepcopy`) has a model of its
     own and runs on the same machinery. Expert parameters carry `allreduce = False`, as Megatron and DeepSpeed
-    mark them: they belong to this rank (and to the `edp` replicas), not to everybody.
+    mark them: they belong to this rank (and to the `edp` replicas), not to everybody. moving: how the guests
+    of the next step are planned, where the plan has guest slots; `host.moving` may be exchanged on all ranks.
     """
 
     parts: ModelParts
@@ -103,6 +105,7 @@ class PipelinedStack(nn.Module):
         make_plan: Callable[[StepShape, GradientBytes], StepPlan],
         *,
         seed: int = 0,
+        moving: ExpertMoving | None = None,
     ) -> None:
         super().__init__()
         self.model, self.moe, self.machinery, self.seed = model, moe, machinery, seed
@@ -124,7 +127,7 @@ class PipelinedStack(nn.Module):
         self._sizes: Sizes = EqualSizes(machinery.control) if fixed else AnySizes()
         self._make_plan = make_plan
         self._programs = Programs(HANDLERS, machinery.layout.mesh.silent)
-        self.host = Host(machinery.layout.ep_rank, machinery.device)
+        self.host = Host(machinery.layout, machinery.device, moving)
         self.plan = self.adopt(make_plan(self._shape, self.gradients.sizes_bytes))
 
     def adopt(self, plan: StepPlan) -> StepPlan:

@@ -47,6 +47,7 @@ class Step:
             wire_dtype=machinery.autocast_dtype,
             degrees=shape.transfer_degrees,
             weights=partial(WeightGradients, at_once) if stack.plan.weights_apart else AutogradWeights,
+            host=stack.host,
             lodging=self.lodging,
             transports=machinery.transports,
             buckets=self.buckets,
@@ -109,6 +110,8 @@ class Step:
         self._count_choices(statistics)
         if self.context.loads_PYE is not None:
             self.stack.loads.add(self.context.loads_PYE)
+        if self.context.plans is not None:
+            self.stack.host.follow(self.context.plans)
         self._show(statistics)
 
     def _count_choices(self, statistics: StepStatistics) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from penstock.graph import Graph, ScheduleError
+from penstock.mesh import Group
 from penstock.ops.sums import REDUCTIONS
 from penstock.ops.transfers import FLAT
 from penstock.step.complete import check_complete
@@ -19,6 +20,7 @@ from penstock.step.passes import (
     Guests,
     Hierarchical,
     Microbatches,
+    PlannedGuests,
     RepeatedRows,
     Settle,
     SimultaneousPair,
@@ -49,6 +51,9 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
         found.append(WeightGradients())
     if shape.gathers_loads and any(shape.moe_layers):
         found.append(GatheredLoads())
+        if shape.guest_slots:
+            shards = shape.sharing.esp_size > 1
+            found.append(PlannedGuests(Group.EXPERT_SHARDS if shards else Group.EXPERT))
     parts = {op: [shape.parts_of(layer, op) for layer in range(shape.num_layers)] for op in REDUCTIONS}
     found.append(GradientPieces(parts, shape.sharing.mp_size > 1))
     found.append(Settle())

@@ -12,11 +12,18 @@ from penstock.graph import Graph, Lane, ScheduleError
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.step import StepShape, build_graph
-from penstock.step.passes import GradientPieces, GuestGradients, Guests, Microbatches, Transpose
+from penstock.step.passes import (
+    GradientPieces,
+    GuestGradients,
+    Guests,
+    Microbatches,
+    PlannedGuests,
+    Transpose,
+)
 from penstock.step.plain import PlainStep
 from tests.step.passes.pictures import check_picture
 from tests.step.support import ancestors, names, reads
-from tests.steps import shapes, task_at
+from tests.steps import SHARED, shapes, task_at
 from tests.support.draws import draws
 
 PLAIN = PlainStep(moe_layers=(True, True)).graph()
@@ -56,6 +63,18 @@ def test_gradients_come_home_before_replicas_are_summed() -> None:
     )
     assert task_at(graph, "L1.GG.p1.B").accumulates == ("expert gradients of L1",)
     assert reads(graph, "L1.XR.p0.B") == {"gradients": "L1.GG.p0.B L1.GG.p1.B"}
+
+
+def test_the_next_guests_are_planned_from_loads_and_compared_at_the_end() -> None:
+    plain = StepShape(moe_layers=(True,), gathers_loads=True)
+    graph = build_graph(replace(plain, guest_slots=1))
+    check_picture(PlannedGuests, build_graph(plain), graph, layer=0)
+    plan, compare = task_at(graph, "L0.PE.B"), task_at(graph, "L0.PH.B")
+    assert (plan.lane, plan.axes) == (Lane.HOST, ())
+    assert (compare.lane, compare.axes) == (Lane.INTER, Group.EXPERT)
+    assert graph.readers[compare] == ()
+    shared = replace(plain, guest_slots=1, sharing=SHARED)
+    assert task_at(build_graph(shared), "L0.PH.B").axes == Group.EXPERT_SHARDS
 
 
 @draws(40)

@@ -4,7 +4,7 @@ from penstock.step.passes.chunks import Chunks
 from penstock.step.passes.expert_shards import DealtSlots, FusedShards, GatheredShards, RepeatedRows
 from penstock.step.passes.gathered_loads import GatheredLoads
 from penstock.step.passes.gradient_pieces import GradientPieces
-from penstock.step.passes.guests import GuestGradients, Guests
+from penstock.step.passes.guests import GuestGradients, Guests, PlannedGuests
 from penstock.step.passes.hierarchical import Hierarchical
 from penstock.step.passes.microbatches import Microbatches
 from penstock.step.passes.pairs import SimultaneousPair
@@ -24,6 +24,7 @@ __all__ = [
     "Guests",
     "Hierarchical",
     "Microbatches",
+    "PlannedGuests",
     "RepeatedRows",
     "Settle",
     "SimultaneousPair",

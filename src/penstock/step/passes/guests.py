@@ -1,4 +1,4 @@
-"""Experts as guests of other ranks for a step: their parameters on the way there, their gradients home."""
+"""Experts as guests of other ranks for a step: their way there, their gradients' way home, the next plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from penstock.graph import Cut, Graph, Lane, Name, Phase, ScheduleError, Task
-from penstock.mesh import Group
+from penstock.mesh import Axes, Group
 from penstock.ops.base import parameters_of
 from penstock.ops.blocks import EXPERTS
 from penstock.ops.guests import GUESTS
@@ -79,6 +79,31 @@ class GuestGradients:
             made = _pieces(layer, Op.GUEST_GRADIENTS, Phase.BACKWARD, self.pieces)
             added[layer] = [task.reading(inputs) for task in made]
         return end_layers(graph, added)
+
+
+@dataclass(frozen=True)
+class PlannedGuests:
+    """Who hosts whom in the next step is planned from the loads of this one, while this one goes on.
+
+    Nothing waits for it but the comparison of what all ranks have found, at the end of the step.
+
+    before  LG.B
+    after   LG.B ─loads─ PE.B ─hostings─ PH.B
+
+    axes: along which ranks meet that exchange rows.
+    """
+
+    axes: Axes
+    name = "planned_guests"
+    stage = Stage.GRADIENTS
+
+    def __call__(self, graph: Graph) -> Graph:
+        require(graph, Op.LOADS)
+        (loads,) = [task for task in graph.tasks if task.op == Op.LOADS]
+        names = [loads.name._replace(op=Op.PLAN_GUESTS), Name(0, Op.COMPARE_GUESTS, Phase.BACKWARD)]
+        plan = Task(names[0], Lane.HOST, (), {"loads": (loads.name,)})
+        compare = Task(names[1], Lane.INTER, self.axes, {"hostings": (plan.name,)})
+        return end_layers(end_layers(graph, {plan.layer: [plan]}), {0: [compare]})
 
 
 def _pieces(layer: int, op: str, phase: Phase, pieces: int) -> list[Task]:

@@ -1,0 +1,139 @@
+"""Guests planned from loads: on ranks against the reference, and when plans are kept or dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.mesh import Mesh
+from penstock.placement import EMPTY, ExpertPlacement, Hosting
+from penstock.placing.experts import PLANNERS
+from penstock.placing.problem import ExpertProblem
+from penstock.runtime import TaskError
+from penstock.runtime.moving import ExpertMoving, Plans, loads_of_group
+from tests.placing.problems import costs_of
+from tests.runtime.test_guests import ROUTINGS, hosting_case
+from tests.support.hosted import Hosts, check_hosted, hosted_stack
+from tests.support.parity import Case, batch_of
+from tests.support.ranks import Pools
+
+EVEN = ExpertPlacement.even(4, 2)
+COSTS = costs_of((0, 1), row_s=1e-3, expert_bytes=1e3)
+"""Of experts so small that whatever evens loads pays."""
+HOT, COLD = np.array([[0, 40, 2, 2], [0, 40, 2, 2]]), np.array([[2, 2, 0, 40], [2, 2, 0, 40]])
+
+
+def planner(problem: ExpertProblem) -> Hosting:
+    """The most loaded expert is a guest of the other rank."""
+    expert = int(problem.expert_rows.argmax())
+    guests = [[EMPTY], [EMPTY]]
+    guests[1 - EVEN.owners[expert]] = [expert]
+    return Hosting.local(EVEN, guests)
+
+
+def hosted_after(steps: Sequence[np.ndarray[Any, Any]], every: int = 1) -> list[tuple[int, ...]]:
+    """The guests of both ranks after each step of one layer with these loads."""
+    moving = ExpertMoving(planner=planner, costs=COSTS, every=every)
+    plans, found = Plans.none([Hosting.none(EVEN, 1)]), []
+    for loads_PE in steps:
+        plans = plans.after([loads_PE], moving)
+        (hosting,) = plans.hostings
+        found.append(tuple(guest for (guest,) in hosting.guests))
+    return found
+
+
+def test_a_step_hosts_what_the_loads_of_the_one_before_ask_for() -> None:
+    assert hosted_after([HOT, HOT]) == [(EMPTY, 1), (EMPTY, 1)]
+
+
+def test_while_loads_do_not_last_nothing_is_hosted_and_when_they_last_again_it_is() -> None:
+    found = hosted_after([HOT, COLD, HOT, COLD, COLD, COLD])
+    nothing = (EMPTY, EMPTY)
+    assert found == [(EMPTY, 1), nothing, nothing, nothing, (3, EMPTY), (3, EMPTY)]
+
+
+def test_plans_are_made_after_every_so_many_steps_and_judged_after_each() -> None:
+    nothing, hot = (EMPTY, EMPTY), (EMPTY, 1)
+    found = hosted_after([HOT, COLD, HOT, COLD, COLD], every=3)
+    assert found == [hot, nothing, hot, nothing, (3, EMPTY)]
+    with pytest.raises(ValueError, match="every = 0: experts are planned after 1 step or more"):
+        ExpertMoving(planner=planner, costs=COSTS, every=0)
+
+
+def test_loads_are_those_of_the_own_expert_group_by_expert_holder() -> None:
+    loads_PYE = np.arange(8 * 2 * 3, dtype=np.int32).reshape(8, 2, 3)
+    mesh = Mesh(world_size=8, ep_size=2, esp_size=2)
+    found = loads_of_group(loads_PYE, mesh, 5)
+    assert len(found) == 2
+    assert found[1].tolist() == [
+        (loads_PYE[4, 1] + loads_PYE[5, 1]).tolist(),
+        (loads_PYE[6, 1] + loads_PYE[7, 1]).tolist(),
+    ]
+
+
+def test_what_ranks_host_is_told_apart_by_its_hash() -> None:
+    none, some = Hosting.none(EVEN, 1), Hosting.local(EVEN, [[2], [EMPTY]])
+    hashes = {Plans.none([hosting]).hash64 for hosting in (none, some)}
+    assert len(hashes) == 2 and Plans.none([some]).hash64 in hashes
+    assert Plans((some,), (False,)).hash64 not in hashes
+
+
+# ---- on ranks ----------------------------------------------------------------------------------------------
+
+
+def skewed(world_size: int, schedule: str) -> Case:
+    step = hosting_case(world_size, ROUTINGS[0], schedule)
+    return replace(step, busy_experts=(1, 2), idle_expert=5)
+
+
+def small(world_size: int, name: str) -> ExpertMoving:
+    links = costs_of(tuple(range(world_size))).links
+    return ExpertMoving(planner=PLANNERS[name], costs=replace(COSTS, links=links))
+
+
+@pytest.mark.parametrize(("world_size", "name"), [(2, "planned"), (4, "pro_prophet")])
+def test_planned_guests_change_nothing_but_speed(ranks: Pools, world_size: int, name: str) -> None:
+    hosts = Hosts(slots=2, steps=4, moving=small(world_size, name))
+    check_hosted(ranks, skewed(world_size, "flowmoe"), hosts)
+
+
+def hosted_and_computed(rank: int, case: Case, hosts: Hosts) -> tuple[list[str], list[bool]]:
+    """After two steps: digests of what is hosted next, and whether ranks have guests."""
+    stack = hosted_stack(rank, case, hosts)
+    tokens, labels = batch_of(case)
+    mine = case.mine(rank)
+    for _ in range(2):
+        stack(tokens[mine], labels[mine]).backward()
+    found = [hosting for hosting in stack.host.hostings if hosting is not None]
+    return [hosting.digest for hosting in found], [hosting.is_empty for hosting in found]
+
+
+def test_all_ranks_host_the_same_and_something(ranks: Pools) -> None:
+    hosts = Hosts(slots=2, moving=small(2, "least_loaded"))
+    (digests, empty), others = ranks(2).run(hosted_and_computed, skewed(2, "penstock"), hosts)
+    assert digests == others[0]
+    assert not all(empty)
+
+
+def disagreeing(rank: int, case: Case) -> str:
+    """What a rank says whose planner is another than the others'."""
+    stack = hosted_stack(rank, case, Hosts(moving=small(2, "least_loaded")))
+    if rank:
+        stack.host.moving = None
+    tokens, labels = batch_of(case)
+    mine = case.mine(rank)
+    try:
+        stack(tokens[mine], labels[mine]).backward()
+    except TaskError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_that_plan_different_guests_are_told(ranks: Pools) -> None:
+    for text in ranks(2).run(disagreeing, skewed(2, "sequential")):
+        assert "L0.PH.B" in text
+    ranks(2).close()
