@@ -17,6 +17,7 @@ from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.ops.transfers import TRANSFERS
 from penstock.step import StepShape, build_graph
+from penstock.step.shape import ExpertForm, Sharing
 from tests.steps import shapes, task_at
 
 CLUSTER = ClusterConfig(
@@ -182,6 +183,17 @@ def test_rows_under_way_may_be_smaller_than_hidden_states() -> None:
     alpha = CLUSTER.all_to_all(work.span(Group.EXPERT)).alpha_s
     assert (small(move) - alpha) / (plain(move) - alpha) == pytest.approx(20 / 64)
     assert small(experts) == plain(experts)
+
+
+@pytest.mark.parametrize(("form", "slots"), [("gather", 4), ("s1", 4), ("s2", 2)])
+def test_few_tokens_have_slots_by_form(form: ExpertForm, slots: int) -> None:
+    """Ranks that split 20 tokens have four slots each at 64 experts; those that deal them, four together."""
+    shape = StepShape(moe_layers=(True,), sharing=Sharing(mp_size=2, esp_size=2), expert_form=form)
+    work = replace(workload(shape, capacity_factor=1.0), batch=1, seq_len=20, num_experts=64)
+    work = replace(work, mp_size=2, esp_size=2, partial_all_reduce_bytes=(0,))
+    move = task_at(build_graph(shape), "L0.D.m0.c0.F")
+    copies = 1 if form == "gather" else 2
+    assert StepCost(shape, work, CLUSTER).work(move).sent_bytes == work.wire_bytes(64 * slots * copies)
 
 
 def test_soft_slots_are_counted_by_sample() -> None:

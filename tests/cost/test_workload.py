@@ -85,6 +85,17 @@ def test_with_capacity_each_microbatch_has_its_own_slots() -> None:
     assert replace(work, min_capacity=7).rows(3, 4, 0, 1) == 4 * 7
 
 
+@given(counts, st.sampled_from([None, 0.5, 1.25]), st.integers(1, 9), st.integers(1, 4))
+def test_ranks_with_the_same_tokens_deal_the_slots_of_all_of_them(
+    seq_len: int, factor: float | None, minimum: int, dealt: int
+) -> None:
+    """Ranks that cut samples count slots for their own tokens, each at least the minimum."""
+    work = replace(WORK, batch=2, seq_len=seq_len, capacity_factor=factor, min_capacity=minimum)
+    unit = work.top_k if factor is None else work.num_experts
+    assert work.rows(0, 1, 0, 1, 1, dealt) == math.ceil(work.rows(0, 1, 0, 1) / unit / dealt) * unit
+    assert work.rows(0, 1, 0, 1, dealt) >= (factor is not None) * minimum * unit
+
+
 @pytest.mark.parametrize(("matrices", "flops"), [(2, 512), (3, 768)])
 def test_expert_flops_are_two_per_weight_and_row(matrices: int, flops: int) -> None:
     assert replace(WORK, expert_matrices=matrices).expert_flops(1) == flops

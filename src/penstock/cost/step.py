@@ -16,6 +16,7 @@ from penstock.graph import Task
 from penstock.mesh import Group, stays_inside
 from penstock.ops import Work, spec_of
 from penstock.step import StepShape
+from penstock.step.shape import FORM_TOKENS
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,10 @@ class StepCost:
         """Token copies that a rank sends to all experts in the task's chunk."""
         assert task.microbatch is not None and task.chunk is not None, task
         cut, sizes = task.cut, self.workload
-        whole = task.microbatch, cut.microbatches
-        return sum(sizes.rows(*whole, s, cut.slices, cut.token_shards) for s in cut.held)
+        whole, shards = (task.microbatch, cut.microbatches), cut.token_shards
+        split = FORM_TOKENS[self.shape.expert_form] == "split"
+        ranks = (shards, 1) if split else (1, shards)
+        return sum(sizes.rows(*whole, s, cut.slices, *ranks) for s in cut.held)
 
     def reduced_bytes(self, task: Task) -> int:
         """Bytes of gradients in one piece of an all-reduce. A layer is cut once, however many its pieces."""

@@ -139,19 +139,25 @@ class Workload:
         """Tokens of one microbatch on one rank; of the rank with most, if `shares` ranks cut every sample."""
         return split_sizes(self.batch, microbatches)[microbatch] * split_sizes(self.seq_len, shares)[0]
 
-    def rows(self, microbatch: int, microbatches: int, chunk: int, chunks: int, shares: int = 1) -> float:
+    def rows(
+        self, microbatch: int, microbatches: int, chunk: int, chunks: int, shares: int = 1, dealt: int = 1
+    ) -> float:
         """Token copies that one rank sends to all experts in one chunk of one microbatch.
 
-        shares: ranks that cut every sample, or the slots of every expert, which are as many rows.
+        shares: ranks that cut every sample; each counts slots for its own tokens. dealt: ranks that route the
+        same tokens and deal each other the rows of every expert.
         """
         tokens = self.tokens(microbatch, microbatches, shares)
+        if self.capacity_factor is None and not self.slots_per_sample:
+            return split_sizes(split_sizes(tokens, chunks)[chunk], dealt)[0] * self.top_k
         if self.slots_per_sample:
             slots = split_sizes(self.batch, microbatches)[microbatch] * self.slots_per_sample
-            return split_sizes(split_sizes(slots, shares)[0], chunks)[chunk] * self.num_experts
-        if self.capacity_factor is None:
-            return split_sizes(tokens, chunks)[chunk] * self.top_k
-        slots = capacity_slots(tokens, self.num_experts, self.top_k, self.capacity_factor, self.min_capacity)
-        return split_sizes(slots, chunks)[chunk] * self.num_experts
+        else:
+            assert self.capacity_factor is not None, "slots are fixed"
+            slots = capacity_slots(
+                tokens, self.num_experts, self.top_k, self.capacity_factor, self.min_capacity
+            )
+        return split_sizes(split_sizes(slots, chunks)[chunk], dealt)[0] * self.num_experts
 
     def attention_flops(self, tokens: int) -> float:
         """Four projections, causal scores and values, router."""

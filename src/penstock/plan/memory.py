@@ -88,7 +88,7 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     microbatches = cut.microbatches
     logits = work.tokens(0, 1) * work.vocab_size * FLOAT32_BYTES * LOGIT_COPIES / work.mp_size
     moe = any(problem.shape.moe_layers)
-    piece_rows = work.rows(0, microbatches, 0, 1, _row_shares(work, cut)) * work.esp_size if moe else 0.0
+    piece_rows = work.rows(0, microbatches, 0, 1, *_row_shares(work, cut)) * work.esp_size if moe else 0.0
     return MemoryEstimate(
         weights_bytes=weights,
         gradients_bytes=weights,
@@ -115,12 +115,14 @@ def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool) -> float:
     wide = WIDE_COPIES[work.expert_matrices]
     gate_shares = mp_size if FORM_TOKENS[cut.expert_form] == "split" else 1
     home = work.rows(0, 1, 0, 1, gate_shares) * HOME_COPIES * hidden
-    there = work.rows(0, 1, 0, 1, _row_shares(work, cut))
+    there = work.rows(0, 1, 0, 1, *_row_shares(work, cut))
     expert = there * (work.esp_size * EXPERT_ROW_COPIES * hidden + wide * work.ffn_hidden_size)
     shared = work.tokens(0, 1, gate_shares) * wide * work.shared_ffn_hidden_size
     return work.element_bytes * (block + home + expert + shared)
 
 
-def _row_shares(work: Workload, cut: StepShape) -> int:
-    """By how many ranks with the same samples rows are divided when experts get them."""
-    return 1 if cut.expert_form == "baseline" else work.mp_size
+def _row_shares(work: Workload, cut: StepShape) -> tuple[int, int]:
+    """Ranks that cut the same samples, and ranks that deal each other their rows, when experts get them."""
+    if cut.expert_form == "baseline":
+        return 1, 1
+    return (work.mp_size, 1) if FORM_TOKENS[cut.expert_form] == "split" else (1, work.mp_size)
