@@ -6,14 +6,28 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import nnls
 
-from penstock.cost.fit import KEPT, fit_line
+from penstock.cost.fit import KEPT, _not_negative, fit_line
 
 SIZES = [float(1 << power) for power in range(12, 25)]
 
 
 def line(alpha_s: float, beta: float, sizes: list[float] = SIZES) -> list[tuple[float, float]]:
     return [(size, alpha_s + beta * size) for size in sizes]
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-3, 1), st.floats(1e-3, 1), st.floats(1e-3, 1)), min_size=2, max_size=9)
+)
+def test_two_unknowns_are_those_of_scipy(rows: list[tuple[float, float, float]]) -> None:
+    matrix, values = np.array(rows)[:, :2], np.array(rows)[:, 2]
+    expected, distance = nnls(matrix, values)
+    found = np.array(_not_negative(matrix, values))
+    assert found.min() >= 0
+    assert float(np.linalg.norm(matrix @ found - values)) == pytest.approx(distance, rel=1e-6, abs=1e-9)
+    if np.linalg.cond(matrix) < 1e4:
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 @given(st.floats(0, 1e-2), st.floats(1e-10, 1e-6), st.integers(2, len(SIZES)))

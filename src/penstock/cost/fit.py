@@ -129,17 +129,28 @@ def _distances(line: tuple[float, float], sizes: Numbers, times: Numbers) -> Num
 
 def _least_squares(sizes: Numbers, times: Numbers) -> tuple[float, float]:
     """Neither number negative."""
-    from scipy.optimize import nnls  # half a second that not every process needs
-
     largest, weights = sizes.max(), 1 / np.sqrt(times)
     if sizes.min() == largest:
         return 0.0, float(np.median(times) / largest)
     matrix = np.stack([weights, sizes / largest * weights], axis=1)
-    (alpha_s, slope_s), _ = nnls(matrix, times * weights)
+    alpha_s, slope_s = _not_negative(matrix, times * weights)
     flat_s = FLAT * float(np.median(times))
     if slope_s < flat_s:  # noise beats the slope
         return float(np.median(times)) - flat_s, flat_s / float(largest)
     return float(alpha_s), float(slope_s / largest)
+
+
+def _not_negative(matrix: Numbers, values: Numbers) -> tuple[float, float]:
+    """Least squares with two unknowns, neither of them negative; all numbers given are positive.
+
+    Where the free minimum has a negative unknown, that one is zero. scipy's `nnls` finds the same, and takes
+    longer to load than all measuring: every rank of a run that profiles would wait for it.
+    """
+    both = np.linalg.lstsq(matrix, values, rcond=None)[0]
+    if both.min() >= 0:
+        return float(both[0]), float(both[1])
+    alone = (matrix.T @ values) / np.square(matrix).sum(axis=0)
+    return (float(alone[0]), 0.0) if both[1] < 0 else (0.0, float(alone[1]))
 
 
 def _r2(line: tuple[float, float], sizes: Numbers, times: Numbers) -> float:
