@@ -25,6 +25,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (False, True),
     "padding": (False, True),
     "ignore_labels": (False, True),
+    "scattered": (False, True),
 }
 EIGHT: dict[str, tuple[Layout, str, ExpertForm]] = {
     "every axis of two": ((8, 2, 2, 2), "penstock", "gather"),
@@ -62,6 +63,7 @@ def test_two_and_four_ranks(
     tie_word_embeddings: bool,
     padding: bool,
     ignore_labels: bool,
+    scattered: bool,
 ) -> None:
     step = layout_case(
         (world_size, mp_size, ep_size, esp_size),
@@ -77,6 +79,7 @@ def test_two_and_four_ranks(
         tie_word_embeddings=tie_word_embeddings,
         padding=padding,
         ignore_labels=ignore_labels,
+        scattered=scattered,
     )
     check_parity(ranks, step)
 
@@ -109,9 +112,7 @@ def test_every_layout(ranks: Pools, world_size: int, engine: tuple[str, ExpertFo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("batches", [(3, 1), (0, 2)])
+@pairwise(form=FORMS, tokens=TOKENS, batches=[(3, 1), (0, 2)])
 def test_mp_groups_with_other_numbers_of_samples(
     ranks: Pools, form: ExpertForm, tokens: str, batches: tuple[int, int]
 ) -> None:
@@ -121,9 +122,7 @@ def test_mp_groups_with_other_numbers_of_samples(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("length", [4, 7])
-@pytest.mark.parametrize("capacity_factor", [None, 0.75])
+@pairwise(tokens=TOKENS, length=[4, 7], capacity_factor=[None, 0.75])
 def test_few_tokens(ranks: Pools, tokens: str, length: int, capacity_factor: float | None) -> None:
     """One or two of a sample for each of four ranks."""
     settings = {"seq_len": length, "capacity_factor": capacity_factor, "batch": 2, "padding": True}
@@ -133,6 +132,7 @@ def test_few_tokens(ranks: Pools, tokens: str, length: int, capacity_factor: flo
 # ---- what does not depend on the layout --------------------------------------------------------------------
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tokens", TOKENS)
