@@ -6,9 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.runtime.checks.guests import check_can_host
+from penstock.step import StepShape
+from penstock.topology import Layout as Place
 from tests.runtime.test_moe_parity import case
 from tests.steps import PLAIN
 from tests.support.hosted import Hosts, check_hosted
+from tests.support.layouts import Layout, layout_case
 from tests.support.pairwise import pairwise
 from tests.support.parity import Case
 from tests.support.ranks import Pools
@@ -53,3 +57,17 @@ def test_several_ranks(
 ) -> None:
     step = hosting_case(world_size, routing, schedule, dispatch, experts)
     check_hosted(ranks, replace(step, padding=hosts.slots > 1), hosts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(4, 1, 2, 1), (4, 2, 4, 1), (4, 1, 2, 2), (4, 2, 2, 2)])
+def test_ranks_that_share_experts_or_attention(ranks: Pools, layout: Layout) -> None:
+    """Replicas are summed after guests came home; shards of an expert are guests of the same shards."""
+    check_hosted(ranks, layout_case(layout, "penstock", "gather"), Hosts(slots=2, pieces=2))
+
+
+def test_where_several_ranks_have_the_same_rows_guests_are_refused() -> None:
+    place = Place(world_size=4, ep_size=2, rank=0, node_size=0, mp_size=2, esp_size=2)
+    shape = StepShape(moe_layers=(True,), guest_slots=1, expert_form="s2")
+    with pytest.raises(ValueError, match="expert_form = s2 has the same rows on all ranks"):
+        check_can_host([None], shape, place)

@@ -13,6 +13,7 @@ from penstock.moe import MoELayer
 from penstock.moe.experts.base import Experts
 from penstock.moe.seats import Spread, seats_of
 from penstock.placement import Hosting
+from penstock.runtime.checks.guests import check_no_hooks
 from penstock.runtime.guests import LayerGuests, Trip
 from penstock.runtime.moving import ExpertMoving, Plans, loads_of_group
 from penstock.topology import Layout
@@ -136,7 +137,7 @@ class Host:
         self._plans = plans
 
     def lend(self, layers: Layers) -> Lodging:
-        """Guests for one step."""
+        """Guests for one step. Raises ValueError for an expert with a gradient hook."""
         if not self._hosted:
             return Lodging((), (), ())
         free = self._free.pop() if self._free else (None,) * len(layers)
@@ -148,6 +149,7 @@ class Host:
                 guests.append(None)
                 continue
             own, hosting = layer.experts, hosted.hosting
+            check_no_hooks(own)
             if room is None or not room.fits(own):
                 room = Room.like(own, hosting.guest_slots)  # noqa: PLW2901
             seats = seats_of(own, room.guests, layer.order, hosting, hosted.spread)

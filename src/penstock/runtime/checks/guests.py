@@ -100,19 +100,14 @@ def _check_form(shape: StepShape, layout: Layout) -> None:
 
 def _check_experts(experts: Experts) -> None:
     """What a host would not have, or would have otherwise than the owner."""
-    remedy = "Remove it, or set placement.experts=none"
     if any(True for _ in experts.buffers()):
         raise ValueError(
             f"{type(experts).__name__} has buffers, which are not brought to ranks that host an expert: rows "
-            f"would meet others there. {remedy}"
+            "would meet others there. Remove them, or set placement.experts=none"
         )
+    check_no_hooks(experts)
     sizes: dict[int, list[int]] = {}
     for name, parameter in experts.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"experts.{name} has a gradient hook, which would not see the gradients of rows that other "
-                f"ranks compute. {remedy}"
-            )
         for _, slot, part in experts.split(name, parameter):
             if not part.is_contiguous():
                 raise ValueError(f"experts.{name} is not contiguous in memory: make it so with contiguous()")
@@ -122,6 +117,16 @@ def _check_experts(experts: Experts) -> None:
             f"the experts of {type(experts).__name__} differ in size or share parameters, so one cannot take "
             "the place of another. Build them alike, or set placement.experts=none"
         )
+
+
+def check_no_hooks(experts: Experts) -> None:
+    """Raise ValueError for a hook on the gradient of an expert that may be a guest elsewhere."""
+    for name, parameter in experts.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"experts.{name} has a gradient hook, which would not see the gradients of rows that other "
+                "ranks compute. Remove it, or set placement.experts=none"
+            )
 
 
 def _check_apart(layers: Sequence[MoELayer]) -> None:

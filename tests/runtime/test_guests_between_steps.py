@@ -1,0 +1,257 @@
+"""What may be done to a stack between steps while ranks host guests, and what cannot be hosted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.decision import PlacementConfig
+from penstock.placement import ExpertPlacement, Hosting, PlacementError
+from penstock.runtime import PipelinedStack
+from penstock.train.assemble import first_plan
+from penstock.train.checkpoint import Checkpoints
+from penstock.train.optimizer import build_adamw, initialise_state
+from tests.runtime.test_guests import ROUTINGS, hosting_case
+from tests.support.checkpoints import CASE, IDENTITY, bare, check_equal, state_of, train
+from tests.support.hosted import Hosts, host_randomly, hosted_stack
+from tests.support.parity import Case, batch_of, check_close, stack_of
+from tests.support.ranks import Pools
+from tests.support.reference_moe import Weights
+
+HOSTS = Hosts(slots=2, pieces=2)
+STEP = replace(hosting_case(2, ROUTINGS[0], "penstock"), padding=False)
+
+
+class Run:
+    """A stack with guests on one rank, and one without."""
+
+    def __init__(self, rank: int) -> None:
+        self.hosted, self.plain = hosted_stack(rank, STEP, HOSTS), stack_of(rank, STEP)
+        tokens, labels = batch_of(STEP)
+        mine = STEP.mine(rank)
+        self.batch, self.turn = (tokens[mine], labels[mine], torch.arange(len(tokens))[mine]), 0
+
+    def forward(self, stack: PipelinedStack) -> Tensor:
+        """The loss, with other guests than ever before."""
+        if stack.host.hostings:
+            self.turn += 1
+            host_randomly(stack, HOSTS, self.turn)
+        loss: Tensor = stack(*self.batch)
+        return loss
+
+    def gradients(self, stack: PipelinedStack) -> Weights:
+        """What a step leaves."""
+        stack.zero_grad()
+        self.forward(stack).backward()
+        return left(stack)
+
+    def check(self, stack: PipelinedStack, what: str, times: int = 1) -> None:
+        """The gradients in `stack` are those of the stack without guests, `times` over."""
+        found, wanted = left(stack), self.gradients(self.plain)
+        assert found.keys() == wanted.keys(), what
+        for name, gradient in wanted.items():
+            check_close(found[name], times * gradient, 1e-10, f"{what}: {name}")
+
+
+def left(stack: PipelinedStack) -> Weights:
+    return {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
+
+
+def accumulated(run: Run) -> None:
+    run.gradients(run.hosted)
+    run.forward(run.hosted).backward()
+    run.check(run.hosted, "two steps", times=2)
+
+
+def two_at_once(run: Run) -> None:
+    """Each backward pass belongs to its own forward pass, whatever was hosted since."""
+    run.hosted.zero_grad()
+    first, second = run.forward(run.hosted), run.forward(run.hosted)
+    with torch.no_grad():
+        run.forward(run.hosted)
+    first.backward()
+    second.backward()
+    run.check(run.hosted, "two at once", times=2)
+
+
+def frozen(run: Run) -> None:
+    for part in ("w_up", ".experts."):
+        for stack in (run.hosted, run.plain):
+            for name, parameter in stack.model.named_parameters():
+                parameter.requires_grad_(part not in name)
+        run.gradients(run.hosted)
+        run.check(run.hosted, f"{part} frozen")
+    for stack in (run.hosted, run.plain):
+        stack.model.requires_grad_(True)
+    run.gradients(run.hosted)
+    run.check(run.hosted, "thawed")
+
+
+def copied(run: Run) -> None:
+    names = [name for name, _ in run.plain.named_parameters()]
+    assert [name for name, _ in run.hosted.named_parameters()] == names
+    assert list(run.hosted.state_dict()) == list(run.plain.state_dict())
+    twin = copy.deepcopy(run.hosted)
+    assert twin.host.hostings == run.hosted.host.hostings
+    assert [name for name, _ in twin.named_parameters()] == names
+    run.gradients(twin)
+    run.check(twin, "copy")
+
+
+def converted(run: Run) -> None:
+    """Guests have the type that the experts have now."""
+    for stack in (run.hosted, run.plain):
+        stack.model.float()
+    found, wanted = run.gradients(run.hosted), run.gradients(run.plain)
+    for name, gradient in wanted.items():
+        check_close(found[name], gradient, 1e-4, f"float32: {name}")
+    for stack in (run.hosted, run.plain):
+        stack.model.double()
+
+
+def planned_anew(run: Run) -> None:
+    """A plan without guest slots has no guests, one with others begins without."""
+    plans = run.hosted.plan, run.plain.plan
+    run.hosted.adopt(plans[1])
+    assert run.hosted.host.hostings == ()
+    run.gradients(run.hosted)
+    run.check(run.hosted, "without slots")
+    run.hosted.adopt(plans[0])
+    found = run.hosted.host.hostings
+    assert len(found) == 2 and all(hosting is not None and hosting.is_empty for hosting in found)
+    run.gradients(run.hosted)
+    run.check(run.hosted, "with slots again")
+
+
+LIVES: list[Callable[[Run], None]] = [accumulated, two_at_once, frozen, copied, converted, planned_anew]
+
+
+def live(rank: int) -> None:
+    """All of it with one stack."""
+    run = Run(rank)
+    for part in LIVES:
+        part(run)
+
+
+def test_between_steps(ranks: Pools) -> None:
+    ranks(2).run(live)
+
+
+def saved_and_loaded(rank: int, case: Case, folder: Path) -> tuple[Weights, Weights, list[str]]:
+    """A state as it was saved with guests, as it is loaded without, and the names in the files."""
+    stack = hosted_stack(rank, case, HOSTS)
+    optimizer = build_adamw(stack.model.named_parameters(), case.config.optimizer)
+    initialise_state(optimizer)
+    run = Checkpoints(folder, stack, optimizer, keep=2, identity=IDENTITY)
+    host_randomly(stack, HOSTS, 0)
+    train(run, rank, case, 2)
+    path = run.save(2)
+    other = bare(rank, replace(case, seed=5), folder)
+    other.load(path)
+    return state_of(run), state_of(other), list(run._state())
+
+
+def test_checkpoints_have_no_guests(ranks: Pools, tmp_path: Path) -> None:
+    case = replace(CASE, world_size=2, ep_size=2)
+    names = set()
+    for saved, loaded, held in ranks(2).run(saved_and_loaded, case, tmp_path):
+        check_equal(loaded, saved)
+        names |= {name.replace(".experts.", ".") for name in held}
+    assert not any("guest" in name or "others" in name for name in names)
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+
+
+def hosting_otherwise(rank: int) -> list[str]:
+    """What hostings that do not fit are answered with."""
+    stack = hosted_stack(rank, STEP, HOSTS)
+    placement, none = ExpertPlacement.even(8, 2), Hosting.none(ExpertPlacement.even(8, 2), 2)
+    some = Hosting.local(placement, [[4, -1], [-1, -1]] if rank else [[-1, -1], [-1, -1]])
+    turned = Hosting.none(ExpertPlacement.of([[4, 5, 6, 7], [0, 1, 2, 3]]), 2)
+    fewer = Hosting.none(placement, 1)
+    tries: list[list[Hosting | None]] = [[none], [none, None], [none, turned], [none, fewer], [none, some]]
+    found = []
+    for hostings in tries:
+        try:
+            stack.host_guests(hostings)
+        except PlacementError as error:
+            found.append(str(error))
+    stack.adopt(stack_of(rank, STEP).plan)
+    with pytest.raises(PlacementError, match="the plan has no guest slots"):
+        stack.host_guests([none, none])
+    return found
+
+
+def test_hostings_that_do_not_fit_are_refused_on_all_ranks(ranks: Pools) -> None:
+    for rank, texts in enumerate(ranks(2).run(hosting_otherwise)):
+        for text, words in zip(
+            texts,
+            (
+                "1 hostings for 2 layers",
+                "layer 1 is an MoE layer, which its hosting does not say",
+                "the hosting of layer 1 is for other owners",
+                "the hosting of layer 1 has 1 guest slots, the plan 2",
+                f"layer 1: rank {1 - rank} hosts other guests than rank {rank} knows of",
+            ),
+            strict=True,
+        ):
+            assert words in text
+
+
+def adopt(stack: PipelinedStack, case: Case) -> None:
+    """A plan with guest slots."""
+    config = replace(case.config, placement=PlacementConfig(experts="planned"))
+    layout = stack.machinery.layout
+    stack.adopt(first_plan(config, layout, stack.base_shape, stack.gradients.sizes_bytes))
+
+
+def hook(stack: PipelinedStack) -> None:
+    next(p for n, p in stack.model.named_parameters() if "w_up" in n).register_hook(lambda grad: 2 * grad)
+
+
+def buffer(stack: PipelinedStack) -> None:
+    (first, *_) = (layer.experts for layer in stack.moe_layers if layer is not None)
+    first.register_buffer("scale", torch.ones(1))
+
+
+def share(stack: PipelinedStack) -> None:
+    first, last = (layer.experts for layer in stack.moe_layers if layer is not None)
+    last.register_parameter("w_up", first.get_parameter("w_up"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (hook, "experts.w_up has a gradient hook"),
+        (buffer, "SwiGLUExperts has buffers"),
+        (share, "experts of several layers share a parameter"),
+    ],
+)
+def test_experts_that_cannot_be_hosted_are_refused(
+    change: Callable[[PipelinedStack], None], words: str
+) -> None:
+    stack = stack_of(0, CASE)
+    change(stack)
+    with pytest.raises(ValueError, match=words):
+        adopt(stack, CASE)
+
+
+def test_a_hook_that_comes_later_is_refused_too() -> None:
+    stack = stack_of(0, CASE)
+    adopt(stack, CASE)
+    hook(stack)
+    with pytest.raises(ValueError, match=r"experts.w_up has a gradient hook, .* Remove it, or set placement"):
+        stack(*batch_of(CASE))
+
+
+def test_fixed_slots_are_refused() -> None:
+    case = replace(CASE, moe=replace(CASE.moe, capacity_factor=1.5))
+    with pytest.raises(ValueError, match="every expert has a fixed number of rows"):
+        adopt(stack_of(0, case), case)
