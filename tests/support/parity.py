@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.decision import ScheduleConfig
+from penstock.decision import PlacementConfig, ScheduleConfig
+from penstock.decision.moving import Prediction
 from penstock.mesh import Group, Mesh, holders
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import Machinery, PipelinedStack
+from penstock.runtime.sample_moving import Placer, SampleMoving
 from penstock.schedule import penstock as searching
 from penstock.sharding import Sharding, shardings_of
 from penstock.step.shape import FORM_TOKENS, TokenLayout
@@ -47,7 +49,8 @@ class Case:
     differ. padding: some tokens are padding. module_experts: experts are modules of their own. node_size:
     ranks per emulated node. idle_expert, busy_experts: gets no tokens, get all of them. scattered: experts
     are on the ranks in another order than that of their numbers, in every layer another. tokens: what ranks
-    of an mp group hold between blocks; the form of the MoE part is the schedule's.
+    of an mp group hold between blocks; the form of the MoE part is the schedule's. placer, prediction: how
+    samples get their homes, where they move.
     """
 
     world_size: int
@@ -69,6 +72,8 @@ class Case:
     mp_size: int = 1
     esp_size: int = 1
     tokens: TokenLayout = "split"
+    placer: Placer | None = None
+    prediction: Prediction = "next_gate"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -134,6 +139,7 @@ class Case:
             data=DataConfig(batch_per_device=self.batch),
             optimizer=OptimizerConfig(lr=LEARNING_RATE, eps=EPS),
             train=TrainConfig(seed=self.seed),
+            placement=PlacementConfig(samples="none" if self.placer is None else "netmoe"),
         )
 
 
@@ -218,6 +224,9 @@ def stack_of(rank: int, case: Case) -> PipelinedStack:
         make_moe = partial(scattered_layer, case, found.layout)
     with short_search():
         stack = build_stack(case.config, found, case.dtype, make_moe)
+    if case.placer is not None:
+        stack.sample_moving = SampleMoving(case.placer, case.prediction)
+        stack.adopt(stack.plan)
     prepare(stack, case)
     return stack
 
@@ -300,7 +309,9 @@ def reference_step(case: Case) -> StepResult:
 def reference_case(case: Case) -> Case:
     """What the reference computes. Of a layout it has only the shares of the gate."""
     flat = replace(case.moe, dispatch="flat")
-    alone = replace(case, ep_size=None, node_size=None, moe=flat, scattered=False, esp_size=1, tokens="split")
+    alone = replace(
+        case, ep_size=None, node_size=None, moe=flat, scattered=False, esp_size=1, tokens="split", placer=None
+    )
     if case.gate_shares == 1:
         groups = case.mesh.size(Group.DATA)
         alone = replace(alone, world_size=groups, mp_size=1)

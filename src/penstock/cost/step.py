@@ -160,12 +160,17 @@ class StepSizes:
         self.shared_flops, self.expert_flops = work.shared_flops, work.expert_flops
         self.head_flops, self._tokens = work.head_flops, work.tokens
         self.logit_bytes, self.expert_bytes = work.logit_bytes, work.expert_bytes
-        self._mesh = work.mesh
+        self._mesh, self._samples = work.mesh, step._samples
 
     def tokens(self, task: Task) -> int:
         """Tokens of the task's microbatch, this rank's part where ranks share them."""
         assert task.microbatch is not None, task
         return self._tokens(task.microbatch, task.cut.microbatches, task.cut.token_shards)
+
+    def samples(self, task: Task) -> int:
+        """Samples of the task's microbatch on a rank."""
+        assert task.microbatch is not None, task
+        return self._samples[task.microbatch]
 
     def members(self, task: Task) -> int:
         """Ranks that meet in the task."""

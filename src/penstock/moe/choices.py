@@ -52,11 +52,6 @@ class TokenChoice:
     most: int | None = None
     inseparable: int = 1
 
-    def chunks(self, number: int) -> tuple[int, ...]:
-        """Tokens of every one of nearly equal chunks."""
-        whole = self.inseparable
-        return tuple(whole * size for size in split_sizes(len(self.experts_Tk) // whole, number))
-
     @property
     def counted(self) -> int:
         """Tokens that a fixed number of slots is made for."""
@@ -115,6 +110,11 @@ def made_for(choice: Choice, tokens: Tokens) -> Choice:
     if (tokens.most is None and not tokens.stay_whole) or not isinstance(choice, TokenChoice):
         return choice
     return replace(choice, most=tokens.most, inseparable=tokens.inseparable(len(choice.experts_Tk)))
+
+
+def chunk_tokens(tokens: int, chunks: int, inseparable: int) -> tuple[int, ...]:
+    """Tokens of every one of nearly equal chunks, none of which takes `inseparable` ones apart."""
+    return tuple(inseparable * size for size in split_sizes(tokens // inseparable, chunks))
 
 
 def count_choices(experts_Tk: Tensor, samples: int, num_experts: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.dispatch import Dispatch, find_dispatch
 from penstock.moe.balance import BALANCES
-from penstock.moe.choices import GateSums, TokenChoice, made_for
+from penstock.moe.choices import GateSums, TokenChoice, chunk_tokens, made_for
 from penstock.moe.config import BalanceGroup
 from penstock.moe.exchange import Alone, Exchange
 from penstock.moe.experts.base import Experts
@@ -25,6 +25,7 @@ from penstock.moe.fit import check_parts, check_placement
 from penstock.moe.gates.base import Gate
 from penstock.moe.hooks.base import Hook, Hooks
 from penstock.moe.orders.base import Order, OrderPlan
+from penstock.moe.orders.sort import SortOrder
 from penstock.moe.routes import ChunkRoute
 from penstock.moe.seats import HostedSeats, OwnSeats
 from penstock.moe.tokens import Tokens
@@ -156,6 +157,20 @@ class MoELayer(nn.Module):
         rows_RM = self.hooks.run("before_dispatch", seats.order.order(known_TM, choice, plan))
         positions_Tk = choice.experts_Tk if isinstance(choice, TokenChoice) else None
         return RoutedTokens(rows_RM, seats.order.weights(choice), x_TM, choice.sums, plan, positions_Tk)
+
+    def expected(self, x_TM: Tensor, tokens: Tokens) -> Tensor:
+        """What the gate would choose for tokens that are still on their way here, [T, k]; no gradient."""
+        with torch.no_grad():
+            choice = self.gate(x_TM, replace(tokens, clean=True))
+        assert isinstance(choice, TokenChoice), "samples move where tokens choose"
+        return choice.experts_Tk
+
+    def arrange(self, positions_Tk: Tensor, tokens: Tokens, chunks: int) -> OrderPlan:
+        """The order of rows of tokens that have chosen elsewhere."""
+        order, count = self.seats.order, len(positions_Tk)
+        assert isinstance(order, SortOrder), "samples move where no row is dropped or shared"
+        sizes = chunk_tokens(count, chunks, tokens.inseparable(count))
+        return order.arrange(positions_Tk, sizes, masked=tokens.valid_T is not None)
 
     def expert_rows(self, rows_RM: Tensor, route: ChunkRoute, product: Product = grouped_product) -> Tensor:
         """Outputs of this rank's experts for rows sorted by (source rank, expert), in the same order.

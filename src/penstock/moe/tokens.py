@@ -17,7 +17,7 @@ class Tokens:
     generator.
     valid_T: bool, False for padding, which goes to no expert and counts for nothing; None: all are valid.
     most: tokens of the rank that has most, where ranks have different numbers and slots as many; None = all
-    have as many. stay_whole: chunks are made of whole samples.
+    have as many. stay_whole: chunks are made of whole samples. clean: gates add no noise.
     """
 
     samples: int = 1
@@ -25,6 +25,7 @@ class Tokens:
     valid_T: Tensor | None = None
     most: int | None = None
     stay_whole: bool = False
+    clean: bool = False
 
     def inseparable(self, tokens: int) -> int:
         """How many of `tokens` consecutive ones no chunk takes apart."""

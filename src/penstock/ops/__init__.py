@@ -1,6 +1,6 @@
 """What each op means, before anything runs. Pure Python: no torch."""
 
-from penstock.ops import blocks, guests, loads, shards, sums, tensor, transfers
+from penstock.ops import blocks, guests, loads, samples, shards, sums, tensor, transfers
 from penstock.ops.base import OPS, Backward, Kind, OpSpec, register, spec_of
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
@@ -17,6 +17,7 @@ __all__ = [
     "guests",
     "loads",
     "register",
+    "samples",
     "shards",
     "spec_of",
     "sums",

@@ -63,6 +63,7 @@ register(
         title="attention, router and order (a dense block: all of it)",
         kind=Kind.COMPUTE,
         work=_attention,
+        given=frozenset({"passengers"}),
         gradients=REPLICATED,
     ),
     OpSpec(name=Op.SHARED, title="shared experts", kind=Kind.COMPUTE, work=_shared, gradients=REPLICATED),
@@ -80,7 +81,7 @@ register(
         title="un-order, gate weights, residual",
         kind=Kind.COMPUTE,
         work=_copies,
-        given=frozenset({"order"}),
+        given=frozenset({"order", "passengers"}),
         gradients=REPLICATED,
     ),
     OpSpec(
@@ -88,6 +89,7 @@ register(
         title="final norm, output head, loss",
         kind=Kind.COMPUTE,
         work=_head,
+        given=frozenset({"passengers"}),
         gradients=REPLICATED,
     ),
 )

@@ -68,3 +68,11 @@ class Op:
     ROWS_GATHER: Final = "BG"
     ROWS_REDUCE: Final = "BR"
     ROWS_KEEP: Final = "BS"
+
+    # samples that move: see `ops.samples`
+    SAMPLE_COUNTS: Final = "SC"
+    SAMPLE_LOADS: Final = "SN"
+    SAMPLE_PLACES: Final = "SP"
+    SAMPLE_HOMES: Final = "SH"
+    SAMPLE_MOVE: Final = "SM"
+    ROW_ORDER: Final = "RO"

@@ -59,6 +59,10 @@ class Sizes(Protocol):
         """Ranks that meet in the task."""
         ...
 
+    def samples(self, task: Task) -> int:
+        """Samples of the task's microbatch on a rank."""
+        ...
+
     def rows(self, task: Task) -> float:
         """Token copies that a rank sends to all experts in the task's chunk."""
         ...

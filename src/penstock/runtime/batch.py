@@ -8,8 +8,8 @@ Shapes: B samples of this rank, L tokens per sample.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Protocol
 
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from penstock.cost.workload import split_sizes
 from penstock.moe import SampleKeys
 from penstock.runtime.handlers import Batch
 from penstock.runtime.passengers import Passengers
+from penstock.runtime.sample_moving import counted_by
 from penstock.topology import Control, Layout
 
 NO_LABEL = -100
@@ -27,12 +29,17 @@ NO_LABEL = -100
 
 @dataclass(frozen=True)
 class Samples:
-    """One rank's batch as it is given. valid_BL: bool, False for padding; None if there is none."""
+    """One rank's batch as it is given.
+
+    valid_BL: bool, False for padding; None if there is none. companions: samples of every rank that this one
+    exchanges samples with; () = none move.
+    """
 
     tokens_BL: Tensor
     labels_BL: Tensor
     ids_B: Tensor
     valid_BL: Tensor | None
+    companions: tuple[int, ...] = ()
 
     def cut(self, microbatches: int, seed: int) -> Batch:
         """The larger pieces first; empty ones where there are fewer samples than microbatches."""
@@ -43,10 +50,21 @@ class Samples:
         if self.valid_BL is not None:
             valid = self.valid_BL.tensor_split(microbatches)
         known = zip(labels, ids, valid, strict=True)
+        whole = bool(self.companions)
         passengers = [
-            Passengers(labels_BL, SampleKeys(seed, ids_B), valid_BL) for labels_BL, ids_B, valid_BL in known
+            Passengers(labels_BL, SampleKeys(seed, ids_B), valid_BL, stay_whole=whole)
+            for labels_BL, ids_B, valid_BL in known
         ]
-        return Batch(tokens, passengers)
+        sizes = [split_sizes(samples, microbatches) for samples in self.companions]
+        return Batch(tokens, passengers, list(zip(*sizes, strict=True)))
+
+    def of_length(self, length: int) -> Samples:
+        """The same; samples that there are none of, [0, length]."""
+        if len(self.tokens_BL):
+            return self
+        tokens_BL, labels_BL = (each.new_empty(0, length) for each in (self.tokens_BL, self.labels_BL))
+        valid_BL = None if self.valid_BL is None else self.valid_BL.new_empty(0, length)
+        return replace(self, tokens_BL=tokens_BL, labels_BL=labels_BL, valid_BL=valid_BL)
 
     def filled(self, samples: int, length: int) -> Samples:
         """The same with padding after it, [samples, length]."""
@@ -56,16 +74,13 @@ class Samples:
         valid_BL = self.valid_BL
         if valid_BL is None:
             valid_BL = torch.ones_like(self.tokens_BL, dtype=torch.bool)
-        wide = len(self.tokens_BL) > 0  # the length of no sample at all says nothing
-        tokens_BL, labels_BL, valid_BL = (
-            given if wide else given.new_empty(0, length)
-            for given in (self.tokens_BL, self.labels_BL, valid_BL)
-        )
+        wide = replace(self, valid_BL=valid_BL).of_length(length)
+        assert wide.valid_BL is not None
         return Samples(
-            tokens_BL=pad(tokens_BL, (0, 0, 0, more)),
-            labels_BL=pad(labels_BL, (0, 0, 0, more), value=NO_LABEL),
+            tokens_BL=pad(wide.tokens_BL, (0, 0, 0, more)),
+            labels_BL=pad(wide.labels_BL, (0, 0, 0, more), value=NO_LABEL),
             ids_B=pad(self.ids_B, (0, more)),
-            valid_BL=pad(valid_BL, (0, 0, 0, more), value=False),
+            valid_BL=pad(wide.valid_BL, (0, 0, 0, more), value=False),
         )
 
 
@@ -143,3 +158,45 @@ class EqualSizes:
                 "valid_BL, or route dropless (moe.capacity_factor = none)."
             )
         return int(largest), int(longest)
+
+
+class SharedSizes:
+    """Every rank runs what it has, and knows how many samples the ranks have that it exchanges some with."""
+
+    def __init__(self, layout: Layout, control: Control) -> None:
+        self._layout, self._control = layout, control
+
+    def settle(self, samples: Samples, largest_batch: int | None) -> Samples:
+        """Costs an exchange of a few bytes.
+
+        Raises ValueError on all ranks if samples that might meet have different lengths, or padding is marked
+        on some ranks only.
+        """
+        del largest_batch
+        mine = (*samples.tokens_BL.shape, samples.valid_BL is not None)
+        everyone = self._control.gather(mine, "comparing the sizes of batches")
+        for ranks in self._layout.mesh.groups(counted_by(self._layout)):
+            _check_alike({rank: everyone[rank] for rank in ranks})
+        members = self._layout.mesh.members(self._layout.rank, counted_by(self._layout))
+        lengths = [length for samples, length, _ in (everyone[rank] for rank in members) if samples]
+        companions = tuple(everyone[rank][0] for rank in members)
+        return replace(samples, companions=companions).of_length(lengths[0] if lengths else mine[1])
+
+
+def _check_alike(shapes: Mapping[int, tuple[int, int, bool]]) -> None:
+    """Samples of one length, all with marks of padding or all without. shapes: samples, length, marks."""
+    found = {rank: shape for rank, shape in shapes.items() if shape[0]}
+    for rank, (_, length, marked) in found.items():
+        first, (_, wanted, marks) = next(iter(found.items()))
+        if length != wanted:
+            raise ValueError(
+                f"ranks {first} and {rank} have samples of {wanted} and {length} tokens, and samples move "
+                "between them: give all ranks samples of one length, filled up with padding (say so with "
+                "valid_BL), or set placement.samples=none"
+            )
+        if marked != marks:
+            raise ValueError(
+                f"rank {rank if marked else first} marks padding (valid_BL) and rank "
+                f"{first if marked else rank} does not, and samples move between them: give valid_BL on all "
+                "ranks, or set placement.samples=none"
+            )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.cost.workload import split_sizes
 from penstock.graph import Phase, ScheduleError, Task
-from penstock.moe import RouteMaker
+from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.balance import Balance
 from penstock.moe.config import MoEConfig
 from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
@@ -28,6 +28,7 @@ from penstock.runtime.hosting import Host, Lodging
 from penstock.runtime.moving import Plans
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.passengers import Passengers, part_of
+from penstock.runtime.sample_moving import Relocation
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.transport import Transports
@@ -108,6 +109,7 @@ class StepContext:
     makes a compute segment. degrees: the numbers of chunks in which rows of an MoE layer travel. weights:
     makes what a slice's weight gradients are left to. host, lodging: what ranks host as guests from step to
     step, and in this one. marks: [6] float64, to sum with the statistics.
+    relocation: how samples get their homes, where they move.
     loss_gradient: known when the backward half begins. total, marks_total: known when the statistics task
     has run. loads_PYE: when the loads task has, if the step has one: choices by rank, MoE layer and expert.
     plans: what to host next, when ranks have compared it.
@@ -131,6 +133,7 @@ class StepContext:
     buckets: Buckets
     codec: StatisticsCodec
     marks: Tensor
+    relocation: Relocation | None = None
     loss_gradient: Tensor = field(default_factory=lambda: torch.ones(()))
     total: StepStatistics | None = None
     marks_total: Tensor | None = None
@@ -145,11 +148,36 @@ class StepContext:
         """Whether sums over all ranks take the task's tokens from this one: several may have the same."""
         return task.cut.token_shards > 1 or self.tensor.rank == 0
 
-    def legs(self, layer: int) -> list[str]:
-        """The ops of a layer's dispatch, in their order."""
+    @property
+    def placing(self) -> Relocation:
+        """How samples get their homes, in a step that moves them."""
+        assert self.relocation is not None, "a plan that moves samples is adopted with what places them"
+        return self.relocation
+
+    def expecting(self, layer: int) -> MoELayer | None:
+        """The next MoE layer, if samples are placed by what they are expected to want of it."""
+        if self.placing.how.prediction == "none":
+            return None
+        return next((part.moe for part in self.parts.parts[layer + 1 :] if part.moe is not None), None)
+
+    def row_weight(self, layer: int) -> float:
+        """How many rows on their way to experts weigh as much as what follows one token beside them."""
+        moe, sent_bytes = self.parts.parts[layer].moe, (self.wire_dtype or torch.float32).itemsize
+        assert moe is not None, layer
+        width = 1024  # of any hidden state: a row's share of scales is small
+        row_bytes = self.moe.row_bytes(width, sent_bytes)
+        shared = 0 if moe.shared is None else sent_bytes
+        return width * (torch.float32.itemsize + shared) / row_bytes
+
+    def maker(self, layer: int) -> RouteMaker:
+        """What makes the routes of an MoE layer."""
         maker = self.makers[layer]
         assert maker is not None, layer
-        return [hop.op for hop in maker.dispatch.hops]
+        return maker
+
+    def legs(self, layer: int) -> list[str]:
+        """The ops of a layer's dispatch, in their order."""
+        return [hop.op for hop in self.maker(layer).dispatch.hops]
 
 
 @dataclass(frozen=True)

@@ -69,13 +69,13 @@ def part_of(length: int, rank: int, ranks: int) -> slice:
 
 
 def passengers_of(context: StepContext, task: Task, inputs: Inputs) -> Passengers:
-    """The samples that a task works on: where they have moved those that came, else those of the batch.
+    """The samples that a task works on, as far as it has their tokens: this rank's, or all of them."""
+    found, place = travellers(context, task, inputs), context.tensor
+    return found.part(place.rank, place.size) if task.cut.token_shards > 1 else found
 
-    Of the tokens that the task has: this rank's, or all of its samples'.
-    """
+
+def travellers(context: StepContext, task: Task, inputs: Inputs) -> Passengers:
+    """The same with all tokens: those that came where samples have moved, else those of the batch."""
     assert task.microbatch is not None, task
     found: Passengers | None = inputs.maybe("passengers")
-    if found is None:
-        return context.batch_of(task).passengers[task.microbatch]
-    place = context.tensor
-    return found.part(place.rank, place.size) if task.cut.token_shards > 1 else found
+    return context.batch.passengers[task.microbatch] if found is None else found

@@ -21,7 +21,7 @@ from penstock.moe.balance import BALANCES
 from penstock.moe.config import MoEConfig
 from penstock.placement import Hosting
 from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
-from penstock.runtime.batch import AnySizes, EqualSizes, SampleNumbers, Samples, Sizes
+from penstock.runtime.batch import AnySizes, EqualSizes, SampleNumbers, Samples, SharedSizes, Sizes
 from penstock.runtime.checks.agree import check_agreement
 from penstock.runtime.checks.guests import check_can_host, check_guests, check_hostings
 from penstock.runtime.checks.layers import (
@@ -29,6 +29,7 @@ from penstock.runtime.checks.layers import (
     check_not_moved,
     check_placements,
     check_same,
+    check_samples_may_move,
     check_shards,
     placements_of,
     shape_of,
@@ -54,6 +55,7 @@ from penstock.runtime.makers import maker_of
 from penstock.runtime.moving import ExpertMoving
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.program import Program, Programs
+from penstock.runtime.sample_moving import Relocation, SampleMoving
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.step import Step
 from penstock.runtime.transport import Transports
@@ -106,6 +108,7 @@ class PipelinedStack(nn.Module):
         *,
         seed: int = 0,
         moving: ExpertMoving | None = None,
+        sample_moving: SampleMoving | None = None,
     ) -> None:
         super().__init__()
         self.model, self.moe, self.machinery, self.seed = model, moe, machinery, seed
@@ -123,8 +126,8 @@ class PipelinedStack(nn.Module):
         self.statistics: StepStatistics | None = None
         self.loads = LoadHistory()
         self._numbers = SampleNumbers(machinery.layout)
-        fixed = any(self._shape.moe_layers) and not self._shape.exchange_counts
-        self._sizes: Sizes = EqualSizes(machinery.control) if fixed else AnySizes()
+        self.sample_moving = sample_moving or SampleMoving()
+        self.relocation: Relocation | None = None
         self._make_plan = make_plan
         self._programs = Programs(HANDLERS, machinery.layout.mesh.silent)
         self.host = Host(machinery.layout, machinery.device, moving)
@@ -138,6 +141,7 @@ class PipelinedStack(nn.Module):
         check_guests(self.moe_layers, plan.shape, self.machinery.layout, self.machinery.control)
         self.makers = self._route_makers(plan.shape)
         self.host.open(self.moe_layers, plan.shape.guest_slots)
+        self.relocation = self._relocation(plan.shape)
         self.plan = plan
         return plan
 
@@ -303,6 +307,21 @@ class PipelinedStack(nn.Module):
         if ids_B is None:
             ids_B = self._numbers.take(len(tokens_BL), tokens_BL.device, training=training)
         return Samples(tokens_BL, labels_BL, ids_B, valid_BL)
+
+    @property
+    def _sizes(self) -> Sizes:
+        """What the ranks do about batches of different sizes."""
+        if self.relocation is not None:
+            return SharedSizes(self.machinery.layout, self.machinery.control)
+        fixed = any(self._shape.moe_layers) and not self._shape.exchange_counts
+        return EqualSizes(self.machinery.control) if fixed else AnySizes()
+
+    def _relocation(self, shape: StepShape) -> Relocation | None:
+        """How samples get their homes in a step of this shape; None where they stay."""
+        if not shape.moves_samples or not any(shape.moe_layers):
+            return None
+        check_samples_may_move(self.moe_layers, self.moe)
+        return Relocation.on(self.machinery.layout, self.sample_moving)
 
     @property
     def base_shape(self) -> StepShape:

@@ -53,6 +53,7 @@ class Step:
             buckets=self.buckets,
             codec=stack.codec,
             marks=with_samples(stack.gradients.to_sum, batch, layout),
+            relocation=stack.relocation,
         )
         program = stack.program(training=training)
         self.execution = Execution(stack.plan, program, machinery.lanes, self.context, machinery.layout.rank)

@@ -22,6 +22,7 @@ from penstock.step.passes import (
     Microbatches,
     PlannedGuests,
     RepeatedRows,
+    SampleMoves,
     Settle,
     SimultaneousPair,
     TensorParallel,
@@ -34,10 +35,12 @@ from penstock.step.stages import Pass, Stage, apply, in_order
 
 
 def passes_of(shape: StepShape) -> tuple[Pass, ...]:
-    """What a shape says, as passes. Raises ScheduleError for what has no pass yet."""
+    """What a shape says, as passes. Raises ScheduleError where samples cannot move."""
     found: list[Pass] = [Transpose()]
-    if shape.moves_samples:
-        raise ScheduleError("moves_samples: this version has no pass for it")
+    if shape.moves_samples and any(shape.moe_layers):
+        if not shape.sharing.is_none:
+            raise ScheduleError("moves_samples: ranks that share attention or experts keep their samples")
+        found.append(SampleMoves())
     if shape.dispatch != FLAT and any(shape.moe_layers):
         found.append(Hierarchical(shape.dispatch))
     found += _sharing_passes(shape)

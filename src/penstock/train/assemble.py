@@ -18,6 +18,7 @@ from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.checks.layers import shape_of, sharing_of
 from penstock.runtime.gradients.assignment import sizes_bytes
 from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
+from penstock.runtime.sample_moving import NetMoE, SampleMoving
 from penstock.runtime.transport import build_transports
 from penstock.schedule import StepPlan, plan_step
 from penstock.step import StepShape
@@ -60,7 +61,16 @@ def build_stack(
     model.to(device=machinery.device, dtype=dtype)
     model.initialise(config.train.seed)
     make_plan = partial(first_plan, config, layout) if plan is None else lambda *_: plan
-    return PipelinedStack(model, model, config.moe, machinery, make_plan, seed=config.train.seed)
+    placement = config.placement
+    return PipelinedStack(
+        model,
+        model,
+        config.moe,
+        machinery,
+        make_plan,
+        seed=config.train.seed,
+        sample_moving=SampleMoving(NetMoE(placement.solver), placement.prediction),
+    )
 
 
 def model_of(model: ModelConfig, moe: MoEConfig, layout: Layout, make_moe: MakeLayer | None = None) -> GPT:

@@ -38,7 +38,7 @@ class NoisyGate(SoftmaxGate):
 
     def logits(self, x_TM: Tensor, tokens: Tokens) -> Tensor:
         clean_TE = super().logits(x_TM, tokens)
-        if not self.training:
+        if not self.training or tokens.clean:
             return clean_TE
         spread_TE = F.softplus(x_TM @ self.noise_weight.to(x_TM.dtype).t())
         return clean_TE + self._noise(clean_TE, tokens) * spread_TE

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.moe.choices import Choice, TokenChoice
+from penstock.moe.choices import Choice, TokenChoice, chunk_tokens
 from penstock.moe.orders.bags import histogram, stable_argsort
 from penstock.moe.orders.base import OrderPlan, RowOrder, chunk_starts
 from penstock.moe.orders.rows import RowPlan
@@ -28,12 +28,17 @@ class SortOrder(RowOrder):
     def plan(self, choice: Choice, chunks: int) -> OrderPlan:
         if not isinstance(choice, TokenChoice):
             raise self.refused(choice)
-        tokens, choices = choice.experts_Tk.shape
-        sizes = choice.chunks(chunks)
-        bin_Tk = bins(choice.experts_Tk, sizes, self.num_experts)
+        sizes = chunk_tokens(len(choice.experts_Tk), chunks, choice.inseparable)
+        return self.arrange(choice.experts_Tk, sizes, masked=choice.masked)
+
+    def arrange(self, positions_Tk: Tensor, sizes: tuple[int, ...], *, masked: bool) -> OrderPlan:
+        """The same from the positions alone. sizes: tokens of every chunk. masked: whether any is -1."""
+        tokens, choices = positions_Tk.shape
+        chunks = len(sizes)
+        bin_Tk = bins(positions_Tk, sizes, self.num_experts)
         counts_CE = histogram(bin_Tk.flatten(), chunks * self.num_experts + 1)[:-1].view(chunks, -1)
         # Padding has no rows. Device-to-host sync: how many rows there are depends on the mask.
-        rows = counts_CE.sum(dim=1).tolist() if choice.masked else [size * choices for size in sizes]
+        rows = counts_CE.sum(dim=1).tolist() if masked else [size * choices for size in sizes]
         return OrderPlan(
             tokens, tuple(rows), counts_CE, None, sorted_rows(bin_Tk, chunks * self.num_experts, sum(rows))
         )

@@ -10,6 +10,7 @@ from torch import nn
 from penstock.mesh import Group
 from penstock.moe import MoELayer
 from penstock.moe.config import BalanceGroup, MoEConfig
+from penstock.moe.orders.sort import SortOrder
 from penstock.placement import PlacementError
 from penstock.runtime.parts import ModelParts
 from penstock.sharding import shardings_of
@@ -106,6 +107,28 @@ def check_same(now: StepShape, before: StepShape) -> None:
                 f"the model's layers have changed: {field.name} is {found} and was {wanted} when the stack "
                 "was built, and a step's tasks depend on it. Build a new stack for the changed model."
             )
+
+
+def check_samples_may_move(layers: Sequence[MoELayer | None], moe: MoEConfig) -> None:
+    """Raise ValueError where a step would give another result if its samples were on other ranks."""
+    for number, layer in enumerate(layers):
+        if layer is not None and not isinstance(layer.order, SortOrder):
+            raise ValueError(
+                f"samples cannot move (placement.samples): layer {number} orders rows by "
+                f"{type(layer.order).__name__}, {_why_not(layer)}. Route dropless with the sort order "
+                "(moe.capacity_factor=none, moe.one_copy_per_rank=false), or set placement.samples=none"
+            )
+    if moe.aux_loss_group == "microbatch":
+        raise ValueError(
+            "samples cannot move (placement.samples): moe.aux_loss_group = microbatch judges balance by the "
+            "samples that share a rank. Use global or sequence, or set placement.samples=none"
+        )
+
+
+def _why_not(layer: MoELayer) -> str:
+    if layer.order.row_counts:
+        return "where one row serves several experts of a rank and cannot be told apart by sample"
+    return "where a fixed number of slots decides by the samples that share a rank who is dropped"
 
 
 def sharing_of(layout: Layout, balance: BalanceGroup) -> Sharing:

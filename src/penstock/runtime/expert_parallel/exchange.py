@@ -90,7 +90,7 @@ class ExpertParallel:
             self._require_equal_slots(plan.slots[0])
             return maker.even(plan.slots, num_local_experts)
         assert plan.counts_CN is not None
-        return exchange_counts(plan.counts_CN, maker, self._transport).routes
+        return exchange_counts(plan.counts_CN, maker, self._transport).value
 
     def to_experts(self, rows: Tensor, route: ChunkRoute) -> Tensor:
         moved: Tensor = _Travel.apply(rows, route, self._transport, True)

@@ -19,6 +19,7 @@ from penstock.runtime.ops.slices import joined
 from penstock.runtime.passengers import Passengers, passengers_of
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.statistics import HeadSums, StepStatistics
+from penstock.runtime.transport.legs import Later
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 
@@ -106,8 +107,7 @@ def route(
     residual_BLM, rows_RM, weights, probability_BE, z, x_TM = segment.leave(
         residual_BLM, routed.rows_RM, routed.weights, sums.probability_BE, sums.z, routed.x_TM
     )
-    maker = context.makers[task.layer]
-    assert maker is not None, task
+    maker = context.maker(task.layer)
     return {
         "residual": residual_BLM,
         "rows": rows_RM.split(list(plan.chunk_rows)),
@@ -195,7 +195,7 @@ def unorder(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     )
     assert block.moe is not None, task
     with context.autocast():
-        moe_TM = block.moe.unorder(rows_RM, weights, inputs.one("order"), *out_TM)
+        moe_TM = block.moe.unorder(rows_RM, weights, Later.of(inputs.one("order")), *out_TM)
         keys = passengers_of(context, task, inputs).keys
         (h_BLM,) = segment.leave(block.add(residual_BLM, moe_TM, keys))
     return {"hidden": h_BLM, "saved": SavedUnorder(segment, tuple(map(len, slices)))}

@@ -14,7 +14,7 @@ from penstock.ops import Op, transfers
 from penstock.ops.transfers import AWAY, HOME
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.slices import to_ranks, to_slices
-from penstock.runtime.transport.legs import HostRoutes, exchange_counts, send_home, send_out
+from penstock.runtime.transport.legs import Later, exchange_counts, send_home, send_out
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 Rows = Tensor | tuple[Tensor, ...]
@@ -23,8 +23,7 @@ Rows = Tensor | tuple[Tensor, ...]
 @handles(Op.COUNTS, F)
 def counts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """route: how many rows go where."""
-    maker = context.makers[task.layer]
-    assert maker is not None, task
+    maker = context.maker(task.layer)
     transport = context.transports.of(task.lane, task.axes)
     return {"route": exchange_counts(inputs.one("counts"), maker, transport, context.degrees, task.axes)}
 
@@ -73,5 +72,5 @@ def held(rows: tuple[Tensor, ...], cut: Cut) -> tuple[Tensor, ...]:
 
 def routes_of(inputs: Inputs) -> Routes:
     """The routes of a microbatch: known where sizes are fixed, on their way to the host where not."""
-    found: HostRoutes | Routes = inputs.one("route")
-    return found.routes if isinstance(found, HostRoutes) else found
+    found: Later[Routes] | Routes = inputs.one("route")
+    return Later.of(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,31 +13,50 @@ from penstock.mesh import Axes, Group
 from penstock.moe.routes import Counts, Degrees, RouteMaker, Routes
 from penstock.runtime.transport import Transport
 
+T = TypeVar("T")
 
-class HostRoutes:
+
+class Later(Generic[T]):
+    """Something that is made when it is first wanted, by whoever wants it."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make, self._made = make, False
+        self._value: T
+
+    @property
+    def value(self) -> T:
+        if not self._made:
+            self._value = self._make()
+            self._made = True
+        return self._value
+
+    @staticmethod
+    def of(found: Later[T] | T) -> T:
+        """What `found` is, or what it will be."""
+        return found.value if isinstance(found, Later) else found
+
+
+class HostCounts:
     """Exchanged counts on their way to the host. Reading them waits for the copy, not for the device.
 
     The only point where a dropless step on a GPU makes the host wait: NCCL needs split sizes as numbers.
-    build: makes routes of the counts.
     """
 
-    def __init__(self, counts: Tensor, build: Callable[[Counts], Routes]) -> None:
+    def __init__(self, counts: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         if counts.is_cuda:
             host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
             host.copy_(counts, non_blocking=True)
             self._event = torch.cuda.current_stream().record_event()
             counts = host
-        self._counts, self._build = counts, build
-        self._routes: Routes | None = None
+        self._counts = counts
 
     @property
-    def routes(self) -> Routes:
-        if self._routes is None:
-            if self._event is not None:
-                self._event.synchronize()
-            self._routes = self._build(self._counts.numpy())
-        return self._routes
+    def numbers(self) -> Counts:
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: Counts = self._counts.numpy()
+        return numbers
 
 
 def exchange_counts(
@@ -45,7 +65,7 @@ def exchange_counts(
     transport: Transport,
     degrees: Degrees | None = None,
     group: Axes = Group.EXPERT,
-) -> HostRoutes:
+) -> Later[Routes]:
     """Tell the others what they will get. counts_CN: by slice, N = counts per rank * ranks, rank by rank.
 
     degrees: in how many chunks rows will travel; none = every slice is one. group: the ranks to be told.
@@ -55,10 +75,11 @@ def exchange_counts(
     once = [1] * transport.size(group)
     if maker.needs_table:  # everybody gets to know everything
         table = transport.all_gather(sent_PCN.unsqueeze(0), once, group)
-        return HostRoutes(table, lambda counts: maker.from_table(counts, degrees))
+        everyone = HostCounts(table)
+        return Later(lambda: maker.from_table(everyone.numbers, degrees))
     received_PCN = transport.all_to_all(sent_PCN, once, once, group)
-    both = torch.stack([sent_PCN, received_PCN])
-    return HostRoutes(both, lambda counts: maker.from_pair(counts[0], counts[1], degrees))
+    both = HostCounts(torch.stack([sent_PCN, received_PCN]))
+    return Later(lambda: maker.from_pair(both.numbers[0], both.numbers[1], degrees))
 
 
 def send_out(rows: Tensor, leg: Leg, transport: Transport) -> Tensor:

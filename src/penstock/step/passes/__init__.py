@@ -8,6 +8,7 @@ from penstock.step.passes.guests import GuestGradients, Guests, PlannedGuests
 from penstock.step.passes.hierarchical import Hierarchical
 from penstock.step.passes.microbatches import Microbatches
 from penstock.step.passes.pairs import SimultaneousPair
+from penstock.step.passes.sample_moves import SampleMoves
 from penstock.step.passes.settle import Settle
 from penstock.step.passes.tensor_parallel import TensorParallel
 from penstock.step.passes.transpose import Transpose
@@ -26,6 +27,7 @@ __all__ = [
     "Microbatches",
     "PlannedGuests",
     "RepeatedRows",
+    "SampleMoves",
     "Settle",
     "SimultaneousPair",
     "TensorParallel",

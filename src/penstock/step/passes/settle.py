@@ -10,8 +10,12 @@ from penstock.graph import Graph, Phase, Task
 from penstock.ops.names import Op
 from penstock.step.stages import Stage
 
+GATED = {Op.ATTENTION, Op.GATE, Op.SAMPLE_COUNTS}
+"""Forward, what a microbatch's samples send is counted as soon as that is known: all ranks wait for it."""
+
 ROUTED = {
     Op.COUNTS,
+    Op.SAMPLE_LOADS,
     Op.DEAL_SLOTS,
     Op.ROWS_GATHER,
     Op.DISPATCH_GATHER,
@@ -20,6 +24,9 @@ ROUTED = {
     Op.SHARD_GATHER,
 }
 """Forward, a microbatch goes through all of these before the next one does: its experts wait for it."""
+
+COMPUTED = {Op.EXPERTS, Op.ROW_ORDER}
+"""A chunk goes through these before the next one does: it leaves while the next is computed."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +46,25 @@ class Settle:
 
 
 def _block(task: Task) -> tuple[object, ...]:
-    """Tasks that stand together: the pieces of one op, and all that a microbatch is routed through."""
+    """Tasks that stand together: the pieces of one op, or of several that a microbatch goes through."""
     layer, op, phase, *_ = task.name
-    return layer, "routed" if op in ROUTED and phase is Phase.FORWARD else op, phase
+    if op in COMPUTED:
+        return layer, "computed", task.forward
+    if phase is Phase.FORWARD:
+        op = "routed" if op in ROUTED else "gated" if op in GATED else op
+    return layer, op, phase
 
 
 def _place(block: Sequence[Task]) -> Callable[[Task], tuple[int, ...]]:
     """Microbatches in their turn, inside them what the block has, in its order."""
     turn = {op: i for i, op in enumerate(dict.fromkeys(task.op for task in block))}
+    by_chunk = block[0].op in COMPUTED
 
     def place(task: Task) -> tuple[int, ...]:
         _, op, phase, microbatch, chunk, piece = task.name
         m = microbatch or 0
-        return (m if phase is Phase.FORWARD else -m), turn[op], chunk or 0, piece or 0
+        inside = (chunk or 0, turn[op]) if by_chunk else (turn[op], chunk or 0)
+        return (m if phase is Phase.FORWARD else -m), *inside, piece or 0
 
     return place
 
@@ -63,6 +76,6 @@ def _shared_first(blocks: Sequence[list[Task]]) -> Iterator[list[Task]]:
         first = block[0]
         if first.op == Op.SHARED:
             continue
-        if first.op == Op.EXPERTS and (first.layer, first.forward) in shared:
+        if any(task.op == Op.EXPERTS for task in block) and (first.layer, first.forward) in shared:
             yield shared.pop((first.layer, first.forward))
         yield block

@@ -1,0 +1,267 @@
+"""Where rows and samples go when samples move: from the counts of all samples and their new homes. No torch.
+
+A *member* is a rank of the group that exchanges counts. A *device* is a member, or the members that share
+the tokens of their samples: each has a part of every one. A device keeps as many samples as it had, of every
+chunk. Samples of a device are numbered as they lie; the group's device by device.
+
+Shapes: I samples of the group, B members, D devices, K parts of a sample, P ranks of the expert group, N
+positions of a rank, C chunks (slices), E experts of the next MoE layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from penstock.moe.routes import Counts, Degrees, RouteMaker, Routes
+from penstock.placement import PlacementError
+
+
+@dataclass(frozen=True)
+class Company:
+    """The members of a group, and what they share.
+
+    device_B, part_B: which device a member belongs to, and which part of its samples' tokens it has. rank_B:
+    its place in its expert group. plane_B: members of one plane exchange rows with each other. node_D: the
+    node of every device.
+    """
+
+    device_B: tuple[int, ...]
+    part_B: tuple[int, ...]
+    rank_B: tuple[int, ...]
+    plane_B: tuple[int, ...]
+    node_D: tuple[int, ...]
+
+    @staticmethod
+    def alone(nodes: Sequence[int]) -> Company:
+        """Every member is a device. nodes: of every member."""
+        everyone, nothing = tuple(range(len(nodes))), (0,) * len(nodes)
+        return Company(everyone, nothing, everyone, nothing, tuple(nodes))
+
+    @property
+    def devices(self) -> int:
+        return len(self.node_D)
+
+    @property
+    def parts(self) -> int:
+        return 1 + max(self.part_B)
+
+    @cached_property
+    def member_DK(self) -> Counts:  # noqa: N802  # the suffix is its shape
+        """The member that has a part of a device's samples."""
+        found = np.zeros((self.devices, self.parts), np.int64)
+        found[self.device_B, self.part_B] = np.arange(len(self.device_B))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSize:
+    """ranks: P. positions: of the whole expert group, P * N. chunks: C."""
+
+    ranks: int
+    positions: int
+    chunks: int
+
+
+@dataclass(frozen=True)
+class SampleTable:
+    """What every sample of a group sends where, before any moves.
+
+    rows_IKPN: rows by part, rank of the expert group and position. expected_IE: rows by expert of the next
+    MoE layer; no columns where nothing is expected. device_I, chunk_I: where a sample is.
+    """
+
+    company: Company
+    rows_IKPN: Counts
+    expected_IE: Counts
+    device_I: Counts
+    chunk_I: Counts
+    chunks: int
+
+    @staticmethod
+    def of(gathered: Counts, samples_B: Sequence[int], company: Company, size: TableSize) -> SampleTable:
+        """From the members' counts, [samples of all members, positions + E]."""
+        samples_D = [samples_B[here[0]] for here in company.member_DK]
+        by_member = np.split(gathered.astype(np.int64), np.cumsum(samples_B)[:-1])
+        by_device = [np.stack([by_member[b] for b in here], axis=1) for here in company.member_DK]
+        counts = np.concatenate(by_device)
+        rows = counts[:, :, : size.positions]
+        return SampleTable(
+            company=company,
+            rows_IKPN=np.stack(np.split(rows, size.ranks, axis=2), axis=2),
+            expected_IE=counts[:, :, size.positions :].sum(axis=1),
+            device_I=np.repeat(np.arange(len(samples_D)), samples_D),
+            chunk_I=np.concatenate([_chunk_of(samples, size.chunks) for samples in samples_D]),
+            chunks=size.chunks,
+        )
+
+    def sent(self, device_I: Counts) -> Counts:
+        """Rows from every member to every position if samples are on these devices, [B, P, C, N]."""
+        company, shape = self.company, self.rows_IKPN.shape
+        cells = np.zeros((company.devices * self.chunks, *shape[1:]), np.int64)
+        np.add.at(cells, device_I * self.chunks + self.chunk_I, self.rows_IKPN)
+        by_device = cells.reshape(company.devices, self.chunks, *shape[1:])
+        sent: Counts = by_device[list(company.device_B), :, list(company.part_B)]
+        return sent.transpose(0, 2, 1, 3)
+
+    def place_I(self, device_I: Counts) -> Counts:  # noqa: N802  # the suffix is its shape
+        """The number of every sample on these devices: by chunk, inside a chunk as they were numbered."""
+        order = np.lexsort((self.chunk_I, device_I))
+        first = np.searchsorted(device_I[order], np.arange(self.company.devices))
+        place = np.empty_like(device_I)
+        place[order] = np.arange(len(order)) - first[device_I[order]]
+        return place
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Which samples of one member leave and come. Numbers of samples, in the order in which they are sent.
+
+    leaving, arriving: those that change ranks, on the old and the new home. kept_from, kept_to: those that
+    stay. sent, received: how many to and from every rank of the expert group.
+    """
+
+    leaving: Counts
+    arriving: Counts
+    kept_from: Counts
+    kept_to: Counts
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    @property
+    def back(self) -> Crossing:
+        """The way of gradients: to where the samples came from."""
+        return Crossing(self.arriving, self.leaving, self.kept_to, self.kept_from, self.received, self.sent)
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """Rows of one slice at their experts, for combine: which row stands in every place, and the inverse."""
+
+    forward: Counts
+    back: Counts
+
+
+@dataclass(frozen=True)
+class SampleHomes:
+    """New homes of a group's samples, and what follows from them for one member.
+
+    device_I: by sample. routes: of the combine. rows: by slice, None where rows stand right. crossing: None
+    where no sample of the group moves.
+    """
+
+    device_I: Counts
+    routes: Routes
+    rows: tuple[RowOrder | None, ...]
+    crossing: Crossing | None
+
+    @cached_property
+    def digest(self) -> int:
+        """A hash of the homes, for members to compare; below 2**63."""
+        found = hashlib.blake2b(self.device_I.astype(np.int64).tobytes(), digest_size=8).digest()
+        return int.from_bytes(found, "big") >> 1
+
+
+def settle(
+    table: SampleTable, device_I: Counts, member: int, maker: RouteMaker, degrees: Degrees
+) -> SampleHomes:
+    """What new homes mean for a member. Raises PlacementError if a device had to keep more samples, or fewer.
+
+    device_I: the device of every sample. maker: makes the member's routes; degrees: in how many chunks rows
+    travel.
+    """
+    _check(table, device_I)
+    place_I = table.place_I(device_I)
+    orders = tuple(_row_order(table, device_I, place_I, member, c) for c in range(table.chunks))
+    routes = maker.from_table(table.sent(device_I), degrees)
+    return SampleHomes(device_I, routes, orders, _crossing(table, device_I, place_I, member))
+
+
+def _check(table: SampleTable, device_I: Counts) -> None:
+    company = table.company
+    if device_I.shape != table.device_I.shape:
+        raise PlacementError(f"{len(device_I)} homes for {len(table.device_I)} samples")
+    if ((device_I < 0) | (device_I >= company.devices)).any():
+        raise PlacementError(f"samples are given homes outside devices 0 to {company.devices - 1}")
+    cells = company.devices * table.chunks
+    before, after = (
+        np.bincount(devices * table.chunks + table.chunk_I, minlength=cells)
+        for devices in (table.device_I, device_I)
+    )
+    if (wrong := np.flatnonzero(before != after)).size:
+        device, chunk = np.unravel_index(wrong[0], (company.devices, table.chunks))
+        raise PlacementError(
+            f"device {device} is given {after[wrong[0]]} samples of chunk {chunk} and had "
+            f"{before[wrong[0]]}: every device keeps as many as it had"
+        )
+    plane_D = np.array(company.plane_B)[company.member_DK[:, 0]]
+    if (plane_D[device_I] != plane_D[table.device_I]).any():
+        raise PlacementError("a sample is moved to a rank that shares no expert group with its own")
+
+
+def _crossing(table: SampleTable, device_I: Counts, place_I: Counts, member: int) -> Crossing | None:
+    if (device_I == table.device_I).all():
+        return None
+    company = table.company
+    mine, part = company.device_B[member], company.part_B[member]
+    here, there = table.device_I == mine, device_I == mine
+    number_I = table.place_I(table.device_I)
+    rank_D = np.array(company.rank_B)[company.member_DK[:, part]]
+    leaving, arriving = np.flatnonzero(here & ~there), np.flatnonzero(there & ~here)
+    leaving = leaving[np.argsort(rank_D[device_I[leaving]], kind="stable")]
+    arriving = arriving[np.argsort(rank_D[table.device_I[arriving]], kind="stable")]
+    ranks = table.rows_IKPN.shape[2]
+    kept = here & there
+    return Crossing(
+        leaving=number_I[leaving],
+        arriving=place_I[arriving],
+        kept_from=number_I[kept],
+        kept_to=place_I[kept],
+        sent=_by_rank(rank_D[device_I[leaving]], ranks),
+        received=_by_rank(rank_D[table.device_I[arriving]], ranks),
+    )
+
+
+def _by_rank(ranks: Counts, count: int) -> tuple[int, ...]:
+    return tuple(np.bincount(ranks, minlength=count).tolist())
+
+
+def _row_order(
+    table: SampleTable, device_I: Counts, place_I: Counts, member: int, chunk: int
+) -> RowOrder | None:
+    """From (source, position, sample) to (home, position, sample there); a sample's rows stay in order."""
+    company = table.company
+    plane_DK = np.array(company.plane_B)[company.member_DK]
+    rank_DK = np.array(company.rank_B)[company.member_DK]
+    i, k = np.nonzero(
+        (plane_DK[table.device_I] == company.plane_B[member]) & (table.chunk_I == chunk)[:, None]
+    )
+    sizes = table.rows_IKPN[i, k, company.rank_B[member]]  # [pairs, N]
+    position = np.broadcast_to(np.arange(sizes.shape[1]), sizes.shape)
+    source, home, number = (
+        np.broadcast_to(each[:, None], sizes.shape)
+        for each in (rank_DK[table.device_I[i], k], rank_DK[device_I[i], k], place_I[i])
+    )
+    before = np.lexsort((np.broadcast_to(i[:, None], sizes.shape).ravel(), position.ravel(), source.ravel()))
+    after = np.lexsort((number.ravel(), position.ravel(), home.ravel()))
+    if (before == after).all():
+        return None
+    sizes = sizes.ravel()
+    start = np.empty_like(sizes)
+    start[before] = np.cumsum(sizes[before]) - sizes[before]
+    moved = sizes[after]
+    shift = start[after] - (np.cumsum(moved) - moved)
+    forward: Counts = np.repeat(shift, moved) + np.arange(moved.sum())
+    back = np.empty_like(forward)
+    back[forward] = np.arange(len(forward))
+    return RowOrder(forward, back)
+
+
+def _chunk_of(samples: int, chunks: int) -> Counts:
+    """The chunk of every one of so many samples, cut as `split_sizes` cuts."""
+    least, more = divmod(samples, chunks)
+    return np.repeat(np.arange(chunks), [least + (c < more) for c in range(chunks)])

@@ -1,0 +1,96 @@
+"""Ops that move whole samples between ranks: NetMoE's placement of samples, layer by layer.
+
+A combine can deliver a sample's rows to any rank. So ranks tell each other what every sample sends to which
+position (`SC`, `SN`), each works out the same new homes on the host (`SP`), and they compare what they found
+(`SH`). Expert outputs are put in the order of the new homes (`RO`) and combine takes them there; what does
+not pass the experts follows by itself (`SM`).
+"""
+
+from __future__ import annotations
+
+from penstock.graph.task import Task
+from penstock.ops.base import Backward, Kind, OpSpec, register
+from penstock.ops.names import Op
+from penstock.ops.work import Sizes, Work
+
+COUNT_BYTES = 4
+DIGEST_BYTES = 8
+
+
+def _counting(task: Task, sizes: Sizes) -> Work:
+    """The next layer's gate on this layer's tokens."""
+    return Work(flops=sizes.router_flops(sizes.tokens(task)))
+
+
+def _exchange(task: Task, sizes: Sizes) -> Work:
+    """Every sample's rows by expert, here and in the next layer, to all."""
+    mine_bytes = sizes.samples(task) * 2 * sizes.num_experts * COUNT_BYTES
+    return Work(collective="all_gather", sent_bytes=mine_bytes * sizes.members(task))
+
+
+def _solving(task: Task, sizes: Sizes) -> Work:
+    """It runs under dispatch and experts, beside the lanes that are priced."""
+    del task, sizes
+    return Work()
+
+
+def _comparing(task: Task, sizes: Sizes) -> Work:
+    return Work(collective="all_gather", sent_bytes=DIGEST_BYTES * sizes.members(task))
+
+
+def _moving(task: Task, sizes: Sizes) -> Work:
+    """At most: all samples leave, with their residual."""
+    return Work(collective="all_to_all", sent_bytes=sizes.hidden_bytes(sizes.tokens(task)))
+
+
+def _ordering(task: Task, sizes: Sizes) -> Work:
+    copied_bytes = 2 * sizes.wire_bytes(sizes.rows(task))
+    return Work(copied_bytes=copied_bytes, pieces=len(task.cut.held), follows_rows=True)
+
+
+register(
+    OpSpec(
+        name=Op.SAMPLE_COUNTS,
+        title="rows of every sample by expert, here and expected in the next layer",
+        kind=Kind.COMPUTE,
+        work=_counting,
+        backward=Backward.NONE,
+    ),
+    OpSpec(
+        name=Op.SAMPLE_LOADS,
+        title="exchange of rows per sample and expert",
+        kind=Kind.COLLECTIVE,
+        work=_exchange,
+        backward=Backward.NONE,
+    ),
+    OpSpec(
+        name=Op.SAMPLE_PLACES,
+        title="new homes of all samples",
+        kind=Kind.HOST,
+        work=_solving,
+        backward=Backward.NONE,
+    ),
+    OpSpec(
+        name=Op.SAMPLE_HOMES,
+        title="comparison of the new homes",
+        kind=Kind.COLLECTIVE,
+        work=_comparing,
+        backward=Backward.NONE,
+    ),
+    OpSpec(
+        name=Op.SAMPLE_MOVE,
+        title="residual, gate weights, labels of samples to their new homes",
+        kind=Kind.COLLECTIVE,
+        work=_moving,
+        transpose=Op.SAMPLE_MOVE,
+        given=frozenset({"positions", "homes", "passengers"}),
+    ),
+    OpSpec(
+        name=Op.ROW_ORDER,
+        title="expert outputs in the order of new homes",
+        kind=Kind.COPY,
+        work=_ordering,
+        given=frozenset({"homes"}),
+        indices="mc",
+    ),
+)

@@ -1,0 +1,233 @@
+"""Handlers of samples that move: counting, new homes, and everything that follows a sample.
+
+Shapes: B samples of a microbatch on this rank, L tokens per sample (this rank's part where ranks share them),
+M hidden size, T = B * L tokens, k choices, E experts, P members of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from penstock.graph import Phase, Task
+from penstock.mesh import Axes
+from penstock.moe import Tokens
+from penstock.moe.choices import count_choices
+from penstock.moe.sample_moves import Crossing, RowOrder, SampleHomes, SampleTable, TableSize, settle
+from penstock.ops import Op
+from penstock.placement import Hosting, PlacementError
+from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
+from penstock.runtime.ops.blocks import added, microbatch
+from penstock.runtime.passengers import travellers
+from penstock.runtime.transport import Transport
+from penstock.runtime.transport.legs import HostCounts, Later
+
+F, B = Phase.FORWARD, Phase.BACKWARD
+
+
+@handles(Op.SAMPLE_COUNTS, F)
+def sample_counts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """counts: rows of every sample by position, then rows expected by expert of the next layer, int32."""
+    positions_Tk: Tensor = inputs.one("positions")
+    samples = len(context.batch.tokens[microbatch(task)])
+    here = count_choices(positions_Tk, samples, inputs.one("counts").shape[1])
+    return {"counts": torch.cat([here, _expected(context, task, inputs, here)], dim=1).int()}
+
+
+def _expected(context: StepContext, task: Task, inputs: Inputs, here: Tensor) -> Tensor:
+    """Rows by expert of the next layer, [B, E], or none: what its gate says of this layer's tokens."""
+    following = context.expecting(task.layer)
+    if following is None:
+        return here.new_zeros(len(here), 0)
+    padding_T1 = inputs.one("positions")[:, :1] < 0
+    experts_Tk = following.expected(inputs.one("tokens"), Tokens(samples=len(here)))
+    return count_choices(experts_Tk.masked_fill(padding_T1, -1), len(here), following.num_experts)
+
+
+@handles(Op.SAMPLE_LOADS, F)
+def sample_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """route: how many rows go where, from where samples are now. loads: a table of all samples."""
+    counts: Tensor = inputs.one("counts")
+    maker, samples_P = context.maker(task.layer), context.batch.companions[microbatch(task)]
+    following = context.expecting(task.layer)
+    size = TableSize(
+        ranks=maker.place.ep_size,
+        positions=counts.shape[1] - (0 if following is None else following.num_experts),
+        chunks=task.cut.slices,
+    )
+    transport = context.transports.of(task.lane, task.axes)
+    everyone = HostCounts(transport.all_gather(counts, samples_P, task.axes))
+    company = context.placing.company
+    loads = Later(lambda: SampleTable.of(everyone.numbers, samples_P, company, size))
+    route = Later(lambda: maker.from_table(loads.value.sent(loads.value.device_I), context.degrees))
+    return {"route": route, "loads": loads}
+
+
+@handles(Op.SAMPLE_PLACES, F)
+def sample_places(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """homes: of all samples, and what follows from them here. Numbers on the host only."""
+    loads: Later[SampleTable] = inputs.one("loads")
+    placing = context.placing
+    length = context.batch.tokens[microbatch(task)].shape[1]
+    moved_rows = round(length * context.row_weight(task.layer))
+    device_I = placing.how.placer.homes(loads.value, _hosting(context, task), moved_rows)
+    maker = context.maker(task.layer)
+    return {"homes": settle(loads.value, device_I, placing.member, maker, context.degrees)}
+
+
+def _hosting(context: StepContext, task: Task) -> Hosting | None:
+    """Where experts of the next MoE layer are, guests among them."""
+    following = context.expecting(task.layer)
+    if following is None:
+        return None
+    guests = context.host.hostings
+    hosted = next((each for each in guests[task.layer + 1 :] if each is not None), None)
+    return hosted or Hosting.none(following.placement, 0)
+
+
+@handles(Op.SAMPLE_HOMES, F)
+def sample_homes(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """homes, and their routes for combine. Raises PlacementError unless all members found the same."""
+    homes: SampleHomes = inputs.one("homes")
+    transport = context.transports.of(task.lane, task.axes)
+    mine = torch.tensor([homes.digest], device=context.batch.tokens[0].device)
+    once = [1] * transport.size(task.axes)
+    everyone: list[int] = transport.all_gather(mine, once, task.axes).tolist()
+    if differing := [member for member, digest in enumerate(everyone) if digest != everyone[0]]:
+        raise PlacementError(
+            f"members {', '.join(map(str, differing))} of the group along {' x '.join(task.axes)} found "
+            f"other homes for samples of layer {task.layer} than member 0: combine would send rows to ranks "
+            "that do not expect them. Run the same versions of numpy and POT on all ranks"
+        )
+    return {"homes": homes, "route": homes.routes}
+
+
+# ---- samples -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ferry:
+    """Takes what belongs to samples along a crossing: one all-to-all of bytes for all tensors."""
+
+    crossing: Crossing | None
+    transport: Transport
+    axes: Axes
+
+    @property
+    def back(self) -> Ferry:
+        """The way of gradients."""
+        return self if self.crossing is None else replace(self, crossing=self.crossing.back)
+
+    def take(self, cargo: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors by sample, [B, ...], as the same tensors of the samples that are here afterwards."""
+        way = self.crossing
+        if way is None:
+            return list(cargo)
+        device = cargo[0].device
+        leaving, arriving, stayed, staying = (
+            torch.from_numpy(numbers).to(device)
+            for numbers in (way.leaving, way.arriving, way.kept_from, way.kept_to)
+        )
+        packed = torch.cat([_bytes_of(each.index_select(0, leaving)) for each in cargo], dim=1)
+        came = self.transport.all_to_all(packed, way.sent, way.received, self.axes)
+        found = []
+        for each, part in zip(cargo, came.split([_sample_bytes(each) for each in cargo], dim=1), strict=True):
+            found.append(out := torch.empty_like(each))
+            out.index_copy_(0, staying, each.index_select(0, stayed))
+            out.index_copy_(0, arriving, _of_bytes(part, each))
+        return found
+
+
+def _sample_bytes(tensor: Tensor) -> int:
+    return tensor.shape[1:].numel() * tensor.element_size()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """[B, bytes of a sample]."""
+    flat = tensor.reshape(len(tensor), tensor.shape[1:].numel())
+    return flat.view(torch.uint8)
+
+
+def _of_bytes(bytes_BN: Tensor, like: Tensor) -> Tensor:
+    """The inverse, of tensors like `like`."""
+    aligned = bytes_BN.clone(memory_format=torch.contiguous_format)
+    return aligned.view(like.dtype).view(len(bytes_BN), *like.shape[1:])
+
+
+def _by_sample(tensor_TN: Tensor, like_BLM: Tensor) -> Tensor:
+    """[T, N] as [B, L, N]."""
+    return tensor_TN.view(*like_BLM.shape[:2], tensor_TN.shape[1])
+
+
+@handles(Op.SAMPLE_MOVE, F)
+def sample_move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Of the samples that are here now: residual, weights, shared, order, and the passengers themselves."""
+    known, residual_BLM = travellers(context, task, inputs), inputs.one("residual")
+    by_token = (inputs.one("weights"), inputs.one("positions"), *inputs.all("shared"))
+    facts = (known.keys.sample_ids_B, known.labels_BL, *(() if known.valid_BL is None else (known.valid_BL,)))
+    cargo = [residual_BLM, *(_by_sample(each, residual_BLM) for each in by_token), *facts]
+    residual_BLM, weights_BLk, positions_BLk, *rest = _ferry(context, task, inputs).take(cargo)
+    shared_BLM, (ids_B, labels_BL, *valid_BL) = rest[: -len(facts)], rest[-len(facts) :]
+    came = replace(
+        known,
+        labels_BL=labels_BL,
+        keys=replace(known.keys, sample_ids_B=ids_B),
+        valid_BL=valid_BL[0] if valid_BL else None,
+    )
+    moe = context.parts.parts[task.layer].moe
+    assert moe is not None, task
+    return {
+        "residual": residual_BLM,
+        "weights": weights_BLk.flatten(0, 1),
+        "shared": shared_BLM[0].flatten(0, 1) if shared_BLM else None,
+        "order": Later(lambda: moe.arrange(positions_BLk.flatten(0, 1), came.info(), task.cut.slices)),
+        "passengers": came,
+    }
+
+
+@handles(Op.SAMPLE_MOVE, B)
+def sample_move_back(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Gradients of residual, weights and shared, on the ranks where they were computed."""
+    grads = {role: inputs.all(f"d_{role}") for role in ("residual", "weights", "shared")}
+    given = {role: added(found) for role, found in grads.items() if found}
+    residual_BLM = given["residual"]
+    cargo = [each if each.dim() == 3 else _by_sample(each, residual_BLM) for each in given.values()]
+    back = dict(zip(given, _ferry(context, task, inputs).back.take(cargo), strict=True))
+    return {role: each if role == "residual" else each.flatten(0, 1) for role, each in back.items()}
+
+
+def _ferry(context: StepContext, task: Task, inputs: Inputs) -> Ferry:
+    homes: SampleHomes = inputs.one("homes")
+    return Ferry(homes.crossing, context.transports.of(task.lane, task.axes), task.axes)
+
+
+# ---- rows at their experts ---------------------------------------------------------------------------------
+
+
+@handles(Op.ROW_ORDER, F)
+def row_order(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """rows: a tensor [R, M] per slice of the chunk, home by home."""
+    del context
+    homes: SampleHomes = inputs.one("homes")
+    rows = zip(task.cut.held, inputs.one("rows"), strict=True)
+    saved = {s: homes.rows[s] for s in task.cut.held}
+    return {"rows": tuple(_taken(rows_RM, homes.rows[s], back=False) for s, rows_RM in rows), "saved": saved}
+
+
+@handles(Op.ROW_ORDER, B)
+def row_order_back(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """rows: gradients by slice, in the order in which experts had the rows."""
+    del context
+    orders = {s: order for saved in inputs.all("saved") for s, order in saved.items()}
+    rows = zip(task.cut.held, inputs.one("d_rows"), strict=True)
+    return {"rows": tuple(_taken(rows_RM, orders[s], back=True) for s, rows_RM in rows)}
+
+
+def _taken(rows_RM: Tensor, order: RowOrder | None, *, back: bool) -> Tensor:
+    if order is None:
+        return rows_RM
+    index = torch.from_numpy(order.back if back else order.forward)
+    return rows_RM.index_select(0, index.to(rows_RM.device))

@@ -1,0 +1,122 @@
+"""Whole samples change ranks in every MoE layer, on the way home from the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from penstock.graph import Graph, Lane, Name, ScheduleError, Task
+from penstock.graph.task import Inputs
+from penstock.ops import spec_of
+from penstock.ops.names import Op
+from penstock.step.stages import Stage
+
+MOVED = ("residual", "weights", "order", "shared", "passengers")
+"""What un-order reads of the samples that have come."""
+
+
+@dataclass(frozen=True)
+class SampleMoves:
+    """NetMoE: combine delivers samples to new homes, chosen from the routing while rows are under way.
+
+    before  AT ─counts─ N ─route─ D, X, C
+            X ─rows─ C          AT ─residual─ U          AT ─weights─ U          AT ─order─ U
+    after   AT ─counts─ SC ─counts─ SN ─route─ D, X          AT ─positions─ SC          AT ─tokens─ SC
+            SN ─loads─ SP ─homes─ SH ─homes─ SM, RO          SH ─route─ C          X ─rows─ RO ─rows─ C
+            AT ─residual─ SM ─residual─ U          AT ─weights─ SM ─weights─ U          SM ─passengers─ U
+            AT ─positions─ SM ─order─ U
+
+    SP is on lane host. Later tasks know from `passengers` whose tokens they have. The last MoE layer expects
+    nothing of a next one, so its SC reads no tokens.
+    """
+
+    name = "sample_moves"
+    stage = Stage.INSERT
+
+    def __call__(self, graph: Graph) -> Graph:
+        return Graph.of(_Rewriting(graph).tasks(graph))
+
+
+class _Rewriting:
+    """One pass over a graph in program order. came: the last task that has moved samples."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._counting = {task.layer: task for task in graph.tasks if task.op == Op.COUNTS}
+        if missing := {task.layer for task in graph.tasks if task.op == Op.COMBINE} - set(self._counting):
+            raise ScheduleError(
+                f"layer {min(missing)} has a fixed number of rows, and which tokens get one depends on the "
+                "samples that share a rank: samples stay where routing is not dropless"
+            )
+        layers = sorted(self._counting)
+        self._following = dict(pairwise(layers))
+        self._came: Inputs = {}
+
+    def tasks(self, graph: Graph) -> Iterator[Task]:
+        for task in graph.tasks:
+            layer = task.layer
+            match task.op:
+                case Op.ATTENTION:
+                    yield task.reading({**task.inputs, **self._came})
+                    if layer in self._counting:
+                        yield self._counts(task)
+                case Op.COUNTS:
+                    yield self._made(task, Op.SAMPLE_LOADS, counts=_name(task, Op.SAMPLE_COUNTS))
+                case Op.DISPATCH:
+                    yield self._routed(task)
+                    yield from self._placed(self._counting[layer])
+                case Op.EXPERTS:
+                    yield self._routed(task)
+                    yield self._ordered(task)
+                case Op.COMBINE:
+                    yield (moving := self._moving(self._counting[layer], graph))
+                    self._came = {"passengers": (moving.name,)}
+                    ordered = task.name._replace(op=Op.ROW_ORDER)
+                    yield task.reading({"rows": (ordered,), "route": (_name(task, Op.SAMPLE_HOMES),)})
+                case Op.UNORDER:
+                    moved = _name(task, Op.SAMPLE_MOVE)
+                    read = dict.fromkeys(r for r in MOVED if r in task.inputs or r in self._came)
+                    yield task.reading({**task.inputs, **dict.fromkeys(read, (moved,))})
+                case Op.HEAD:
+                    yield task.reading({**task.inputs, **self._came})
+                case _:
+                    yield task
+
+    def _counts(self, attention: Task) -> Task:
+        """Of the next MoE layer the gate is asked already, and its parameters are read."""
+        following = self._following.get(attention.layer)
+        read = dict.fromkeys(("counts", "positions"), (attention.name,))
+        task = Task(_name(attention, Op.SAMPLE_COUNTS), Lane.COMPUTE, (), read)
+        if following is None:
+            return task
+        reads = spec_of(Op.ATTENTION).parameters(following)
+        return replace(task, inputs={**read, "tokens": (attention.name,)}, reads=reads)
+
+    def _routed(self, task: Task) -> Task:
+        return task.reading({**task.inputs, "route": (_name(task, Op.SAMPLE_LOADS),)})
+
+    def _placed(self, counting: Task) -> Iterator[Task]:
+        """The new homes, found while rows are under way."""
+        places = self._made(counting, Op.SAMPLE_PLACES, loads=_name(counting, Op.SAMPLE_LOADS))
+        yield replace(places, lane=Lane.HOST, axes=())
+        yield self._made(counting, Op.SAMPLE_HOMES, homes=places.name)
+
+    def _ordered(self, experts: Task) -> Task:
+        read = {"rows": (experts.name,), "homes": (_name(experts, Op.SAMPLE_HOMES),)}
+        return Task(experts.name._replace(op=Op.ROW_ORDER), Lane.COMPUTE, (), read, experts.cut)
+
+    def _moving(self, counting: Task, graph: Graph) -> Task:
+        """All that follows the rows: what un-order would have read here, and what came with the samples."""
+        after = graph.by_name[_name(counting, Op.UNORDER)].inputs
+        moved = {role: after[role] for role in ("residual", "weights", "shared") if role in after}
+        read = {**moved, "positions": after["order"], "homes": (_name(counting, Op.SAMPLE_HOMES),)}
+        return Task(_name(counting, Op.SAMPLE_MOVE), counting.lane, counting.axes, {**read, **self._came})
+
+    def _made(self, counting: Task, op: str, **read: Name) -> Task:
+        inputs = {role: (name,) for role, name in read.items()}
+        return Task(_name(counting, op), counting.lane, counting.axes, inputs)
+
+
+def _name(task: Task, op: str) -> Name:
+    """What a task of `op` in the same layer and microbatch is called."""
+    return task.name._replace(op=op, chunk=None)

@@ -1,0 +1,225 @@
+"""Samples that move: a step is the same wherever they are, and ranks never disagree where that is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.decision import ScheduleConfig
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.runtime import TaskError
+from penstock.runtime.sample_moving import NetMoE
+from tests.runtime.test_moe_parity import DISPATCHES
+from tests.steps import PLAIN
+from tests.support.draws import draws
+from tests.support.pairwise import pairwise
+from tests.support.parity import (
+    Case,
+    batch_of,
+    check_close,
+    check_parity,
+    merge,
+    reference_step,
+    run_step,
+    stack_of,
+)
+from tests.support.placers import RandomHomes, Rotated
+from tests.support.ranks import Pools
+
+GATES: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "noisy": {"gate": "noisy"},
+    "raw weights": {"norm_topk_prob": False, "routed_scaling_factor": 2.5},
+    "first choice": {"top_k": 1},
+    "loss-free": {"gate": "sigmoid", "expert_bias_rate": 0.01, "aux_loss_group": "sequence"},
+}
+PLACERS = {"random": RandomHomes(), "rotated": Rotated(), "netmoe": NetMoE()}
+
+
+def case(world_size: int, schedule: str, gate: str = "softmax", dispatch: str = "flat", **own: Any) -> Case:
+    """Three layers, of which the second is dense, with shared experts. own: fields of the case."""
+    moe: dict[str, Any] = {"num_experts": 8, "top_k": 3, "moe_ffn_hidden_size": 5}
+    moe |= {
+        "shared_ffn_hidden_size": 3,
+        "aux_loss_coeff": 0.1,
+        "z_loss_coeff": 0.01,
+        "dispatch": dispatch,
+        **GATES[gate],
+    }
+    cut: dict[str, Any] = {"microbatches": 2, "chunks": 2, "backward_chunks": 3}
+    sizes: dict[str, Any] = {"num_layers": 3, "hidden_size": 6, "num_heads": 2, "seq_len": 5}
+    return Case(
+        world_size=world_size,
+        ep_size=own.pop("ep_size", None),
+        schedule=ScheduleConfig(name=schedule, all_reduce_chunk_bytes=2048, **cut),
+        model=ModelConfig(**sizes, vocab_size=11, moe_layers=(0, 2)),
+        moe=MoEConfig(**moe),
+        batch=own.pop("batch", 5),
+        double=True,
+        node_size=own.pop("node_size", world_size // 2),
+        placer=own.pop("placer", RandomHomes()),
+        **own,
+    )
+
+
+@pairwise(
+    schedule=PLAIN,
+    gate=GATES,
+    dispatch=DISPATCHES,
+    placer=PLACERS,
+    padding=(False, True),
+    scattered=(False, True),
+)
+def test_a_step_is_the_same_wherever_samples_are(
+    ranks: Pools, schedule: str, gate: str, dispatch: str, placer: str, padding: bool, scattered: bool
+) -> None:
+    settings = {"placer": PLACERS[placer], "padding": padding, "scattered": scattered}
+    check_parity(ranks, case(4, schedule, gate, dispatch, **settings))
+
+
+@pytest.mark.parametrize("batches", [(3, 0, 1, 4), (0, 0, 0, 2), (0, 6, 0, 0)])
+def test_ranks_with_few_samples_and_with_none(ranks: Pools, batches: tuple[int, ...]) -> None:
+    turns = cycle(PLAIN)
+    for placer in PLACERS.values():
+        check_parity(ranks, case(4, next(turns), batches=batches, placer=placer, padding=True))
+
+
+ADVERSARIAL: list[dict[str, Any]] = [
+    {"busy_experts": (0, 1, 2, 3)},
+    {"busy_experts": (5,)},
+    {"idle_expert": 2, "busy_experts": (7, 6)},
+]
+"""All samples prefer one node; one expert takes all first choices; one expert gets nothing."""
+
+
+@pytest.mark.parametrize("routing", ADVERSARIAL)
+def test_adversarial_routing(ranks: Pools, routing: dict[str, Any]) -> None:
+    turns = cycle(PLAIN)
+    for placer in (RandomHomes(), NetMoE()):
+        check_parity(ranks, case(4, next(turns), placer=placer, **routing))
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_samples_stay_in_their_expert_group(ranks: Pools, ep_size: int) -> None:
+    """Experts have replicas in another group, with which no samples are exchanged."""
+    for schedule in ("flowmoe", "penstock"):
+        check_parity(ranks, case(4, schedule, ep_size=ep_size, node_size=None))
+
+
+def test_one_rank_alone(ranks: Pools) -> None:
+    check_parity(ranks, case(1, "penstock", node_size=None))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Random shapes, cuts and batches; numbers that do not divide on purpose."""
+    step = case(
+        4,
+        draw(st.sampled_from(PLAIN)),
+        draw(st.sampled_from(list(GATES))),
+        draw(st.sampled_from(DISPATCHES)),
+        placer=draw(st.sampled_from([RandomHomes(draw(st.integers(0, 99))), NetMoE()])),
+        batches=tuple(draw(st.lists(st.integers(0, 5), min_size=4, max_size=4).filter(any))),
+        padding=draw(st.booleans()),
+        ignore_labels=draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+        prediction=draw(st.sampled_from(["next_gate", "none"])),
+    )
+    cut = replace(
+        step.schedule,
+        microbatches=draw(st.integers(1, 3)),
+        chunks=draw(st.integers(1, 4)),
+        backward_chunks=draw(st.none() | st.integers(1, 4)),
+    )
+    model = replace(step.model, seq_len=draw(st.integers(1, 6)))
+    return replace(step, schedule=cut, model=model)
+
+
+@pytest.mark.slow
+def test_any_case(ranks: Pools) -> None:
+    @draws(60)
+    @given(case=cases())
+    def check(case: Case) -> None:
+        check_parity(ranks, case)
+
+    check()
+
+
+def test_dropout_follows_the_samples(ranks: Pools) -> None:
+    """Masks are keyed by sample: a step with moves draws those of a step without."""
+    step = case(4, "penstock")
+    step = replace(step, model=replace(step.model, dropout=0.3))
+    still, moved = (merge(ranks(4).run(run_step, each)) for each in (replace(step, placer=None), step))
+    assert abs(still.loss - reference_step(replace(step, model=replace(step.model, dropout=0))).loss) > 1e-6
+    assert abs(still.loss - moved.loss) <= 1e-10 * still.loss
+    for name, gradient in still.gradients.items():
+        check_close(moved.gradients[name], gradient, 1e-10, name)
+
+
+def evaluated(rank: int, step: Case) -> float:
+    """The loss in evaluation, where half of the plan runs."""
+    stack = stack_of(rank, step).eval()
+    tokens, labels = (whole[step.mine(rank)] for whole in batch_of(step))
+    return float(stack(tokens, labels))
+
+
+def test_evaluation_moves_samples_too(ranks: Pools) -> None:
+    step = case(4, "flowmoe", batches=(2, 0, 3, 1))
+    still, moved = (ranks(4).run(evaluated, each)[0] for each in (replace(step, placer=None), step))
+    assert abs(still - moved) <= 1e-12 * still
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+
+
+class Apart(RandomHomes):
+    """Another choice on every rank, as a solver with ties of its own would make."""
+
+    def homes(self, *table: Any) -> Any:
+        return RandomHomes(seed=torch.distributed.get_rank()).homes(*table)
+
+
+def refused(rank: int, step: Case, lengths: tuple[int, ...] = ()) -> str:
+    """Why a step fails."""
+    try:
+        stack = stack_of(rank, step)
+        tokens, labels = (whole[step.mine(rank)] for whole in batch_of(step))
+        length = lengths[rank] if lengths else tokens.shape[1]
+        stack(tokens[:, :length], labels[:, :length])
+    except (ValueError, TaskError) as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_find_different_homes_stop_before_rows_move(ranks: Pools) -> None:
+    pool = ranks(2)
+    texts = pool.run(refused, case(2, "sequential", placer=Apart(), node_size=None))
+    pool.close()  # its connections are cut
+    assert any("found other homes for samples of layer 0 than member 0" in text for text in texts)
+    assert all("task L0.SH.m0.F" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("moe", "words"),
+    [
+        ({"capacity_factor": 1.0}, "samples stay where routing is not dropless"),
+        ({"one_copy_per_rank": True}, "one row serves several experts of a rank"),
+        ({"aux_loss_group": "microbatch"}, "aux_loss_group = microbatch judges balance by the samples"),
+    ],
+)
+def test_routing_that_depends_on_who_shares_a_rank_is_refused(moe: dict[str, Any], words: str) -> None:
+    step = case(1, "sequential", node_size=None)
+    assert words in refused(0, replace(step, moe=replace(step.moe, **moe)))
+
+
+def test_samples_of_different_lengths_are_refused(ranks: Pools) -> None:
+    step = case(2, "sequential", node_size=None, batches=(2, 2))
+    for text in ranks(2).run(refused, step, (5, 4)):
+        assert text.startswith("ranks 0 and 1 have samples of 5 and 4 tokens, and samples move between them")

@@ -1,0 +1,78 @@
+"""Samples that move: who counts, who decides, what follows, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.graph import Graph, Lane, ScheduleError
+from penstock.mesh import Group
+from penstock.step import StepShape, build_graph
+from penstock.step.passes import SampleMoves
+from penstock.step.plain import PlainStep
+from tests.step.passes.pictures import check_picture
+from tests.step.support import names, reads
+from tests.steps import task_at
+
+PLAIN = PlainStep(moe_layers=(False, True, False, True, False), shared_experts=True).graph()
+MOVED = SampleMoves()(PLAIN).check()
+
+
+def test_the_picture_is_true() -> None:
+    check_picture(SampleMoves, PLAIN, MOVED, layer=1)
+
+
+def test_the_last_moe_layer_expects_nothing() -> None:
+    assert reads(MOVED, "L1.SC.m0.F")["tokens"] == "L1.AT.m0.F"
+    assert task_at(MOVED, "L1.SC.m0.F").reads == ("parameters of L3",)
+    assert "tokens" not in reads(MOVED, "L3.SC.m0.F")
+
+
+def test_homes_are_solved_on_the_host_and_compared_before_anything_reads_them() -> None:
+    places, homes = (task_at(MOVED, f"L1.{op}.m0.F") for op in ("SP", "SH"))
+    assert (places.lane, places.axes) == (Lane.HOST, ())
+    assert (homes.lane, homes.axes) == (Lane.INTER, Group.EXPERT)
+    readers = {str(task.name) for task in MOVED.readers[places]}
+    assert readers == {"L1.SH.m0.F"}
+
+
+def test_later_tasks_know_whose_tokens_they_have() -> None:
+    came = {str(t): reads(MOVED, str(t)).get("passengers") for t in MOVED.tasks}
+    assert came["L0.AT.m0.F"] is None and came["L1.AT.m0.F"] is None
+    assert came["L1.U.m0.F"] == came["L2.AT.m0.F"] == came["L3.AT.m0.F"] == came["L3.SM.m0.F"] == "L1.SM.m0.F"
+    assert came["L3.U.m0.F"] == came["L4.AT.m0.F"] == came["L4.HD.m0.F"] == "L3.SM.m0.F"
+
+
+def backward() -> Graph:
+    return build_graph(StepShape(moe_layers=(True, True), shared_experts=True, moves_samples=True))
+
+
+def test_gradients_go_back_to_where_they_came_from_without_solving_again() -> None:
+    graph = backward()
+    assert not {"L0.SC.m0.B", "L0.SN.m0.B", "L0.SP.m0.B", "L0.SH.m0.B"} & set(names(graph))
+    home = reads(graph, "L1.SM.m0.B")
+    assert {role: home[role] for role in ("d_residual", "d_weights", "d_shared", "homes")} == {
+        "d_residual": "L1.U.m0.B",
+        "d_weights": "L1.U.m0.B",
+        "d_shared": "L1.U.m0.B",
+        "homes": "L1.SH.m0.F",
+    }
+    assert reads(graph, "L1.AT.m0.B")["d_residual"] == "L1.SM.m0.B"
+    assert reads(graph, "L1.S.m0.B")["d_shared"] == "L1.SM.m0.B"
+    assert reads(graph, "L1.C.m0.c0.B")["route"] == "L1.SH.m0.F"
+    assert reads(graph, "L1.D.m0.c0.B")["route"] == "L1.SN.m0.F"
+
+
+def test_a_chunk_leaves_while_the_next_is_computed() -> None:
+    shape = StepShape(moe_layers=(True,), moves_samples=True, chunks=2, microbatches=2)
+    order = [name for name in names(build_graph(shape)) if ".m0." in name]
+    forward = [name for name in order if name.endswith("F") and name.split(".")[1] in ("X", "RO")]
+    assert forward == ["L0.X.m0.c0.F", "L0.RO.m0.c0.F", "L0.X.m0.c1.F", "L0.RO.m0.c1.F"]
+    names_of_all = names(build_graph(shape))
+    counted = [names_of_all.index(f"L0.{op}.m{m}.F") for m in (0, 1) for op in ("AT", "SC")]
+    assert counted == sorted(counted), "a microbatch is counted before attention of the next"
+
+
+def test_a_fixed_number_of_slots_is_refused() -> None:
+    graph = PlainStep(moe_layers=(False, True), exchange_counts=False).graph()
+    with pytest.raises(ScheduleError, match="layer 1 has a fixed number of rows"):
+        SampleMoves()(graph)

@@ -1,0 +1,42 @@
+"""Placers that move samples to no purpose: a step must be right wherever its samples are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.moe.routes import Counts
+from penstock.moe.sample_moves import SampleTable
+from penstock.placement import Hosting
+
+
+@dataclass(frozen=True)
+class RandomHomes:
+    """Any homes at which every device keeps as many samples of each chunk, another choice for every table."""
+
+    seed: int = 0
+
+    def homes(self, table: SampleTable, following: Hosting | None, moved_rows: int) -> Counts:
+        del following, moved_rows
+        drawn = np.random.default_rng([self.seed, int(table.rows_IKPN.sum()), *table.rows_IKPN[:1].ravel()])
+        homes = table.device_I.copy()
+        plane_D = np.array(table.company.plane_B)[table.company.member_DK[:, 0]]
+        for chunk in range(table.chunks):
+            for plane in np.unique(plane_D):
+                here = np.flatnonzero((table.chunk_I == chunk) & (plane_D[table.device_I] == plane))
+                homes[here] = drawn.permutation(homes[here])
+        return homes
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """Every sample goes as many places further on as there are samples in a chunk of a device, and one."""
+
+    def homes(self, table: SampleTable, following: Hosting | None, moved_rows: int) -> Counts:
+        del following, moved_rows
+        homes = table.device_I.copy()
+        for chunk in range(table.chunks):
+            here = np.flatnonzero(table.chunk_I == chunk)
+            homes[here] = np.roll(homes[here], 1 + len(here) // max(1, table.company.devices))
+        return homes
