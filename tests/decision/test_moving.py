@@ -95,3 +95,18 @@ def test_a_plan_file_keeps_it_and_older_ones_move_nothing(tmp_path: Path) -> Non
     file = PlanFile.read(path)
     assert file.choice == found.choice
     assert file.step_plan(each).digest == found.plan.digest
+
+
+def test_guests_travel_in_pieces_where_gradients_do() -> None:
+    shape = StepShape(moe_layers=(True,))
+    gradients = gradients_of(shape)._replace(expert=700)
+    for name, pieces in (("flowmoe", 6), ("sequential", 1)):
+        choice = Decision(schedule=name, experts="planned", guest_slots=2, all_reduce_chunk_bytes=256)
+        assert cut(choice, shape, gradients).guest_pieces == pieces
+        assert cut(replace(choice, experts="none"), shape, gradients).guest_pieces == 1
+    assert (
+        cut(
+            Decision(schedule="lina", experts="planned", all_reduce_chunk_bytes=1), shape, gradients
+        ).guest_pieces
+        == 64
+    )

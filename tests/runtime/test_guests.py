@@ -13,7 +13,6 @@ from tests.runtime.test_moe_parity import case
 from tests.steps import PLAIN
 from tests.support.hosted import Hosts, check_hosted
 from tests.support.layouts import Layout, layout_case
-from tests.support.pairwise import pairwise
 from tests.support.parity import Case
 from tests.support.ranks import Pools
 
@@ -38,24 +37,16 @@ def test_two_ranks(ranks: Pools) -> None:
 
 
 @pytest.mark.slow
-@pairwise(
-    routing=ROUTINGS,
-    schedule=PLAIN,
-    dispatch=DISPATCHES,
-    experts=EXPERTS,
-    world_size=(4, 2),
-    hosts=(Hosts(), Hosts(slots=3, pieces=2)),
-)
+@pytest.mark.every_value
+@pytest.mark.parametrize("schedule", PLAIN)
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize("experts", EXPERTS)
 def test_several_ranks(
-    ranks: Pools,
-    routing: tuple[str, str],
-    schedule: str,
-    dispatch: str,
-    experts: str,
-    world_size: int,
-    hosts: Hosts,
+    ranks: Pools, routing: tuple[str, str], schedule: str, dispatch: str, experts: str
 ) -> None:
-    step = hosting_case(world_size, routing, schedule, dispatch, experts)
+    step = hosting_case(4, routing, schedule, dispatch, experts)
+    hosts = Hosts(slots=3, pieces=2) if dispatch == "flat" else Hosts()
     check_hosted(ranks, replace(step, padding=hosts.slots > 1), hosts)
 
 

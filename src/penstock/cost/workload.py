@@ -92,7 +92,11 @@ class Workload:
         """Bytes of every layer's gradients, by kind."""
         partial = self.partial_all_reduce_bytes or (0,) * len(self.all_reduce_bytes)
         return GradientBytes(
-            self.all_reduce_bytes, self.expert_all_reduce_bytes, partial, self.partial_by_form
+            self.all_reduce_bytes,
+            self.expert_all_reduce_bytes,
+            partial,
+            self.partial_by_form,
+            int(self.expert_bytes),
         )
 
     def gradients_of(self, form: ExpertForm) -> dict[str, tuple[int, ...]]:

@@ -19,13 +19,15 @@ class GradientBytes(NamedTuple):
 
     partial: those to which every rank that shares attention adds a part; none = there are no such ranks.
     partial_by_form: the same by expert form, where it depends on that; what is not partial there is
-    replicated.
+    replicated. expert: of all parameters of one expert, or a rank's shard of it, which travel where experts
+    move; 0 = not known.
     """
 
     replicated: tuple[int, ...]
     experts: tuple[int, ...]
     partial: tuple[int, ...] = ()
     partial_by_form: PartialByForm = ()
+    expert: int = 0
 
     @property
     def kinds(self) -> tuple[tuple[int, ...], ...]:

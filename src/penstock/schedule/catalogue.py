@@ -26,6 +26,9 @@ from penstock.schedule.sequential import Sequential
 from penstock.schedule.system import SCHEDULES, register_schedule
 from penstock.step import StepShape, build_graph
 
+MOST_GUEST_PIECES = 64
+"""Of a layer's guests, on either way: every one is a task with a start-up."""
+
 register_schedule(Sequential())
 register_schedule(MoEPipeline())
 register_schedule(DenseOverlap())
@@ -68,11 +71,20 @@ def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepSha
         expert_form=choice.form,
         moves_samples=choice.samples != "none",
         guest_slots=choice.guests,
+        guest_pieces=max(shape.guest_pieces, _guest_pieces(choice, gradients)),
         gathers_loads=shape.gathers_loads or choice.guests > 0,  # next step's guests are planned from them
     )
     found = SCHEDULES[choice.schedule].shape(moving, choice, gradients.of_form(choice.form))
     passes = choice.passes
     return replace(found, more=(*found.more, *passes)) if passes else found
+
+
+def _guest_pieces(choice: Decision, gradients: GradientBytes) -> int:
+    """Into how many pieces a layer's guests are cut: as large as those of gradients where these are cut."""
+    if not choice.reads("all_reduce_chunk_bytes"):
+        return 1
+    wanted = -(-choice.guests * gradients.expert // choice.all_reduce_chunk_bytes)
+    return max(1, min(wanted, MOST_GUEST_PIECES))
 
 
 def _check_dispatch(choice: Decision, shape: StepShape) -> None:

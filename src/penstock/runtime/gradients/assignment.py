@@ -95,7 +95,15 @@ def sizes_bytes(parts: ModelParts, model: nn.Module, shape: StepShape, *, replic
             (form, _trained_bytes(assign(parts, model, replace(shape, expert_form=form)).partial))
             for form in forms
         ),
+        _expert_bytes(parts),
     )
+
+
+def _expert_bytes(parts: ModelParts) -> int:
+    """Of the largest expert's parameters here, on average over a layer."""
+    layers = [part.moe.experts for part in parts.parts if part.moe is not None]
+    sizes = (sum(p.nbytes for p in layer.parameters()) // layer.num_local_experts for layer in layers)
+    return max(sizes, default=0)
 
 
 def _trained_bytes(layers: Layers) -> tuple[int, ...]:
