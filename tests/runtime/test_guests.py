@@ -10,6 +10,8 @@ from penstock.runtime.checks.guests import check_can_host
 from penstock.step import StepShape
 from penstock.topology import Layout as Place
 from tests.runtime.test_moe_parity import case
+from tests.runtime.test_sample_moves import PLACERS
+from tests.runtime.test_sample_moves import case as moving_case
 from tests.steps import PLAIN
 from tests.support.hosted import Hosts, check_hosted
 from tests.support.layouts import Layout, layout_case
@@ -48,6 +50,16 @@ def test_several_ranks(
     step = hosting_case(4, routing, schedule, dispatch, experts)
     hosts = Hosts(slots=3, pieces=2) if dispatch == "flat" else Hosts()
     check_hosted(ranks, replace(step, padding=hosts.slots > 1), hosts)
+
+
+@pytest.mark.slow
+@pytest.mark.every_value
+@pytest.mark.parametrize("schedule", PLAIN)
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize("placer", PLACERS)
+def test_samples_move_too(ranks: Pools, schedule: str, dispatch: str, placer: str) -> None:
+    step = moving_case(4, schedule, dispatch=dispatch, placer=PLACERS[placer], padding=dispatch == "flat")
+    check_hosted(ranks, step, Hosts(slots=2))
 
 
 @pytest.mark.slow

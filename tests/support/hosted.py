@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from penstock.decision import PlacementConfig
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Hosting, Part
 from penstock.runtime import PipelinedStack
 from penstock.runtime.moving import ExpertMoving
@@ -96,7 +95,8 @@ def host_randomly(stack: PipelinedStack, hosts: Hosts, step: int) -> None:
 def hosted_stack(rank: int, case: Case, hosts: Hosts) -> PipelinedStack:
     """The case's stack, with room for guests."""
     stack = stack_of(rank, case)
-    config = replace(case.config, placement=PlacementConfig(experts="planned", guest_slots=hosts.slots))
+    placement = replace(case.config.placement, experts="planned", guest_slots=hosts.slots)
+    config = replace(case.config, placement=placement)
     shape = replace(stack.base_shape, guest_pieces=hosts.pieces)
     stack.host.moving = hosts.moving
     with short_search():

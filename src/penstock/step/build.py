@@ -45,6 +45,7 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
         found.append(Hierarchical(shape.dispatch))
     found += _sharing_passes(shape)
     if shape.guest_slots and any(shape.moe_layers):
+        _check_dropless(shape)
         found += [Guests(shape.guest_pieces), GuestGradients(shape.guest_pieces)]
     if shape.microbatches > 1:
         found.append(Microbatches(shape.microbatches))
@@ -61,6 +62,14 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
     found.append(GradientPieces(parts, shape.sharing.mp_size > 1))
     found.append(Settle())
     return tuple(found)
+
+
+def _check_dropless(shape: StepShape) -> None:
+    if not shape.exchange_counts:
+        raise ScheduleError(
+            "guest_slots: every expert has a fixed number of rows from every rank, whoever computes them, so "
+            "guests would spare nothing. Use dropless routing, or set placement.experts=none"
+        )
 
 
 def _sharing_passes(shape: StepShape) -> list[Pass]:

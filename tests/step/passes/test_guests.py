@@ -97,7 +97,7 @@ def names_of(graph: Graph) -> list[object]:
 
 
 def test_where_every_expert_has_fixed_slots_they_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="pass guests: every expert has a fixed number of rows"):
+    with pytest.raises(ScheduleError, match="guest_slots: every expert has a fixed number of rows"):
         build_graph(StepShape(moe_layers=(True,), exchange_counts=False, guest_slots=1))
     with pytest.raises(ScheduleError, match="guest slots are 0 or more"):
         StepShape(moe_layers=(True,), guest_slots=-1)

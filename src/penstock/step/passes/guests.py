@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from penstock.graph import Cut, Graph, Lane, Name, Phase, ScheduleError, Task
+from penstock.graph import Cut, Graph, Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
 from penstock.ops.base import parameters_of
 from penstock.ops.blocks import EXPERTS
@@ -36,11 +36,6 @@ class Guests:
     def __call__(self, graph: Graph) -> Graph:
         require(graph, Op.EXPERTS)
         hosted = {task.layer for task in graph.tasks if task.op == Op.EXPERTS}
-        if Op.COUNTS not in {task.op for task in graph.tasks}:
-            raise ScheduleError(
-                "every expert has a fixed number of rows from every rank, whoever computes them: hosting "
-                "guests would spare nothing. Use dropless routing"
-            )
         return Graph.of(self._tasks(graph, hosted))
 
     def _tasks(self, graph: Graph, hosted: set[int]) -> Iterator[Task]:
