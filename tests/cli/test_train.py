@@ -12,12 +12,14 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 
 from penstock.graph import Lane
 from penstock.report import RunSummary
+from penstock.train.metrics import read_metrics
 from penstock.workloads import RecordedModel, read_recording
 from tests.support.forked import run_forked
 from tests.support.ranks import Pools
@@ -80,7 +82,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 def pair_run(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """On two ranks that the command starts; with its routing, and a checkpoint of step 18 beside the last."""
     folder = tmp_path_factory.mktemp("pair")
-    settings = ("output.routing=true", "train.checkpoint_every=18")
+    settings = ("output.routing=true", "output.routing_samples=true", "train.checkpoint_every=18")
     return whole(folder, run("train", write_config(folder), "--json", *settings))
 
 
@@ -282,7 +284,8 @@ def recorded_run(pair_run: Whole, tmp_path_factory: pytest.TempPathFactory) -> P
     assert read_recording(pair_run.folder / "routing.jsonl").steps == tuple(range(1, 21))
     folder = tmp_path_factory.mktemp("recorded")
     copy_without_last(pair_run, folder / "run")
-    settings = ("output.routing=true", "train.steps=22", "train.resume=true")
+    recording = ("output.routing=true", "output.routing_samples=true")
+    settings = (*recording, "train.steps=22", "train.resume=true")
     result = run_forked(2, "train", write_config(folder), *settings)
     assert result.returncode == 0, result.stderr
     assert "step-00000018" in result.stderr
@@ -296,6 +299,20 @@ def test_every_step_is_recorded_once_also_where_a_run_goes_on(recorded_run: Path
     copies = 2 * 4 * 16 * 2  # ranks, samples, tokens, choices: the batch of all ranks, not of one
     assert (found.loads_SYE.sum(axis=2) == copies).all()
     assert len({load.tobytes() for load in found.loads_SYE}) > 1, "other batches, other loads"
+    for samples in found.samples:  # those of both ranks; reading has held their sums against the loads
+        assert samples is not None and samples.shape == (2 * 4, 2, 4)
+        assert (samples.sum(axis=2) == 16 * 2).all()
+
+
+def test_loads_are_drawn_and_told_for_every_layer(pair_run: Whole) -> None:
+    assert (pair_run.folder / "loads.png").stat().st_size > 1000
+    steps = read_metrics(pair_run.folder / "metrics.jsonl")
+    for step in steps:
+        assert step.rank_load_max_over_mean is not None and step.expert_load_max_over_mean is not None
+        assert len(step.rank_load_max_over_mean) == len(step.expert_load_max_over_mean) == 2
+        assert mean(step.expert_load_max_over_mean) == pytest.approx(step.tokens_per_expert_max_over_mean)
+        assert 1 <= max(step.rank_load_max_over_mean) <= 2 == len(step.expert_load_entropy or ())
+    assert pair_run.found["outputs"]["loads"].endswith("loads.png")
 
 
 def test_virtual_devices_route_as_the_run_did(recorded_run: Path) -> None:

@@ -28,6 +28,9 @@ SUMMARY = RunSummary(
     metrics="runs/first/metrics.jsonl",
     trace="runs/first/trace.json",
     tensorboard="runs/first/tensorboard",
+    rank_load_max_over_mean=1.284,
+    rows_crossing_nodes=0.496,
+    loads="runs/first/loads.png",
 )
 
 TEXT = """\
@@ -40,8 +43,11 @@ held out    2.104 on text the model has not seen. Predicting bytes by their freq
 speed       51,234 tokens/s; a step takes 78.2 ms (median)
 network     31.2 ms of communication per step: 84 % hidden under computation, 5.1 ms exposed.
             Overlap efficiency 0.91 (1.00 = no order of the same tasks could be faster)
+balance     the busiest process computes 1.28 times the mean number of expert rows; 50 % of rows go
+            to another node
 checkpoint  runs/first/checkpoints/step-1200
 metrics     runs/first/metrics.jsonl (one line of JSON per step)
+loads       runs/first/loads.png (picture: how often each expert was chosen)
 curves      tensorboard --logdir runs/first/tensorboard
 trace       runs/first/trace.json
             Open https://ui.perfetto.dev and drop the file there. In the rows compute and inter:
@@ -121,4 +127,5 @@ def test_dict_is_plain_data() -> None:
         "tensorboard": "runs/first/tensorboard",
         "plan": None,
         "cluster": None,
+        "loads": "runs/first/loads.png",
     }

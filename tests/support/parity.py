@@ -25,7 +25,7 @@ from penstock.step.shape import FORM_TOKENS, TokenLayout
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
 from penstock.train.clip import clip_grad_norm
-from penstock.train.config import RunConfig, TrainConfig
+from penstock.train.config import OutputConfig, RunConfig, TrainConfig
 from penstock.train.corpus import DataConfig
 from penstock.train.optimizer import OptimizerConfig, build_adamw
 from tests.support.joining import joined
@@ -140,6 +140,7 @@ class Case:
             optimizer=OptimizerConfig(lr=LEARNING_RATE, eps=EPS),
             train=TrainConfig(seed=self.seed),
             placement=PlacementConfig(samples="none" if self.placer is None else "netmoe"),
+            output=OutputConfig(loads=False),
         )
 
 

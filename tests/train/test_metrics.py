@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ records = st.builds(
     compute_s=finite,
     tokens_per_expert_max_over_mean=finite,
     eval_loss=st.none() | finite,
+    rank_load_max_over_mean=st.none() | st.tuples(finite, finite),
 )
 
 
@@ -132,12 +134,21 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
         for number in range(1, 5):
             writer.write(step(number, eval_loss=3.0 if number == 2 else None))
     with MetricsWriter(tmp_path, tensorboard=True, resume_step=2) as writer:
-        writer.write(replace(step(3), loss=7.0, total_loss=7.5, aux_loss_global=1.25, z_loss=4.0))
+        last = replace(step(3), loss=7.0, total_loss=7.5, aux_loss_global=1.25, z_loss=4.0)
+        writer.write(replace(last, rows_crossing_nodes=(0.25, 0.75)))
+        for number in (1, 3, 20):
+            writer.draw(number, np.array([[1, 3], [2, 2]]))
     reader = import_module("tensorboard.backend.event_processing.event_accumulator")
     events = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss/train")] == [(1, 2.5), (2, 2.5), (3, 7.0)]
     assert [(e.step, e.value) for e in events.Scalars("loss/eval")] == [(2, 3.0)]
-    router = [("loss/total", 7.5), ("moe/aux_loss_global", 1.25), ("moe/z_loss", 4.0)]
+    router = [
+        ("loss/total", 7.5),
+        ("moe/aux_loss_global", 1.25),
+        ("moe/z_loss", 4.0),
+        ("moe/rows_crossing_nodes", 0.5),
+    ]
     for tag, value in router:
         assert [(e.step, e.value) for e in events.Scalars(tag)] == [(3, value)]
+    assert [image.step for image in events.Images("moe/loads")] == [1, 20], "not of every step"
     assert events.Scalars("network/hidden_communication")[0].value == pytest.approx(0.93)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -74,14 +75,18 @@ def recordings(draw: st.DrawFn, of: RoutingSizes, *, steps: int = 3) -> Recordin
         top_k=of.top_k,
     )
     routing = routing_of(draw(generated()), other)
-    loads = [routing.counts(step).sum(axis=(0, 1)) for step in range(draw(st.integers(1, steps)))]
-    return recording_of(of, [load.tolist() for load in loads])
+    counts = [routing.counts(step) for step in range(draw(st.integers(1, steps)))]
+    found = recording_of(of, [each.sum(axis=(0, 1)).tolist() for each in counts])
+    if not draw(st.booleans()):
+        return found
+    return replace(found, samples=tuple(each.reshape(-1, *each.shape[2:]) for each in counts))
 
 
 def recording_of(of: RoutingSizes, loads: list[list[list[int]]]) -> Recording:
-    """loads: [steps][MoE layers][experts]."""
+    """Without samples. loads: [steps][MoE layers][experts]."""
     model = RecordedModel(moe_layers=of.moe_layers, num_experts=of.num_experts, top_k=of.top_k)
-    return Recording(model, tuple(range(1, len(loads) + 1)), np.array(loads, dtype=np.int64))
+    steps = tuple(range(1, len(loads) + 1))
+    return Recording(model, steps, np.array(loads, dtype=np.int64), (None,) * len(steps))
 
 
 @st.composite

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import ConfigError
 from penstock.workloads import (
+    Counts,
     RecordedModel,
+    Recording,
     RoutingConfig,
     RoutingRecorder,
     RoutingSizes,
@@ -25,8 +28,18 @@ from tests.workloads.strategies import NOWHERE, recordings, sizes
 
 MODEL = RecordedModel(moe_layers=2, num_experts=3, top_k=1)
 LOADS = [[1, 2, 3], [6, 0, 0]]
-HEADER = '{"format": "penstock routing", "version": 1, "moe_layers": 2, "num_experts": 3, "top_k": 1}'
+HEADER = '{"format": "penstock routing", "version": 2, "moe_layers": 2, "num_experts": 3, "top_k": 1}'
 STEP = '{"step": 1, "tokens_per_expert": [[1, 2, 3], [6, 0, 0]]}'
+FIRST, SECOND, PADDING = [[0, 1, 3], [4, 0, 0]], [[1, 1, 0], [2, 0, 0]], [[0, 0, 0], [0, 0, 0]]
+
+
+def with_samples(*samples: object) -> str:
+    """The step with the loads of its samples."""
+    return f'{STEP[:-1]}, "samples": {json.dumps(samples)}}}'
+
+
+def steps_of(recording: Recording) -> list[tuple[int, Counts, Counts | None]]:
+    return list(zip(recording.steps, recording.loads_SYE, recording.samples, strict=True))
 
 
 def write(path: Path, *lines: str) -> Path:
@@ -39,11 +52,23 @@ def test_what_is_written_is_read(data: st.DataObject, tmp_path_factory: pytest.T
     recording = data.draw(recordings(data.draw(sizes())))
     path = tmp_path_factory.mktemp("recorded") / "routing.jsonl"
     with RoutingRecorder(path, recording.model) as recorder:
-        for step, loads in zip(recording.steps, recording.loads_SYE, strict=True):
-            recorder.write(step, loads.astype(float).tolist())  # as statistics come from a step
+        for step, loads, samples in steps_of(recording):
+            listed = None if samples is None else samples.tolist()
+            recorder.write(step, loads.astype(float).tolist(), listed)  # as statistics come from a step
     read = read_recording(path)
     assert (read.model, read.steps) == (recording.model, recording.steps)
-    assert (read.loads_SYE == recording.loads_SYE).all()
+    for (_, loads, samples), (_, wanted, of_samples) in zip(steps_of(read), steps_of(recording), strict=True):
+        assert (loads == wanted).all()
+        assert (samples is None) is (of_samples is None)
+        assert samples is None or of_samples is None or np.array_equal(samples, of_samples)
+
+
+def test_version_1_is_read_and_samples_that_are_padding_are_left_out(tmp_path: Path) -> None:
+    old = HEADER.replace('"version": 2', '"version": 1')
+    assert read_recording(write(tmp_path / "old.jsonl", old, STEP)).samples == (None,)
+    found = read_recording(write(tmp_path / "new.jsonl", HEADER, with_samples(FIRST, PADDING, SECOND)))
+    (samples,) = found.samples
+    assert samples is not None and samples.tolist() == [FIRST, SECOND]
 
 
 def test_the_file_is_what_the_documentation_shows(tmp_path: Path) -> None:
@@ -73,7 +98,11 @@ def test_a_continued_run_drops_the_steps_it_repeats(tmp_path: Path) -> None:
     [
         ([], "is no recorded routing: line 1 does not say"),
         (['{"step": 1, "loss": 2.0}'], "is no recorded routing: line 1 does not say"),
-        ([HEADER.replace('"version": 1', '"version": 2')], "has version 2 of the format, and version 1 is"),
+        ([HEADER.replace('"version": 2', '"version": 3')], "has version 3 of the format, and versions 1 and"),
+        ([HEADER, with_samples(FIRST)], "line 2 has samples whose loads do not add up to tokens_per_expert"),
+        ([HEADER, with_samples()], "line 2 has samples whose loads do not add up to tokens_per_expert"),
+        ([HEADER, with_samples(FIRST, SECOND[:1])], "line 2 has no samples of 2 lists of 3 whole numbers"),
+        ([HEADER, f'{STEP[:-1]}, "samples": 3}}'], "line 2 has samples that are no list"),
         ([HEADER.replace("3", '"3"')], "line 1 num_experts is '3' and no positive whole number"),
         ([HEADER, STEP, "{"], "line 3 is not JSON"),
         ([HEADER, "7"], "line 2 is not a JSON object"),

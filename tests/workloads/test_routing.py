@@ -250,6 +250,7 @@ def test_a_change_comes_at_once_and_once() -> None:
 @given(sizes(), st.data())
 def test_recorded_loads_are_kept_and_shared_evenly(batch: RoutingSizes, data: st.DataObject) -> None:
     recording = data.draw(recordings(batch))
+    recording = replace(recording, samples=(None,) * len(recording.steps))
     made = RecordedRouting(batch, recording)
     for step in range(2 * len(recording.steps)):
         counts = made.counts(step).reshape(-1, batch.moe_layers, batch.num_experts)
@@ -265,6 +266,19 @@ def test_recorded_loads_written_out() -> None:
     assert made.counts(0).reshape(2, 3).tolist() == [[2, 2, 0], [2, 2, 0]]
     assert made.counts(1).reshape(2, 3).tolist() == [[0, 0, 4], [0, 0, 4]]
     assert (made.counts(2) == made.counts(0)).all()
+
+
+@given(sizes(), st.data())
+def test_samples_are_routed_as_recorded_ones_in_turn(batch: RoutingSizes, data: st.DataObject) -> None:
+    """Scaled to the length that they have here."""
+    recording = data.draw(recordings(batch).filter(lambda found: found.samples[0] is not None))
+    counts = RecordedRouting(batch, recording).counts(0).reshape(-1, batch.moe_layers, batch.num_experts)
+    known = recording.samples[0]
+    assert known is not None
+    for number, sample in enumerate(counts):
+        theirs = known[number % len(known)].astype(float)
+        exact = theirs * batch.copies / theirs.sum(axis=-1, keepdims=True)
+        assert (np.abs(sample - exact) < 1).all()
 
 
 # ---- whole numbers in proportion ---------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from penstock.step.shape import ExpertForm
 from penstock.topology import Layout
 from penstock.trace import TaskRecord
 from penstock.train.assemble import build_machinery, first_plan, model_of
-from penstock.train.config import RunConfig, TrainConfig
+from penstock.train.config import OutputConfig, RunConfig, TrainConfig
 from penstock.train.corpus import DataConfig
 
 
@@ -96,6 +96,7 @@ def run_config_of(config: BenchConfig) -> RunConfig:
         cluster=config.cluster,
         data=DataConfig(batch_per_device=compare.batch_per_device),
         train=TrainConfig(seed=compare.seed),
+        output=OutputConfig(loads=False),
     )
 
 

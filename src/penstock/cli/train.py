@@ -6,8 +6,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +20,6 @@ from penstock.plan.plan_config import given_schedule
 from penstock.report import RunSummary
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
-from penstock.runtime.statistics import StepStatistics
 from penstock.topology import CommunicationError, Layout, ProcessInfo, detect, join, leave
 from penstock.topology.blame import give_up
 from penstock.topology.join import ALONE
@@ -34,9 +32,8 @@ from penstock.train.health import DivergedError
 from penstock.train.launcher import Place
 from penstock.train.resume import require_checkpoint
 from penstock.train.text import TextError
-from penstock.train.trainer import OnStep, Trainer
+from penstock.train.trainer import Trainer
 from penstock.words import terminal_width
-from penstock.workloads import RecordedModel, RoutingRecorder
 
 EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointError, DivergedError, TextError)
 
@@ -102,8 +99,7 @@ def _train_as_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> i
         device = pick_device(info.local_rank)
         keep_freed_memory()
         join(info, config.parallel.timeout_s, device)
-        with _routing_file(config, info) as on_step:
-            summary = Trainer(config, info, device, Autopilot, quiet=False, on_step=on_step).run()
+        summary = Trainer(config, info, device, Autopilot, quiet=False).run()
     except ConfigError as error:
         if info.rank == 0:  # every rank finds the same fault; once is enough
             print(f"penstock: {error}", file=sys.stderr)
@@ -119,31 +115,6 @@ def _train_as_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> i
     if info.rank == 0:
         _print_summary(summary, json_wanted)
     return 0
-
-
-@contextmanager
-def _routing_file(config: RunConfig, info: ProcessInfo) -> Iterator[OnStep | None]:
-    """What writes routing.jsonl while it is entered, if that is wanted and this is the rank that writes."""
-    if not config.output.routing or info.rank > 0:
-        yield None
-        return
-    config = config.resolved(info.world_size)
-    model = RecordedModel(
-        moe_layers=sum(config.model.is_moe(layer) for layer in range(config.model.num_layers)),
-        num_experts=config.moe.num_experts,
-        top_k=config.moe.top_k,
-    )
-    with ExitStack() as closing:
-        recorder: RoutingRecorder | None = None
-
-        def write(step: int, statistics: StepStatistics) -> None:
-            nonlocal recorder
-            if recorder is None:  # an earlier run's folder has been moved aside by now
-                path = config.output.dir / "routing.jsonl"
-                recorder = closing.enter_context(RoutingRecorder(path, model, resume_step=step - 1))
-            recorder.write(step, statistics.chosen_YE.tolist())
-
-        yield write
 
 
 def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:

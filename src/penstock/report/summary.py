@@ -24,8 +24,10 @@ class RunSummary:
     simulated_iteration_s: what the simulator says of the last steps' tasks.
     skipped_steps: how many steps of this start were not finite and changed nothing.
     interrupted: the run was stopped early and saved. parameters: of the whole model, every expert counted
-    once. mp_size, esp_size: processes that share attention, and that share every expert. Outputs are paths;
-    None was not written.
+    once. mp_size, esp_size: processes that share attention, and that share every expert.
+    rank_load_max_over_mean: rows of the busiest process over the mean, in a typical step.
+    rows_crossing_nodes: the share of rows whose expert is on another node. None is not known. Outputs are
+    paths; None was not written. loads: a picture of them.
     """
 
     schedule: str
@@ -56,6 +58,9 @@ class RunSummary:
     skipped_steps: int = 0
     mp_size: int = 1
     esp_size: int = 1
+    rank_load_max_over_mean: float | None = None
+    rows_crossing_nodes: float | None = None
+    loads: str | None = None
 
     @property
     def hidden_communication(self) -> float:
@@ -88,6 +93,8 @@ class RunSummary:
             "esp_size": self.esp_size,
             "num_experts": self.num_experts,
             "num_local_experts": self.num_local_experts,
+            "rank_load_max_over_mean": self.rank_load_max_over_mean,
+            "rows_crossing_nodes": self.rows_crossing_nodes,
             "parameters": self.parameters,
             "corpus": self.corpus,
             "outputs": {
@@ -97,6 +104,7 @@ class RunSummary:
                 "tensorboard": self.tensorboard,
                 "plan": self.plan,
                 "cluster": self.cluster,
+                "loads": self.loads,
             },
         }
 
@@ -122,6 +130,8 @@ class RunSummary:
         yield "speed", f"{self.tokens_per_s:,.0f} tokens/s; a step takes {step_time} (median)"
         if self.communication_s > 0:
             yield "network", self._network()
+        if self.rank_load_max_over_mean is not None and self.processes > 1:
+            yield "balance", self._balance(self.rank_load_max_over_mean)
         yield from self._outputs()
 
     def _what(self) -> str:
@@ -161,6 +171,11 @@ class RunSummary:
             f"(1.00 = no order of the same tasks could be faster)"
         )
 
+    def _balance(self, ratio: float) -> str:
+        away = self.rows_crossing_nodes
+        crossing = "" if away is None else f"; {100 * away:.0f} % of rows go to another node"
+        return f"the busiest process computes {ratio:.2f} times the mean number of expert rows{crossing}"
+
     def _outputs(self) -> Iterator[tuple[str, str]]:
         if self.checkpoint:
             yield "checkpoint", self.checkpoint
@@ -169,6 +184,8 @@ class RunSummary:
             yield "plan", f"{self.plan} (run it again with plan.source={self.plan})"
         if self.cluster:
             yield "cluster", f"{self.cluster} (the measurements; reuse them with plan.cluster={self.cluster})"
+        if self.loads:
+            yield "loads", f"{self.loads} (picture: how often each expert was chosen)"
         if self.tensorboard:
             yield "curves", f"tensorboard --logdir {self.tensorboard}"
         if self.trace:

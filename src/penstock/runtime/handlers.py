@@ -111,7 +111,8 @@ class StepContext:
     step, and in this one. marks: [6] float64, to sum with the statistics.
     relocation: how samples get their homes, where they move.
     loss_gradient: known when the backward half begins. total, marks_total: known when the statistics task
-    has run. loads_PYE: when the loads task has, if the step has one: choices by rank, MoE layer and expert.
+    has run. loads_PYE, sample_loads: when the loads task has, if the step has one: choices by rank, MoE layer
+    and expert; of this rank's samples, for every MoE layer [B, E].
     plans: what to host next, when ranks have compared it.
     """
 
@@ -139,6 +140,7 @@ class StepContext:
     marks_total: Tensor | None = None
     loads_PYE: Tensor | None = None
     plans: Plans | None = None
+    sample_loads: Sequence[Tensor] = ()
 
     def batch_of(self, task: Task) -> Batch:
         """The batch with the tokens that the task has: this rank's, or all of its samples'."""

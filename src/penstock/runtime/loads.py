@@ -1,12 +1,12 @@
 """The loads of experts in the last steps of a stack, as its steps gather them.
 
-Shapes: P ranks, Y MoE layers, E experts.
+Shapes: P ranks, B samples, Y MoE layers, E experts.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +21,19 @@ class LoadHistory:
 
     P are the ranks of the world; of ranks that have the same tokens the first one counts them. All ranks have
     the same history. Only steps that were trained on are in it, and only those whose graph gathers loads.
-    steps: how many there have been in all.
+    steps: how many there have been in all. of_samples: of the last step, how often tokens of each sample that
+    this rank had in a layer chose each expert, for every MoE layer [B, E].
     """
 
     def __init__(self, kept: int = STEPS_KEPT) -> None:
         self._kept: deque[Tensor | Loads] = deque(maxlen=kept)
         self.steps = 0
+        self.of_samples: Sequence[Tensor] = ()
 
-    def add(self, loads_PYE: Tensor) -> None:
+    def add(self, loads_PYE: Tensor, of_samples: Sequence[Tensor] = ()) -> None:
         """The loads of one more step. They stay on their device until somebody reads them."""
         self._kept.append(loads_PYE)
+        self.of_samples = of_samples
         self.steps += 1
 
     def __len__(self) -> int:

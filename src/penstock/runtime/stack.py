@@ -109,9 +109,11 @@ class PipelinedStack(nn.Module):
         seed: int = 0,
         moving: ExpertMoving | None = None,
         sample_moving: SampleMoving | None = None,
+        gathers_loads: bool = False,
     ) -> None:
         super().__init__()
         self.model, self.moe, self.machinery, self.seed = model, moe, machinery, seed
+        self._gathers_loads = gathers_loads
         # Usually `parts` is `model` itself: registered a second time, every parameter would have two names.
         object.__setattr__(self, "parts", parts)
         check_shards(model, parts, machinery.layout)
@@ -276,7 +278,8 @@ class PipelinedStack(nn.Module):
     def _checked_shape(self) -> StepShape:
         """The uncut shape of a step of the layers that there are now."""
         check_layers(self.moe_layers, self.moe, self.machinery.layout)
-        return shape_of(self.moe_layers, sharing_of(self.machinery.layout, self.moe.aux_loss_group))
+        sharing = sharing_of(self.machinery.layout, self.moe.aux_loss_group)
+        return shape_of(self.moe_layers, sharing, gathers_loads=self._gathers_loads)
 
     @property
     def moe_layers(self) -> list[MoELayer | None]:

@@ -110,7 +110,7 @@ class Step:
         assert statistics is not None, "backward follows this step's forward"
         self._count_choices(statistics)
         if self.context.loads_PYE is not None:
-            self.stack.loads.add(self.context.loads_PYE)
+            self.stack.loads.add(self.context.loads_PYE, self.context.sample_loads)
         if self.context.plans is not None:
             self.stack.host.follow(self.context.plans)
         self._show(statistics)

@@ -70,6 +70,7 @@ def build_stack(
         make_plan,
         seed=config.train.seed,
         sample_moving=SampleMoving(NetMoE(placement.solver), placement.prediction),
+        gathers_loads=base_shape(config, layout).gathers_loads,
     )
 
 
@@ -132,12 +133,14 @@ def workload(config: RunConfig, layout: Layout, gradients: GradientBytes) -> Wor
 
 def base_shape(config: RunConfig, layout: Layout) -> StepShape:
     """The uncut shape of a step, before a system transforms it."""
+    moe_layers = tuple(config.model.is_moe(layer) for layer in range(config.model.num_layers))
     return StepShape(
-        moe_layers=tuple(config.model.is_moe(layer) for layer in range(config.model.num_layers)),
+        moe_layers=moe_layers,
         exchange_counts=config.moe.order_name == "sort",
         dispatch=DISPATCHES[dispatch_of(config.moe)].hops,
         shared_experts=config.moe.shared_ffn_hidden_size > 0,
         sharing=sharing_of(layout, config.moe.aux_loss_group),
+        gathers_loads=config.output.loads and any(moe_layers),
     )
 
 

@@ -60,17 +60,25 @@ class OutputConfig:
     """Section `[output]`.
 
     dir: where checkpoints, metrics and the trace go. tensorboard: write event files, too.
-    trace_steps: how many of the last steps go into the trace; 0 = no trace. routing: write how many tokens
-    chose each expert in every step, for virtual devices that route as this run did.
+    trace_steps: how many of the last steps go into the trace; 0 = no trace. loads: gather once per step how
+    many tokens of every rank chose each expert, for metrics and pictures. routing: write how many tokens
+    chose each expert in every step, for virtual devices and plans that route as this run did;
+    routing_samples: also how many of every sample did.
     """
 
     dir: Path = Path("runs/default")
     tensorboard: bool = True
     trace_steps: TracedSteps = 2
+    loads: bool = True
     routing: bool = False
+    routing_samples: bool = False
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.routing_samples and not (self.routing and self.loads):
+            why = "is written into routing.jsonl, from the loads that steps gather"
+            hint = "Set output.routing=true and leave output.loads as it is, or leave it out."
+            raise ConfigError("routing_samples", True, why, hint)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from penstock.config import open_regular, parse_json
+from penstock.report.loads import colours
+from penstock.workloads.figures import Whole
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+HEAT_MAP_EVERY = 20
+"""Steps between two heat maps of loads; TensorBoard shows ten of them, evenly chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,12 @@ class StepMetrics:
     `exposed_communication_s` the part of `communication_s` during which nothing was computed
     `tokens_per_expert_max_over_mean`
                               load of the busiest expert, mean over MoE layers; 1 is perfect balance
+    `expert_load_max_over_mean`, `rank_load_max_over_mean`
+                              by MoE layer: rows of the busiest expert, and of the rank whose experts get
+                              most, over the mean; 1 is perfect balance
+    `expert_load_entropy`     by MoE layer: entropy of the experts' shares over that of equal ones; 1 is
+                              perfect balance, 0 means that one expert gets everything
+    `rows_crossing_nodes`     by MoE layer: share of rows whose expert is on another node
     `z_loss`                  mean over MoE layers, without its coefficient
     `aux_loss_global`, `..._sequence`, `..._microbatch`
                               the balance loss, mean over MoE layers, without its coefficient, under the name
@@ -69,6 +80,10 @@ class StepMetrics:
     aux_loss_microbatch: float | None = None
     plan: str | None = None
     all_reduce_chunk_bytes: int | None = None
+    expert_load_max_over_mean: tuple[float, ...] | None = None
+    rank_load_max_over_mean: tuple[float, ...] | None = None
+    expert_load_entropy: tuple[float, ...] | None = None
+    rows_crossing_nodes: tuple[float, ...] | None = None
     skipped: bool | None = None
 
     @property
@@ -78,6 +93,14 @@ class StepMetrics:
             return 1.0
         return 1 - self.exposed_communication_s / self.communication_s
 
+
+BY_LAYER = (
+    "expert_load_max_over_mean",
+    "rank_load_max_over_mean",
+    "expert_load_entropy",
+    "rows_crossing_nodes",
+)
+"""A number for every MoE layer."""
 
 OPTIONAL = frozenset(field.name for field in fields(StepMetrics) if field.default is None)
 """What a step may be without."""
@@ -90,6 +113,8 @@ class ScalarLog(Protocol):
     """Where the curves go."""
 
     def write(self, metrics: StepMetrics) -> None: ...
+
+    def draw(self, step: int, loads_YE: Whole) -> None: ...
 
     def close(self) -> None: ...
 
@@ -124,6 +149,11 @@ class MetricsWriter:
         self._file.flush()
         self._curves.write(metrics)
         self._last_step = metrics.step
+
+    def draw(self, step: int, loads_YE: Whole) -> None:
+        """Show how often each expert was chosen, by MoE layer, as a heat map, in some of the steps."""
+        if step == 1 or step % HEAT_MAP_EVERY == 0:
+            self._curves.draw(step, loads_YE)
 
     def close(self) -> None:
         self._file.close()
@@ -166,6 +196,8 @@ def _from_json(key: str, value: Any) -> Any:
         return operator.index(value)  # refuses what is not an integer
     if key == "skipped":
         return bool(value)
+    if key in BY_LAYER:
+        return tuple(map(float, value))
     return str(value) if key == "plan" else float(value)
 
 
@@ -192,6 +224,9 @@ class _NoCurves:
     def write(self, metrics: StepMetrics) -> None:
         """Nothing to keep: the record is in the JSON lines."""
 
+    def draw(self, step: int, loads_YE: Whole) -> None:
+        """Nothing to show it in."""
+
     def close(self) -> None:
         """Nothing was opened."""
 
@@ -207,6 +242,9 @@ class _TensorBoard:
     def write(self, metrics: StepMetrics) -> None:
         for tag, value in _curves(metrics).items():
             self._events.add_scalar(tag, value, metrics.step)
+
+    def draw(self, step: int, loads_YE: Whole) -> None:
+        self._events.add_image("moe/loads", colours(loads_YE), step, dataformats="HWC")
 
     def close(self) -> None:
         self._events.close()
@@ -232,4 +270,6 @@ def _curves(metrics: StepMetrics) -> dict[str, float]:
         "moe/z_loss": metrics.z_loss,
     }
     optional |= {f"moe/{name}": getattr(metrics, name) for name in OPTIONAL if name.startswith("aux_loss")}
+    layers = {f"moe/{name}": values for name in BY_LAYER if (values := getattr(metrics, name))}
+    optional |= {name: fmean(values) for name, values in layers.items()}
     return curves | {name: value for name, value in optional.items() if value is not None}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from penstock.placement import ExpertPlacement
 from penstock.report import RunSummary
@@ -29,6 +29,7 @@ def summarise(
     *,
     checkpoint: str | None,
     analysis: StepAnalysis,
+    loads: str | None,
 ) -> RunSummary:
     """The summary of one start: medians over its steps, first and last losses.
 
@@ -66,7 +67,16 @@ def summarise(
         plan=_if_there(output.dir / PLAN_FILE) if config.plan.is_saved else None,
         cluster=_if_there(output.dir / CLUSTER_FILE) if config.plan.is_saved else None,
         skipped_steps=len(history) - len(applied),
+        rank_load_max_over_mean=_typical(m.rank_load_max_over_mean for m in steady),
+        rows_crossing_nodes=_typical(m.rows_crossing_nodes for m in steady),
+        loads=loads,
     )
+
+
+def _typical(steps: Iterable[Sequence[float] | None]) -> float | None:
+    """The median over steps of what MoE layers have on average; None where no step says it."""
+    known = [fmean(layers) for layers in steps if layers]
+    return median(known) if known else None
 
 
 def _if_there(path: Path) -> str | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from penstock.config import ConfigError, to_dict, to_toml
 from penstock.moe import update_expert_biases
 from penstock.moe.config import BalanceGroup
 from penstock.report import RunSummary
+from penstock.report.loads import draw_loads
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.trace import TaskRecord, occupation
@@ -27,12 +29,14 @@ from penstock.train.config import RunConfig
 from penstock.train.evaluate import batch_loss, evaluate
 from penstock.train.fits import check_memory, device_bytes
 from penstock.train.health import ADVICE, DivergedError, StepGuard, forget_choices
+from penstock.train.loads import LoadBook, expert_loads, with_loads
 from penstock.train.metrics import MetricsWriter, StepMetrics
 from penstock.train.optimizer import build_adamw, initialise_state, learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, keep_config
 from penstock.train.pilot import MakePilot
 from penstock.train.progress import Progress
 from penstock.train.resume import checkpoints_folder, find_resumption, restore
+from penstock.train.routing_file import NoRoutingLog, RoutingLog, open_routing
 from penstock.train.source import open_source
 from penstock.train.stopping import StopRequests
 from penstock.train.summarise import summarise
@@ -93,6 +97,7 @@ class Trainer:
             settings=to_dict(self._saved_config),
         )
         self.history: list[StepMetrics] = []
+        self.loads, self.routing = LoadBook(), cast("RoutingLog", NoRoutingLog())
         self.recent: deque[list[TaskRecord]] = deque(maxlen=max(ANALYSED_STEPS, config.output.trace_steps))
         self.saved: Path | None = None
 
@@ -106,6 +111,7 @@ class Trainer:
             if self.config.moe.warning is not None:
                 self.progress.say(self.config.moe.warning)
             writer = self._open_metrics(closing, first)
+            self.routing = closing.enter_context(open_routing(self.config, self.control, self.layout, first))
             last = False
             while not last:
                 metrics = self._step(done)
@@ -120,6 +126,8 @@ class Trainer:
                     self._steer(vote.slowest_s)
             analysis = self._analyse()
         self.stack.close()
+        course = self.loads.course(self.stack.base_shape.moe_layers)
+        picture = None if course is None else draw_loads(course, self.config.output.dir)
         checkpoint = str(self.saved) if self.saved else None
         return summarise(
             self.config,
@@ -128,6 +136,7 @@ class Trainer:
             self.history,
             checkpoint=checkpoint,
             analysis=analysis,
+            loads=None if picture is None else str(picture),
         )
 
     def _step(self, step: int) -> StepMetrics:
@@ -155,7 +164,9 @@ class Trainer:
         if self.on_step is not None:
             assert self.stack.statistics is not None, "a step has ended"
             self.on_step(step + 1, self.stack.statistics)
+        self.routing.record(step + 1, self.stack)
         metrics = self._metrics(step + 1, loss_value, rate, norm_value, iteration_s, records)
+        metrics = with_loads(metrics, self.stack)
         return metrics if accepted else replace(metrics, skipped=True)
 
     def _after_step(self, metrics: StepMetrics, writer: MetricsWriter | None, *, last: bool) -> None:
@@ -168,12 +179,20 @@ class Trainer:
         self.progress.update(metrics)
         if writer is not None:
             writer.write(metrics)
+            self._note_loads(metrics.step, writer)
         if last and all(each.skipped for each in self.history):
             raise DivergedError(
                 self._diverged(f"none of the steps up to the last one ({metrics.step}) was finite")
             )
         if last or _due(metrics.step, train.checkpoint_every):
             self._save(metrics, last=last)
+
+    def _note_loads(self, step: int, writer: MetricsWriter) -> None:
+        """Keep what the pictures show."""
+        loads_YE = expert_loads(self.stack)
+        if loads_YE is not None:
+            self.loads.add(step, loads_YE)
+            writer.draw(step, loads_YE)
 
     def _save(self, metrics: StepMetrics, *, last: bool) -> None:
         """Write a checkpoint if it is worth going back to: finite, and so is what the model makes of text."""
@@ -268,7 +287,7 @@ class Trainer:
         assert statistics is not None
         silent = self.layout.mesh.silent
         used = occupation(records, silent)
-        return StepMetrics(
+        metrics = StepMetrics(
             step=step,
             loss=float(statistics.cross_entropy),
             total_loss=loss,
@@ -283,8 +302,8 @@ class Trainer:
             plan=self.stack.plan.schedule.digest[:PLAN_DIGITS],
             all_reduce_chunk_bytes=self.pilot.all_reduce_chunk_bytes,
             skipped=None,
-            **router_losses(statistics, self.stack.balance.group),
         )
+        return replace(metrics, **router_losses(statistics, self.stack.balance.group))
 
 
 def router_losses(statistics: StepStatistics, group: BalanceGroup) -> dict[str, float]:

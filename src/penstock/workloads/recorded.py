@@ -2,11 +2,12 @@
 
 The file is JSON lines: a header, then one line per step::
 
-    {"format": "penstock routing", "version": 1, "moe_layers": 2, "num_experts": 4, "top_k": 2}
-    {"step": 1, "tokens_per_expert": [[12, 4, 9, 7], [8, 8, 8, 8]]}
+    {"format": "penstock routing", "version": 2, "moe_layers": 2, "num_experts": 4, "top_k": 2}
+    {"step": 1, "tokens_per_expert": [[12, 4, 9, 7], [8, 8, 8, 8]], "samples": [[[8, 0, ...], ...], ...]}
 
 tokens_per_expert: per MoE layer, how often each expert was chosen in the whole batch of all ranks, before
-any drop. How one sample was routed is not in the file: loads are shared out over samples evenly.
+any drop. samples: the same of every sample, [samples][MoE layers][experts]; a file may be without. Version 1
+is always without. Where it is missing, loads are shared out over samples evenly.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from penstock.config.error import shown
 from penstock.workloads.apportion import Counts, apportion
 from penstock.workloads.routing import RoutingSizes
 
-FORMAT, VERSION = "penstock routing", 1
+FORMAT, VERSION, READ = "penstock routing", 2, (1, 2)
 MOST_SIZE, MOST_COUNT = 1 << 16, 1 << 40
-MOST_COUNTS, MOST_LINE_BYTES = 1 << 27, 16 << 20
+MOST_COUNTS, MOST_LINE_BYTES = 1 << 27, 64 << 20
 """A gibibyte in memory; a line holds the loads of one step."""
 
 KEY = "recorded"
@@ -47,11 +48,24 @@ class RecordedModel:
 
 @dataclass(frozen=True)
 class Recording:
-    """A file's content. steps: as numbered while training. loads_SYE: int64, [steps, MoE layers, experts]."""
+    """A file's content.
+
+    steps: as numbered while training. loads_SYE: int64, [steps, MoE layers, experts]. samples: for every step
+    the loads of each sample that has any tokens, [samples, MoE layers, experts]; None where they are unknown.
+    """
 
     model: RecordedModel
     steps: tuple[int, ...]
     loads_SYE: Counts
+    samples: tuple[Counts | None, ...]
+
+
+Loads = Sequence[Sequence[float]]
+"""How often each expert was chosen, [MoE layers][experts]."""
+
+
+def _steps(recording: Recording) -> Iterator[tuple[int, Counts, Counts | None]]:
+    return zip(recording.steps, recording.loads_SYE, recording.samples, strict=True)
 
 
 class RoutingRecorder:
@@ -65,19 +79,19 @@ class RoutingRecorder:
         kept = read_recording(path) if resume_step and path.exists() else None
         self._model, self._file = model, path.open("w", encoding="utf-8")
         self._put({"format": FORMAT, "version": VERSION, **asdict(model)})
-        for step, loads_YE in zip(kept.steps, kept.loads_SYE, strict=True) if kept else ():
+        for step, loads_YE, samples in _steps(kept) if kept else ():
             if step <= resume_step:
-                self.write(step, loads_YE.tolist())
+                self.write(step, loads_YE.tolist(), None if samples is None else samples.tolist())
 
-    def write(self, step: int, tokens_per_expert: Sequence[Sequence[float]]) -> None:
-        """Record one step. tokens_per_expert: [MoE layers][experts], whole numbers of any type.
+    def write(self, step: int, tokens_per_expert: Loads, samples: Sequence[Loads] | None = None) -> None:
+        """Record one step. tokens_per_expert: whole numbers of any type; samples: the same of each sample.
 
         `StepStatistics.chosen_YE.tolist()` is what a stack has after each step.
         """
-        loads = [[int(count) for count in layer] for layer in tokens_per_expert]
-        sizes = {(len(loads), len(layer)) for layer in loads}
-        assert sizes == {(self._model.moe_layers, self._model.num_experts)}, "the model has not changed"
-        self._put({"step": step, "tokens_per_expert": loads})
+        record: dict[str, Any] = {"step": step, "tokens_per_expert": self._whole(tokens_per_expert)}
+        if samples is not None:
+            record["samples"] = [self._whole(sample) for sample in samples]
+        self._put(record)
 
     def close(self) -> None:
         self._file.close()
@@ -90,6 +104,12 @@ class RoutingRecorder:
     ) -> None:
         self.close()
 
+    def _whole(self, loads: Loads) -> list[list[int]]:
+        whole = [[int(count) for count in layer] for layer in loads]
+        sizes = {(len(whole), len(layer)) for layer in whole}
+        assert sizes == {(self._model.moe_layers, self._model.num_experts)}, "the model has not changed"
+        return whole
+
     def _put(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
@@ -99,7 +119,8 @@ class RoutingRecorder:
 class RecordedRouting:
     """Step n of this run is routed as step n of the recording, which begins again at its end.
 
-    Loads are scaled to this run's number of tokens, and every sample gets its even share of them.
+    Loads are scaled to this run's number of tokens. Samples are routed as the recorded ones in turn, or else
+    each gets its even share of the loads.
     """
 
     sizes: RoutingSizes
@@ -107,9 +128,12 @@ class RecordedRouting:
 
     def counts(self, step: int) -> Counts:
         """See `Routing.counts`."""
-        sizes = self.sizes
+        sizes, turn = self.sizes, step % len(self.recording.steps)
         samples = sizes.groups * sizes.samples
-        loads_YE = self.recording.loads_SYE[step % len(self.recording.steps)]
+        known = self.recording.samples[turn]
+        if known is not None:
+            return apportion(known[np.arange(samples) % len(known)], sizes.copies).reshape(sizes.shape)
+        loads_YE = self.recording.loads_SYE[turn]
         left_YE = apportion(loads_YE, samples * sizes.copies)
         shares = np.empty((samples, *left_YE.shape), dtype=np.int64)
         for sample in range(samples):  # each takes its even share of what the samples before it left
@@ -146,17 +170,19 @@ def read_recording(path: Path) -> Recording:
         lines = _lines(path, file)
         _, first = next(lines, (1, b"{}"))
         model = _header(path, _json(path, 1, first))
-        steps, loads = [], []
+        steps, loads, samples, held = [], [], list[Counts | None](), 0
         for number, line in lines:
-            step, load_YE = _step(path, number, _json(path, number, line), model)
+            step, load_YE, of_samples = _step(path, number, _json(path, number, line), model)
             steps.append(step)
             loads.append(load_YE)
-            if len(loads) * load_YE.size > MOST_COUNTS:
+            samples.append(of_samples)
+            held += load_YE.size + (0 if of_samples is None else of_samples.size)
+            if held > MOST_COUNTS:
                 raise _wrong_line(
                     path, number, f"is one too many: a recording has at most {MOST_COUNTS} numbers"
                 )
     shape = (len(steps), model.moe_layers, model.num_experts)
-    return Recording(model, tuple(steps), np.array(loads, dtype=np.int64).reshape(shape))
+    return Recording(model, tuple(steps), np.array(loads, dtype=np.int64).reshape(shape), tuple(samples))
 
 
 def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -188,8 +214,9 @@ def _header(path: Path, record: dict[str, Any]) -> RecordedModel:
     if record.get("format") != FORMAT:
         why = f'is no recorded routing: line 1 does not say "format": "{FORMAT}"'
         raise ConfigError(KEY, str(path), why, "Give the file that a training run recorded.")
-    if record.get("version") != VERSION:
-        why = f"has version {shown(record.get('version'))} of the format, and version {VERSION} is read here"
+    if record.get("version") not in READ:
+        read = " and ".join(map(str, READ))
+        why = f"has version {shown(record.get('version'))} of the format, and versions {read} are read here"
         raise ConfigError(KEY, str(path), why, "Record it again with this version of penstock.")
     sizes: dict[str, Any] = {name: record.get(name) for name in ("moe_layers", "num_experts", "top_k")}
     for name, size in sizes.items():
@@ -200,17 +227,25 @@ def _header(path: Path, record: dict[str, Any]) -> RecordedModel:
     return RecordedModel(**sizes)
 
 
-def _step(path: Path, number: int, record: dict[str, Any], model: RecordedModel) -> tuple[int, Counts]:
-    """A step's number and loads [MoE layers][experts]."""
+Step = tuple[int, Counts, Counts | None]
+
+
+def _step(path: Path, number: int, record: dict[str, Any], model: RecordedModel) -> Step:
+    """A step's number, its loads, and those of its samples if they are known."""
     step: Any = record.get("step")
-    loads: Any = record.get("tokens_per_expert")
     if type(step) is not int:
         raise _wrong_line(path, number, "has no step number")
     if not 0 <= step <= MOST_STEPS:
         raise _wrong_line(path, number, f"is step {shown(step)}, and steps count from 0 to {MOST_STEPS}")
+    loads_YE = _loads(path, number, record.get("tokens_per_expert"), model, "tokens_per_expert")
+    return step, loads_YE, _samples(path, number, record.get("samples"), model, loads_YE)
+
+
+def _loads(path: Path, number: int, loads: Any, model: RecordedModel, name: str) -> Counts:
+    """Loads [MoE layers][experts]."""
     if not _is_table(loads, model.moe_layers, model.num_experts):
         shape = f"{model.moe_layers} lists of {model.num_experts} whole numbers"
-        raise _wrong_line(path, number, f"has no tokens_per_expert of {shape}, as line 1 promises")
+        raise _wrong_line(path, number, f"has no {name} of {shape}, as line 1 promises")
     for load in loads:
         if sum(load) > MOST_COUNT:
             raise _wrong_line(path, number, f"has over {MOST_COUNT} tokens, more than a batch can have")
@@ -218,7 +253,25 @@ def _step(path: Path, number: int, record: dict[str, Any], model: RecordedModel)
         if sum(load) == 0 or max(load) * model.top_k > sum(load):
             why = f"has an expert chosen by more tokens than there are: {shorten(str(load))}"
             raise _wrong_line(path, number, why)
-    return step, np.array(loads, dtype=np.int64)
+    return np.array(loads, dtype=np.int64)
+
+
+def _samples(path: Path, number: int, samples: Any, model: RecordedModel, loads_YE: Counts) -> Counts | None:
+    """The loads of each sample, [samples, MoE layers, experts]; without those that were padding alone."""
+    if samples is None:
+        return None
+    if not isinstance(samples, list):
+        raise _wrong_line(path, number, "has samples that are no list")
+    routed = [sample for sample in samples if not _is_padding(sample)]
+    found = [_loads(path, number, sample, model, "samples") for sample in routed]
+    if not found or (np.sum(found, axis=0) != loads_YE).any():
+        raise _wrong_line(path, number, "has samples whose loads do not add up to tokens_per_expert")
+    return np.array(found)
+
+
+def _is_padding(sample: Any) -> bool:
+    """Whether nothing of a sample was routed."""
+    return isinstance(sample, list) and all(isinstance(row, list) and not any(row) for row in sample)
 
 
 def _is_table(loads: Any, rows: int, columns: int) -> bool:

@@ -141,8 +141,13 @@ def sharing_of(layout: Layout, balance: BalanceGroup) -> Sharing:
     )
 
 
-def shape_of(layers: Sequence[MoELayer | None], sharing: Sharing) -> StepShape:
-    """The uncut shape of a step of these layers (None: a dense one); they need the same kinds of tasks."""
+def shape_of(
+    layers: Sequence[MoELayer | None], sharing: Sharing, *, gathers_loads: bool = False
+) -> StepShape:
+    """The uncut shape of a step of these layers (None: a dense one); they need the same kinds of tasks.
+
+    gathers_loads: see StepShape.
+    """
     moe = [layer for layer in layers if layer is not None]
     if not moe:
         return StepShape(moe_layers=(False,) * len(layers), sharing=sharing)
@@ -158,4 +163,5 @@ def shape_of(layers: Sequence[MoELayer | None], sharing: Sharing) -> StepShape:
         dispatch=legs.pop(),
         shared_experts=shared.pop(),
         sharing=sharing,
+        gathers_loads=gathers_loads,
     )

@@ -1,4 +1,4 @@
-"""The handler that gathers the loads of experts. Shapes: P ranks, Y MoE layers, E experts."""
+"""The handler that gathers the loads of experts. Shapes: P ranks, B samples, Y MoE layers, E experts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ def gather_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     layers: dict[int, list[GateSums]] = {}
     for name, sums in zip(task.inputs["routers"], inputs.all("routers"), strict=True):
         layers.setdefault(name.layer, []).append(sums)
-    mine_YE = torch.stack([sum_of(layer).int() for layer in layers.values()])
+    of_samples = [torch.cat([sums.chosen_BE for sums in layer]) for layer in layers.values()]
+    context.sample_loads = of_samples
+    mine_YE = torch.stack([chosen_BE.sum(dim=0).int() for chosen_BE in of_samples])
     transport = context.transports.of(task.lane, task.axes)
     once = [1] * transport.size(task.axes)
     context.loads_PYE = transport.all_gather(mine_YE.unsqueeze(0), once, task.axes)
     return {"loads": context.loads_PYE}
-
-
-def sum_of(layer: list[GateSums]) -> torch.Tensor:
-    """Choices of all microbatches, [E]."""
-    return torch.stack([sums.chosen_E for sums in layer]).sum(dim=0)

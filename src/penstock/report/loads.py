@@ -1,0 +1,134 @@
+"""Pictures of the loads of experts: over a run as a PNG file, of one step as an array of colours.
+
+Shapes: S steps, Y MoE layers, E experts. Colours show a load over the mean of its layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:  # plans are made without loading it
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+Numbers = npt.NDArray[np.float64]
+PICTURE: Final = "loads.png"
+MOST_LAYERS, COLUMNS = 8, 4
+PANEL_IN, HEAD_IN, GAP_IN = (2.6, 1.7), 1.0, 0.75
+DPI: Final = 140
+TEXT, QUIET = "#1B1F23", "#6B737C"
+BRIGHTEST: Final = 4.0
+"""Loads above this many times the mean have the last colour."""
+CELL: Final = 8
+"""Pixels of a side of a cell in an array of colours."""
+
+COLD, EVEN, HOT = (0x0B, 0x6E, 0x99), (0xF7, 0xF7, 0xF5), (0xB4, 0x5F, 0x06)
+"""Less than the mean, the mean, more: blue, nearly white, orange."""
+
+
+@dataclass(frozen=True)
+class LoadCourse:
+    """Loads over a run. layers: the numbers of its MoE layers; steps; loads_SYE: choices of every expert."""
+
+    layers: tuple[int, ...]
+    steps: tuple[int, ...]
+    loads_SYE: npt.NDArray[np.int64]
+
+
+def draw_loads(course: LoadCourse, folder: Path) -> Path:
+    """Write `loads.png` into `folder`: layers x experts over the whole run, then steps x experts by layer."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = _shown(len(course.layers))
+    rows = 1 + -(-len(shown) // COLUMNS)
+    size = COLUMNS * (PANEL_IN[0] + 0.5) + 0.3, HEAD_IN + rows * (PANEL_IN[1] + GAP_IN)
+    with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9.0}):
+        figure = Figure(figsize=size, facecolor="white")
+        FigureCanvasAgg(figure)
+        _headline(figure, course, len(shown))
+        whole_YE = over_mean(course.loads_SYE.sum(axis=0))
+        first = _panel(figure, 0, 0, "all steps", "expert", "MoE layer")
+        image = _cells(first, whole_YE, (-0.5, whole_YE.shape[1] - 0.5, len(whole_YE) - 0.5, -0.5))
+        first.set_yticks(range(len(course.layers)), [f"L{layer}" for layer in course.layers])
+        _scale(figure, first, image)
+        for place, layer in enumerate(shown):
+            row, column = divmod(place, COLUMNS)
+            axes = _panel(figure, 1 + row, column, f"L{course.layers[layer]}", "step", "expert")
+            loads_ES = over_mean(course.loads_SYE[:, layer]).T
+            first_step, last_step = course.steps[0] - 0.5, course.steps[-1] + 0.5
+            _cells(axes, loads_ES, (first_step, last_step, len(loads_ES) - 0.5, -0.5))
+        figure.savefig(folder / PICTURE, dpi=DPI)
+    return folder / PICTURE
+
+
+def colours(loads_YE: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+    """A heat map of one step, [CELL * Y, CELL * E, 3]: blue below the mean, orange above."""
+    heat = np.log2(np.clip(over_mean(loads_YE), 1 / BRIGHTEST, BRIGHTEST)) / np.log2(BRIGHTEST)
+    towards = np.where(heat[..., None] > 0, np.array(HOT), np.array(COLD))
+    mixed = np.array(EVEN) + np.abs(heat)[..., None] * (towards - np.array(EVEN))
+    cells: npt.NDArray[np.uint8] = np.round(mixed).astype(np.uint8).repeat(CELL, 0).repeat(CELL, 1)
+    return cells
+
+
+def over_mean(loads: npt.NDArray[np.int64]) -> Numbers:
+    """Loads over the mean of all experts, along the last axis; 1 where there are none at all."""
+    mean = loads.mean(axis=-1, keepdims=True)
+    found: Numbers = np.where(mean > 0, loads / np.maximum(mean, 1e-9), 1.0)
+    return found
+
+
+def _shown(layers: int) -> list[int]:
+    """Which layers have a panel of their own: all, or some from the first to the last."""
+    if layers <= MOST_LAYERS:
+        return list(range(layers))
+    return sorted({round(i * (layers - 1) / (MOST_LAYERS - 1)) for i in range(MOST_LAYERS)})
+
+
+def _headline(figure: Figure, course: LoadCourse, shown: int) -> None:
+    width_in, height_in = figure.get_size_inches()
+    left, steps = 0.2 / width_in, f"steps {course.steps[0]} to {course.steps[-1]}"
+    place = left, 1 - 0.18 / height_in
+    figure.text(*place, "Loads of experts", fontsize=14, weight="bold", color=TEXT, va="top")
+    some = "" if shown == len(course.layers) else f"; {shown} of {len(course.layers)} MoE layers by step"
+    text = f"{steps}: how often an expert was chosen, over the mean of its layer{some}"
+    figure.text(left, 1 - 0.5 / height_in, text, fontsize=9.5, color=QUIET, va="top")
+
+
+def _panel(figure: Figure, row: int, column: int, title: str, across: str, down: str) -> Axes:
+    width_in, height_in = figure.get_size_inches()
+    left = (0.6 + column * (PANEL_IN[0] + 0.5)) / width_in
+    bottom = 1 - (HEAD_IN + row * (PANEL_IN[1] + GAP_IN) + PANEL_IN[1]) / height_in
+    axes = figure.add_axes((left, bottom, (PANEL_IN[0] - 0.2) / width_in, PANEL_IN[1] / height_in))
+    axes.set_title(title, fontsize=9, color=TEXT, loc="left", pad=4)
+    axes.set_xlabel(across, color=QUIET, fontsize=8)
+    axes.set_ylabel(down, color=QUIET, fontsize=8)
+    axes.tick_params(length=0, labelcolor=QUIET, labelsize=8)
+    axes.spines[:].set_visible(False)
+    return axes
+
+
+def _scale(figure: Figure, axes: Axes, image: AxesImage) -> None:
+    """What the colours mean, beside a panel."""
+    bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.03)
+    bar.set_ticks([0.25, 0.5, 1, 2, 4], labels=["1/4 of the mean", "1/2", "1", "2", "4 times the mean"])
+    bar.minorticks_off()
+    bar.ax.tick_params(length=0, labelcolor=QUIET, labelsize=8)
+    bar.outline.set_visible(False)
+
+
+def _cells(axes: Axes, heat: Numbers, extent: tuple[float, float, float, float]) -> AxesImage:
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm
+
+    stops = [tuple(part / 255 for part in colour) for colour in (COLD, EVEN, HOT)]
+    scale = LinearSegmentedColormap.from_list("loads", stops)
+    norm = LogNorm(1 / BRIGHTEST, BRIGHTEST, clip=True)
+    clipped = np.clip(heat, 1 / BRIGHTEST, BRIGHTEST)
+    return axes.imshow(clipped, cmap=scale, norm=norm, extent=extent, aspect="auto", interpolation="nearest")

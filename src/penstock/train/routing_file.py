@@ -1,0 +1,107 @@
+"""How a run's tokens were routed, in `routing.jsonl`, for virtual devices and planners that replay it.
+
+Shapes: B samples of a rank, Y MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.mesh import Group
+from penstock.runtime import PipelinedStack
+from penstock.topology import Control, Layout
+from penstock.train.config import RunConfig
+from penstock.workloads import RecordedModel, RoutingRecorder
+
+ROUTING_FILE = "routing.jsonl"
+Whole = npt.NDArray[np.int64]
+
+
+class RoutingLog(Protocol):
+    """What happens to the routing of every step. All ranks have one and call it together."""
+
+    def record(self, step: int, stack: PipelinedStack) -> None:
+        """Step number `step`, counted from 1, has ended."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class NoRoutingLog:
+    """Nothing is recorded."""
+
+    def record(self, step: int, stack: PipelinedStack) -> None:
+        del step, stack
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+class RoutingFile:
+    """Rank 0 writes the loads of each step, and with `samples` those of every sample, gathered outside it.
+
+    done: steps before; what the file says of later ones is dropped.
+    """
+
+    def __init__(self, config: RunConfig, control: Control, layout: Layout, done: int) -> None:
+        self._control, self._layout = control, layout
+        self._samples = config.output.routing_samples
+        self._recorder: RoutingRecorder | None = None
+        if layout.rank == 0:
+            model = RecordedModel(
+                moe_layers=sum(config.model.is_moe(layer) for layer in range(config.model.num_layers)),
+                num_experts=config.moe.num_experts,
+                top_k=config.moe.top_k,
+            )
+            self._recorder = RoutingRecorder(config.output.dir / ROUTING_FILE, model, resume_step=done)
+
+    def record(self, step: int, stack: PipelinedStack) -> None:
+        """With samples it costs an exchange of all their loads."""
+        samples = self._gathered(stack) if self._samples else None
+        if self._recorder is not None:
+            assert stack.statistics is not None, "a step has ended"
+            listed = None if samples is None else [sample.tolist() for sample in samples]
+            self._recorder.write(step, stack.statistics.chosen_YE.tolist(), listed)
+
+    def _gathered(self, stack: PipelinedStack) -> Whole:
+        """The loads of all samples, [samples, Y, E]: in the order of ranks, each once."""
+        mine_BYE = np.stack([chosen_BE.cpu().numpy() for chosen_BE in stack.loads.of_samples], axis=1)
+        everyone = self._control.gather(mine_BYE, "collecting how samples were routed")
+        return np.concatenate(list(_by_group(everyone, self._layout).values()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+
+
+def _by_group(loads: list[Whole], layout: Layout) -> Mapping[int, Whole]:
+    """Loads of the samples of every group of ranks that share attention: each rank has counted a part."""
+    found: dict[int, Whole] = {}
+    for rank, mine_BYE in enumerate(loads):
+        group = layout.mesh.place(rank, Group.DATA)
+        found[group] = found[group] + mine_BYE if group in found else mine_BYE
+    return found
+
+
+def open_routing(config: RunConfig, control: Control, layout: Layout, done: int) -> RoutingLog:
+    """What section [output] asks for; the output folder is there."""
+    return RoutingFile(config, control, layout, done) if config.output.routing else NoRoutingLog()

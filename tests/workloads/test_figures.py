@@ -1,0 +1,62 @@
+"""Loads in numbers, written out for four ranks and held against plain sums in any layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.mesh import Group, Mesh, node_of
+from penstock.placement import ExpertPlacement
+from penstock.workloads.figures import LoadFigures, max_over_mean, rank_loads, relative_entropy
+
+
+def test_written_out() -> None:
+    """Two nodes of two ranks, an expert each: rank 0 sends all to its own expert, the others to rank 3's."""
+    loads = np.zeros((4, 1, 4), dtype=np.int32)
+    loads[0, 0, 0], loads[1:, 0, 3] = 8, 8
+    found = LoadFigures.of(loads, [ExpertPlacement.even(4, 4)], Mesh(world_size=4, ep_size=4), 2)
+    assert found.expert_max_over_mean == found.rank_max_over_mean == (3.0,)
+    assert found.crossing_nodes == (0.25,), "rank 1's"
+    assert found.entropy == pytest.approx([-(0.25 * np.log(0.25) + 0.75 * np.log(0.75)) / np.log(4)])
+
+
+def test_one_node_has_no_rows_that_leave_it() -> None:
+    even = np.full((2, 3, 4), 5, dtype=np.int32)
+    found = LoadFigures.of(even, [ExpertPlacement.even(4, 2)] * 3, Mesh(world_size=2, ep_size=2), 0)
+    assert found.crossing_nodes is None
+    assert found.expert_max_over_mean == found.rank_max_over_mean == (1.0,) * 3
+    assert found.entropy == pytest.approx([1.0] * 3)
+
+
+def test_nothing_at_all_has_numbers_too() -> None:
+    nothing = np.zeros((2, 1, 1), dtype=np.int64)
+    assert max_over_mean(nothing.sum(axis=0)).tolist() == [0.0]
+    assert relative_entropy(nothing.sum(axis=0)).tolist() == [1.0]
+
+
+MESHES = [
+    Mesh(world_size=8, ep_size=ep, mp_size=esp, esp_size=esp) for ep, esp in ((8, 1), (4, 1), (4, 2), (2, 2))
+]
+
+
+@given(st.sampled_from(MESHES), st.permutations(range(8)), st.integers(0, 2**32 - 1))
+def test_every_row_counts_at_the_rank_and_the_node_that_hold_its_expert(
+    mesh: Mesh, order: list[int], seed: int
+) -> None:
+    slots = 8 // mesh.ep_size
+    placement = ExpertPlacement.of([order[r * slots : (r + 1) * slots] for r in range(mesh.ep_size)])
+    loads = np.random.default_rng(seed).integers(0, 9, (8, 1, 8)).astype(np.int32)
+    loads[0, 0, 0] += 1
+    ranks, away = np.zeros(8), 0
+    for source in range(8):
+        for expert in range(8):
+            place = placement.owners[expert]
+            near = mesh.members(source, Group.EXPERT)[place]
+            away += loads[source, 0, expert] * (node_of(near, 4) != node_of(source, 4))
+            for rank in mesh.members(source, Group.EXPERT_SHARDS):
+                ranks[rank] += loads[source, 0, expert] * (mesh.place(rank, Group.EXPERT) == place)
+    assert (rank_loads(loads.astype(np.int64), [placement], mesh)[:, 0] == ranks).all()
+    found = LoadFigures.of(loads, [placement], mesh, 4)
+    assert found.crossing_nodes == pytest.approx([away / loads.sum()])
