@@ -23,13 +23,14 @@ class GateSums:
     probability_BE: gate probabilities summed over a sample's tokens, differentiable; zeros where a gate
         balances experts by construction. z: sum over tokens of the squared log-partition, differentiable.
     judged_BE: the choices that balance is judged by, where those are not this rank's alone: ranks may share
-        the tokens of a sample. None = chosen_BE.
+        the tokens of a sample. None = chosen_BE. ids_B: the numbers of the samples; None = not known.
     """
 
     chosen_BE: Tensor
     probability_BE: Tensor
     z: Tensor
     judged_BE: Tensor | None = None
+    ids_B: Tensor | None = None
 
     @property
     def chosen_E(self) -> Tensor:  # noqa: N802  # the suffix is its shape

@@ -25,6 +25,7 @@ from penstock.moe.routes import Degrees
 from penstock.ops import OPS
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.hosting import Host, Lodging
+from penstock.runtime.loads import LayerLoads
 from penstock.runtime.moving import Plans
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.passengers import Passengers, part_of
@@ -112,7 +113,7 @@ class StepContext:
     relocation: how samples get their homes, where they move.
     loss_gradient: known when the backward half begins. total, marks_total: known when the statistics task
     has run. loads_PYE, sample_loads: when the loads task has, if the step has one: choices by rank, MoE layer
-    and expert; of this rank's samples, for every MoE layer [B, E].
+    and expert; those of this rank's samples.
     plans: what to host next, when ranks have compared it.
     """
 
@@ -140,7 +141,7 @@ class StepContext:
     marks_total: Tensor | None = None
     loads_PYE: Tensor | None = None
     plans: Plans | None = None
-    sample_loads: Sequence[Tensor] = ()
+    sample_loads: LayerLoads = ()
 
     def batch_of(self, task: Task) -> Batch:
         """The batch with the tokens that the task has: this rank's, or all of its samples'."""

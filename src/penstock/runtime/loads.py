@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,21 +17,33 @@ Loads = npt.NDArray[np.int32]
 STEPS_KEPT = 32
 
 
+@dataclass(frozen=True)
+class SampleLoads:
+    """How often each of some samples chose each expert, [B, E]. ids_B: their numbers."""
+
+    ids_B: Tensor
+    chosen_BE: Tensor
+
+
+LayerLoads = Sequence[Sequence[SampleLoads]]
+"""By MoE layer and microbatch."""
+
+
 class LoadHistory:
     """How often tokens of each rank chose each expert, [P, Y, E] for every step, before any drop.
 
     P are the ranks of the world; of ranks that have the same tokens the first one counts them. All ranks have
     the same history. Only steps that were trained on are in it, and only those whose graph gathers loads.
-    steps: how many there have been in all. of_samples: of the last step, how often tokens of each sample that
-    this rank had in a layer chose each expert, for every MoE layer [B, E].
+    steps: how many there have been in all. of_samples: those of the samples that this rank had in the
+    last step, by MoE layer and microbatch.
     """
 
     def __init__(self, kept: int = STEPS_KEPT) -> None:
         self._kept: deque[Tensor | Loads] = deque(maxlen=kept)
         self.steps = 0
-        self.of_samples: Sequence[Tensor] = ()
+        self.of_samples: LayerLoads = ()
 
-    def add(self, loads_PYE: Tensor, of_samples: Sequence[Tensor] = ()) -> None:
+    def add(self, loads_PYE: Tensor, of_samples: LayerLoads = ()) -> None:
         """The loads of one more step. They stay on their device until somebody reads them."""
         self._kept.append(loads_PYE)
         self.of_samples = of_samples

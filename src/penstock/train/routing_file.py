@@ -1,25 +1,27 @@
 """How a run's tokens were routed, in `routing.jsonl`, for virtual devices and planners that replay it.
 
-Shapes: B samples of a rank, Y MoE layers, E experts.
+Shapes: B samples, Y MoE layers, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.mesh import Group
 from penstock.runtime import PipelinedStack
+from penstock.runtime.loads import SampleLoads
 from penstock.topology import Control, Layout
 from penstock.train.config import RunConfig
 from penstock.workloads import RecordedModel, RoutingRecorder
 
 ROUTING_FILE = "routing.jsonl"
 Whole = npt.NDArray[np.int64]
+Known = tuple[Whole, Whole]
+"""Numbers of samples, and their loads [B, E]."""
 
 
 class RoutingLog(Protocol):
@@ -58,7 +60,7 @@ class RoutingFile:
     """
 
     def __init__(self, config: RunConfig, control: Control, layout: Layout, done: int) -> None:
-        self._control, self._layout = control, layout
+        self._control = control
         self._samples = config.output.routing_samples
         self._recorder: RoutingRecorder | None = None
         if layout.rank == 0:
@@ -78,10 +80,10 @@ class RoutingFile:
             self._recorder.write(step, stack.statistics.chosen_YE.tolist(), listed)
 
     def _gathered(self, stack: PipelinedStack) -> Whole:
-        """The loads of all samples, [samples, Y, E]: in the order of ranks, each once."""
-        mine_BYE = np.stack([chosen_BE.cpu().numpy() for chosen_BE in stack.loads.of_samples], axis=1)
-        everyone = self._control.gather(mine_BYE, "collecting how samples were routed")
-        return np.concatenate(list(_by_group(everyone, self._layout).values()))
+        """The loads of all samples, [B, Y, E], in the order in which ranks have them in the first layer."""
+        mine = [_of_layer(layer) for layer in stack.loads.of_samples]
+        everyone = self._control.gather(mine, "collecting how samples were routed")
+        return _joined(everyone)
 
     def __enter__(self) -> Self:
         return self
@@ -93,12 +95,20 @@ class RoutingFile:
             self._recorder.close()
 
 
-def _by_group(loads: list[Whole], layout: Layout) -> Mapping[int, Whole]:
-    """Loads of the samples of every group of ranks that share attention: each rank has counted a part."""
-    found: dict[int, Whole] = {}
-    for rank, mine_BYE in enumerate(loads):
-        group = layout.mesh.place(rank, Group.DATA)
-        found[group] = found[group] + mine_BYE if group in found else mine_BYE
+def _of_layer(microbatches: Sequence[SampleLoads]) -> Known:
+    return (
+        np.concatenate([each.ids_B.cpu().numpy() for each in microbatches]),
+        np.concatenate([each.chosen_BE.cpu().numpy() for each in microbatches]),
+    )
+
+
+def _joined(everyone: Sequence[Sequence[Known]]) -> Whole:
+    """Loads by sample, which may be elsewhere in every layer, and whose tokens several ranks may share."""
+    layers = [tuple(map(np.concatenate, zip(*ranks, strict=True))) for ranks in zip(*everyone, strict=True)]
+    place = {number: i for i, number in enumerate(dict.fromkeys(layers[0][0].tolist()))}
+    found = np.zeros((len(place), len(layers), layers[0][1].shape[1]), dtype=np.int64)
+    for layer, (ids_B, chosen_BE) in enumerate(layers):
+        np.add.at(found[:, layer], [place[number] for number in ids_B.tolist()], chosen_BE)
     return found
 
 

@@ -287,7 +287,8 @@ class Trainer:
         assert statistics is not None
         silent = self.layout.mesh.silent
         used = occupation(records, silent)
-        metrics = StepMetrics(
+        losses = router_losses(statistics, self.stack.balance.group)
+        return StepMetrics(
             step=step,
             loss=float(statistics.cross_entropy),
             total_loss=loss,
@@ -302,8 +303,11 @@ class Trainer:
             plan=self.stack.plan.schedule.digest[:PLAN_DIGITS],
             all_reduce_chunk_bytes=self.pilot.all_reduce_chunk_bytes,
             skipped=None,
+            z_loss=losses["z_loss"],
+            aux_loss_global=losses.get("aux_loss_global"),
+            aux_loss_sequence=losses.get("aux_loss_sequence"),
+            aux_loss_microbatch=losses.get("aux_loss_microbatch"),
         )
-        return replace(metrics, **router_losses(statistics, self.stack.balance.group))
 
 
 def router_losses(statistics: StepStatistics, group: BalanceGroup) -> dict[str, float]:

@@ -108,6 +108,7 @@ def route(
         residual_BLM, routed.rows_RM, routed.weights, sums.probability_BE, sums.z, routed.x_TM
     )
     maker = context.maker(task.layer)
+    counted = GateSums(sums.chosen_BE, probability_BE, z, ids_B=known.keys.sample_ids_B)
     return {
         "residual": residual_BLM,
         "rows": rows_RM.split(list(plan.chunk_rows)),
@@ -120,7 +121,7 @@ def route(
         if plan.slots is None
         else maker.even(plan.slots, moe.num_local_experts, context.degrees),
         "choices": sums.chosen_BE,
-        "routers": _counted(context, task, GateSums(sums.chosen_BE, probability_BE, z)),
+        "routers": _counted(context, task, counted),
         "saved": SavedRoute(segment, sums.chosen_BE),
     }
 
@@ -129,7 +130,8 @@ def _counted(context: StepContext, task: Task, sums: GateSums) -> GateSums:
     """Nothing where another rank has the same tokens and counts them."""
     if context.counts_once(task):
         return sums
-    return GateSums(*map(torch.zeros_like, (sums.chosen_BE, sums.probability_BE, sums.z)))
+    chosen_BE, probability_BE, z = map(torch.zeros_like, (sums.chosen_BE, sums.probability_BE, sums.z))
+    return GateSums(chosen_BE, probability_BE, z, ids_B=sums.ids_B)
 
 
 @handles(Op.ATTENTION, B)
