@@ -31,7 +31,7 @@ from tests.support.training import Told, Watcher, folder_of, slow_attention, tra
 pytestmark = pytest.mark.slow
 
 RANKS = 2
-DRIFT_STEP, SLOW_S = 16, 0.25
+DRIFT_STEP, SLOW_S = 16, 0.15
 
 
 def run(ranks: Pools, folder: Path, *overrides: str, on_step: Watcher | None = None) -> list[Told]:
@@ -291,7 +291,7 @@ def slow_down(trainer: Trainer, step: int) -> None:
         slow_attention(trainer, SLOW_S)
 
 
-DRIFT = ("plan.drift_steps=4", "plan.drift_threshold=1.0", "schedule.refine_after=2", "plan.profile_s=2")
+DRIFT = ("plan.drift_steps=4", "plan.drift_threshold=1.0", "schedule.refine_after=2", "plan.profile_s=0.2")
 
 
 def test_a_rank_that_slows_down_is_planned_for(ranks: Pools, given: Path, tmp_path: Path) -> None:

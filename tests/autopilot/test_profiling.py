@@ -34,7 +34,7 @@ TINY = (
     "moe.moe_ffn_hidden_size=24",
     "data.batch_per_device=2",
 )
-BUDGET_S = 2.0
+BUDGET_S = 0.2
 COLLECTIVES = {
     "all_to_all",
     "uneven_all_to_all",

@@ -45,7 +45,7 @@ def config_of(
         moe=MoEConfig(**(sizes | moe)),
         schedule=ScheduleConfig(microbatches=2, all_reduce_chunk_bytes=2048),
         parallel=ParallelConfig(processes=world_size, timeout_s=60),
-        compare=CompareConfig(schedules=schedules, rounds=ROUNDS, warmup=1, tune=tune, profile_s=1.0),
+        compare=CompareConfig(schedules=schedules, rounds=ROUNDS, warmup=1, tune=tune, profile_s=0.1),
         virtual=ZIPF,
     )
 
@@ -174,7 +174,7 @@ FORMS = ("baseline_esp", "parm_s1", "parm_s2", "fsmoe", "auto")
 def sharing_config() -> BenchConfig:
     config = config_of(4, schedules=FORMS)
     shared = replace(config.parallel, mp_size=2, esp_size=2, ranks_per_node=2, ep_size=2)
-    return replace(config, parallel=shared, compare=replace(config.compare, profile_s=2.0))
+    return replace(config, parallel=shared, compare=replace(config.compare, profile_s=0.1))
 
 
 @pytest.mark.parametrize("asleep", [pytest.param(False, marks=pytest.mark.soak), True])

@@ -53,7 +53,7 @@ def transports_of(layout: Layout) -> Transports:
 
 def measure(rank: int, node_size: int, ep_size: int) -> DispatchTimes:
     machinery = build_machinery(layout_of(rank, node_size, ep_size), CPU, ParallelConfig(), "float32")
-    found = measure_dispatches(machinery, sizes_bytes=SIZES, rounds=ROUNDS, links_s=1.0)
+    found = measure_dispatches(machinery, sizes_bytes=SIZES, rounds=ROUNDS, links_s=0.1)
     machinery.lanes.close()
     return found
 

@@ -25,8 +25,8 @@ SMALL = (
     "model.num_layers=2",
     "model.seq_len=16",
     "moe.moe_ffn_hidden_size=32",
-    "compare.profile_s=1",
-    "compare.rounds=3",
+    "compare.profile_s=0.1",
+    "compare.rounds=2",
 )
 QUICK = (*SMALL[:-1], "compare.rounds=1", "compare.warmup=1")
 
@@ -65,7 +65,7 @@ def plotted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
 def test_schedules_in_turns(plotted: tuple[dict[str, Any], Path]) -> None:
     found, _ = plotted
     for case in found["cases"]:
-        assert len(case["iterations_s"]) == 3
+        assert len(case["iterations_s"]) == 2
         assert case["iteration_s_median"] > 0 and case["simulated_s"] > 0
         assert 0 <= case["overhead_s"] < case["iteration_s_median"]
 

@@ -25,7 +25,7 @@ SIX = "train.steps=6"
 def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
     """A run by the command on two ranks: its folder, its JSON and what it said beside it."""
     folder = tmp_path_factory.mktemp("plan")
-    settings = ("parallel.timeout_s=60", SIX, "plan.source=auto", "plan.profile_s=2")
+    settings = ("parallel.timeout_s=60", SIX, "plan.source=auto", "plan.profile_s=0.2")
     done = run_forked(2, "train", write_config(folder), "--json", *settings)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)  # exactly one object, whatever libraries print

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -12,15 +13,17 @@ from pathlib import Path
 
 from tests.support.ranks import forking
 from tests.support.runs import clean_environ
+from tests.support.searching import short_search
 
 
 def run_forked(
-    processes: int, *arguments: str | Path, timeout_s: float = 150
+    processes: int, *arguments: str | Path, program: str = "penstock", timeout_s: float = 150
 ) -> subprocess.CompletedProcess[str]:
-    """Run `penstock` to its end on ranks that find in their environment what torchrun leaves there.
+    """Run a program to its end on ranks that find in their environment what torchrun leaves there.
 
-    All that `penstock` does, but for starting them: for that see `tests.support.runs.run`. The exit code is
-    the largest; output and errors are those of all ranks.
+    program: a module, as `python -m` takes it. All that it does, but for starting ranks (for that see
+    `tests.support.runs.run`), and with short searches for orders. The exit code is the largest; output and
+    errors are those of all ranks.
     """
     from torch._C._distributed_c10d import TCPStore
 
@@ -31,7 +34,9 @@ def run_forked(
         ranks: list[BaseProcess] = []
         for rank in range(processes):
             environ = clean_environ() | _environ(rank, processes, store.port)
-            rank_of = forking().Process(target=_be_rank, args=(words, environ, out, errors), daemon=True)
+            rank_of = forking().Process(
+                target=_be_rank, args=(program, words, environ, out, errors), daemon=True
+            )
             rank_of.start()
             ranks.append(rank_of)
         codes = _ends(ranks, time.monotonic() + timeout_s)
@@ -50,16 +55,15 @@ def _environ(rank: int, processes: int, port: int) -> dict[str, str]:
     }
 
 
-def _be_rank(words: list[str], environ: dict[str, str], out: Path, errors: Path) -> None:
-    from penstock.cli import main
-
+def _be_rank(program: str, words: list[str], environ: dict[str, str], out: Path, errors: Path) -> None:
     for path, descriptor in ((out, 1), (errors, 2)):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)
     os.environ.clear()
     os.environ.update(environ)
-    sys.argv = ["penstock", *words]
-    sys.exit(main(words))
+    sys.argv = [program, *words]
+    with short_search():
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
 def _ends(ranks: list[BaseProcess], deadline_s: float) -> list[int]:

@@ -27,11 +27,11 @@ from tests.support.parity import (
     merge,
     parts_of,
     reference_case,
-    short_search,
     stack_of,
 )
 from tests.support.reference import reference_loss
 from tests.support.reference_step import settings_of
+from tests.support.searching import short_search
 
 RATE = 0.1
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -19,7 +17,6 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.sample_moving import Placer, SampleMoving
-from penstock.schedule import penstock as searching
 from penstock.sharding import Sharding, shardings_of
 from penstock.step.shape import FORM_TOKENS, TokenLayout
 from penstock.topology import Layout, ParallelConfig
@@ -33,6 +30,7 @@ from tests.support.layers import module_layer, scattered_layer
 from tests.support.reference import reference_loss
 from tests.support.reference_moe import Weights
 from tests.support.reference_step import adamw_step, cuts_batches, settings_of
+from tests.support.searching import short_search
 
 CLIP = 0.05
 LEARNING_RATE = 1e-2
@@ -223,24 +221,13 @@ def stack_of(rank: int, case: Case) -> PipelinedStack:
     make_moe = partial(module_layer, case, found.layout) if case.module_experts else None
     if case.scattered and not case.module_experts:
         make_moe = partial(scattered_layer, case, found.layout)
-    with short_search():
+    with short_search():  # here, too, where this process is the only rank
         stack = build_stack(case.config, found, case.dtype, make_moe)
     if case.placer is not None:
         stack.sample_moving = SampleMoving(case.placer, case.prediction)
         stack.adopt(stack.plan)
     prepare(stack, case)
     return stack
-
-
-@contextmanager
-def short_search() -> Iterator[None]:
-    """Every order must give the same step, so the search for a good one stops early, on all ranks alike."""
-    most = searching.MOST_EVALUATIONS
-    searching.MOST_EVALUATIONS = searching.LEAST_EVALUATIONS
-    try:
-        yield
-    finally:
-        searching.MOST_EVALUATIONS = most
 
 
 def run_step(rank: int, case: Case) -> StepResult:

@@ -17,10 +17,24 @@ from typing import Any
 
 import torch
 
+from tests.support.searching import short_search
+
 TIMEOUT_S = 120.0
 MOST_THREADS = 60
-PRELOADED = ["torch._dynamo", "penstock.train.trainer", "tests.support.ranks", "tests.support.parity"]
-"""What every rank has imported from the start: a server does it once, and ranks are forked off it."""
+PRELOADED = [
+    "torch._dynamo",
+    "pytest",
+    "hypothesis.strategies",
+    "penstock.cli.bench",
+    "penstock.cli.profile",
+    "penstock.cli.train",
+    "tests.support.ranks",
+    "tests.support.parity",
+]
+"""What every rank has imported from the start: a server does it once, and ranks are forked off it.
+
+Beside what they run that is what test files import, since ranks find functions there.
+"""
 
 
 @dataclass
@@ -66,6 +80,7 @@ def forking() -> ForkServerContext:
 class RankPool:
     """`world_size` processes. `run(function, ...)` calls `function(rank, ...)` on all of them.
 
+    What they run searches for orders only briefly, see `short_search`.
     Functions must be importable. A failed call breaks the pool; `alive` says so.
     """
 
@@ -128,15 +143,16 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
-    while True:
-        try:
-            function, arguments = receive(pipe)
-        except EOFError:
-            return
-        try:
-            send(pipe, function(rank, *arguments))
-        except Exception:
-            send(pipe, RankFailed(f"rank {rank}:\n{traceback.format_exc()}"))
+    with short_search():
+        while True:
+            try:
+                function, arguments = receive(pipe)
+            except EOFError:
+                return
+            try:
+                send(pipe, function(rank, *arguments))
+            except Exception:
+                send(pipe, RankFailed(f"rank {rank}:\n{traceback.format_exc()}"))
 
 
 class Pools:

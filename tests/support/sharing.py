@@ -22,11 +22,11 @@ from tests.support.parity import (
     logical,
     machinery,
     prepare,
-    short_search,
 )
 from tests.support.reference import reference_loss
 from tests.support.reference_moe import Weights
 from tests.support.reference_step import settings_of
+from tests.support.searching import short_search
 
 
 @dataclass(frozen=True)
