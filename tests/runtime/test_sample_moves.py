@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import cycle
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from penstock.runtime.sample_moving import NetMoE
 from tests.runtime.test_moe_parity import DISPATCHES
 from tests.steps import PLAIN
 from tests.support.draws import draws
+from tests.support.layouts import Layout, layout_case
 from tests.support.pairwise import pairwise
 from tests.support.parity import (
     Case,
@@ -69,6 +70,7 @@ def case(world_size: int, schedule: str, gate: str = "softmax", dispatch: str = 
     )
 
 
+@pytest.mark.slow
 @pairwise(
     schedule=PLAIN,
     gate=GATES,
@@ -113,8 +115,28 @@ def test_samples_stay_in_their_expert_group(ranks: Pools, ep_size: int) -> None:
         check_parity(ranks, case(4, schedule, ep_size=ep_size, node_size=None))
 
 
+def test_two_ranks(ranks: Pools) -> None:
+    for placer in PLACERS.values():
+        check_parity(ranks, case(2, "penstock", placer=placer, node_size=1, padding=True))
+
+
 def test_one_rank_alone(ranks: Pools) -> None:
     check_parity(ranks, case(1, "penstock", node_size=None))
+
+
+@pytest.mark.every_value
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", ["split", "replicated"])
+@pytest.mark.parametrize("layout", [(4, 1, 2, 2), (4, 2, 4, 1), (4, 2, 2, 2)])
+def test_ranks_that_share_attention_or_experts(
+    ranks: Pools, layout: Layout, tokens: Literal["split", "replicated"]
+) -> None:
+    """All ranks of an mp group give up the same samples, each its part of their tokens."""
+    sizes: dict[str, Any] = {"num_layers": 3, "moe_layers": (0, 2), "shared_ffn_hidden_size": 6}
+    turns = cycle(("penstock", "fsmoe", "flowmoe"))
+    for placer in (RandomHomes(), NetMoE()):
+        step = layout_case(layout, next(turns), "gather", tokens=tokens, placer=placer, **sizes)
+        check_parity(ranks, replace(step, padding=True, batches=(4, 1) if layout[1] > 1 else (2, 0, 3, 1)))
 
 
 @st.composite

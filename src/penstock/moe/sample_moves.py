@@ -22,6 +22,19 @@ from penstock.placement import PlacementError
 
 
 @dataclass(frozen=True)
+class Plane:
+    """Devices of a company that exchange rows with each other.
+
+    devices: their numbers in the company. device_P: by rank of the expert group, which of them it belongs to.
+    node_D: the node of each.
+    """
+
+    devices: tuple[int, ...]
+    device_P: tuple[int, ...]
+    node_D: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Company:
     """The members of a group, and what they share.
 
@@ -49,6 +62,22 @@ class Company:
     @property
     def parts(self) -> int:
         return 1 + max(self.part_B)
+
+    @cached_property
+    def planes(self) -> tuple[Plane, ...]:
+        """The devices between which samples move, for each set of them."""
+        plane_D = np.array(self.plane_B)[self.member_DK[:, 0]]
+        return tuple(self._plane(plane, np.flatnonzero(plane_D == plane)) for plane in np.unique(plane_D))
+
+    def _plane(self, plane: int, devices: Counts) -> Plane:
+        members = zip(self.rank_B, self.device_B, self.plane_B, strict=True)
+        device_of = {rank: device for rank, device, its_plane in members if its_plane == plane}
+        number = {int(device): n for n, device in enumerate(devices)}
+        return Plane(
+            devices=tuple(number),
+            device_P=tuple(number[device_of[rank]] for rank in sorted(device_of)),
+            node_D=tuple(self.node_D[device] for device in number),
+        )
 
     @cached_property
     def member_DK(self) -> Counts:  # noqa: N802  # the suffix is its shape

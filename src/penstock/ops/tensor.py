@@ -124,7 +124,8 @@ def _around(what: str, ways: Ways) -> list[OpSpec]:
 
 
 def _computed(name: str, title: str, work: WorkOf, gradients: str | tuple[str, ...]) -> OpSpec:
-    return OpSpec(name=name, title=title, kind=Kind.COMPUTE, work=work, gradients=gradients)
+    given = frozenset({"passengers"})
+    return OpSpec(name=name, title=title, kind=Kind.COMPUTE, work=work, gradients=gradients, given=given)
 
 
 register(
@@ -150,7 +151,7 @@ register(
         title="loss over all shards of the vocabulary",
         kind=Kind.COMPUTE,
         work=_loss,
-        given=frozenset({"peaks"}),
+        given=frozenset({"peaks", "passengers"}),
     ),
     OpSpec(
         name=Op.CHOICES,

@@ -11,7 +11,7 @@ import numpy as np
 from penstock.decision.moving import Prediction
 from penstock.mesh import Axes, Group, node_of
 from penstock.moe.routes import Counts
-from penstock.moe.sample_moves import Company, SampleTable
+from penstock.moe.sample_moves import Company, Plane, SampleTable
 from penstock.placement import Hosting
 from penstock.placing import Nearness, assign, sample_problem
 from penstock.topology import Layout
@@ -36,28 +36,36 @@ class NetMoE:
     solver: str = "network_simplex"
 
     def homes(self, table: SampleTable, following: Hosting | None, moved_rows: int) -> Counts:
-        homes = table.device_I.copy()
-        node_D, near = np.array(table.company.node_D), None
-        if following is not None and table.expected_IE.shape[1]:
-            near = _nearness(following, table.company.node_D)
-        for chunk in np.unique(table.chunk_I):
-            here = np.flatnonzero(table.chunk_I == chunk)
-            problem = sample_problem(
-                counts=table.rows_IKPN[here].sum(axis=1).reshape(len(here), -1),
-                homes=homes[here],
-                moved_rows=np.full(len(here), moved_rows),
-                node_of_device=node_D,
-                predictions=None if near is None else table.expected_IE[here],
-                following=near,
-            )
-            homes[here] = assign(problem, self.solver)
+        homes, expects = table.device_I.copy(), following is not None and table.expected_IE.shape[1] > 0
+        for plane in table.company.planes:
+            near = _nearness(following, plane) if following is not None and expects else None
+            local_D = np.full(table.company.devices, -1)
+            local_D[list(plane.devices)] = np.arange(len(plane.devices))
+            for chunk in range(table.chunks):
+                here = np.flatnonzero((table.chunk_I == chunk) & (local_D[table.device_I] >= 0))
+                if here.size:
+                    problem = sample_problem(
+                        counts=table.rows_IKPN[here].sum(axis=1).reshape(len(here), -1),
+                        homes=local_D[homes[here]],
+                        moved_rows=np.full(len(here), moved_rows),
+                        node_of_device=np.array(plane.node_D),
+                        predictions=None if near is None else table.expected_IE[here],
+                        following=near,
+                    )
+                    homes[here] = np.array(plane.devices)[assign(problem, self.solver)]
         return homes
 
 
 @lru_cache(maxsize=64)
-def _nearness(hosting: Hosting, node_D: tuple[int, ...]) -> Nearness:
-    """Kept, since it changes with the hosting only."""
-    return Nearness.of(hosting, np.array(node_D))
+def _nearness(hosting: Hosting, plane: Plane) -> Nearness:
+    """Kept, since it changes with the hosting only. A device's ranks have equal parts of its rows."""
+    device_P, node_D = np.array(plane.device_P), np.array(plane.node_D)
+    inside, near = (Nearness.of(hosting, each).node for each in (device_P, node_D[device_P]))
+    device, node = (
+        np.stack([parts[device_P == device].mean(axis=0) for device in range(len(node_D))]).round()
+        for parts in (inside, near)
+    )
+    return Nearness(device=device, node=node)
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,7 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
     """What a shape says, as passes. Raises ScheduleError where samples cannot move."""
     found: list[Pass] = [Transpose()]
     if shape.moves_samples and any(shape.moe_layers):
-        if not shape.sharing.is_none:
-            raise ScheduleError("moves_samples: ranks that share attention or experts keep their samples")
-        found.append(SampleMoves())
+        found.append(_sample_moves(shape))
     if shape.dispatch != FLAT and any(shape.moe_layers):
         found.append(Hierarchical(shape.dispatch))
     found += _sharing_passes(shape)
@@ -70,6 +68,16 @@ def _check_dropless(shape: StepShape) -> None:
             "guest_slots: every expert has a fixed number of rows from every rank, whoever computes them, so "
             "guests would spare nothing. Use dropless routing, or set placement.experts=none"
         )
+
+
+def _sample_moves(shape: StepShape) -> SampleMoves:
+    if not shape.sharing.is_none and shape.expert_form != "gather":
+        raise ScheduleError(
+            f"moves_samples: with expert_form = {shape.expert_form} ranks send rows of samples that others "
+            "have, too, or sums of them, and a sample's rows are not one rank's to order. Use "
+            "expert_form=gather, or let samples stay"
+        )
+    return SampleMoves(Group.EXPERT_SHARDS if shape.sharing.esp_size > 1 else Group.EXPERT)
 
 
 def _sharing_passes(shape: StepShape) -> list[Pass]:

@@ -6,9 +6,10 @@ import pytest
 
 from penstock.graph import Graph, Lane, ScheduleError
 from penstock.mesh import Group
-from penstock.step import StepShape, build_graph
+from penstock.step import Sharing, StepShape, build_graph
 from penstock.step.passes import SampleMoves
 from penstock.step.plain import PlainStep
+from penstock.step.shape import ExpertForm
 from tests.step.passes.pictures import check_picture
 from tests.step.support import names, reads
 from tests.steps import task_at
@@ -70,6 +71,24 @@ def test_a_chunk_leaves_while_the_next_is_computed() -> None:
     names_of_all = names(build_graph(shape))
     counted = [names_of_all.index(f"L0.{op}.m{m}.F") for m in (0, 1) for op in ("AT", "SC")]
     assert counted == sorted(counted), "a microbatch is counted before attention of the next"
+
+
+@pytest.mark.parametrize("form", ["s1", "s2", "baseline"])
+def test_rows_that_several_ranks_have_or_sums_of_them_are_refused(form: ExpertForm) -> None:
+    sharing = Sharing(mp_size=2, esp_size=2)
+    shape = StepShape(moe_layers=(True,), moves_samples=True, sharing=sharing, expert_form=form)
+    with pytest.raises(ScheduleError, match=f"moves_samples: with expert_form = {form} ranks send rows"):
+        build_graph(shape)
+
+
+def test_where_ranks_share_experts_all_of_them_know_all_rows() -> None:
+    shape = StepShape(moe_layers=(True,), moves_samples=True, sharing=Sharing(mp_size=2, esp_size=2))
+    graph = build_graph(shape)
+    met = {op: task_at(graph, f"L0.{op}.m0.F").axes for op in ("SN", "SH", "SM")}
+    assert met == {"SN": Group.EXPERT_SHARDS, "SH": Group.EXPERT_SHARDS, "SM": Group.EXPERT}
+    assert reads(graph, "L0.RO.m0.c0.F")["rows"] == "L0.XS.m0.c0.F"
+    for op in ("HV", "HL"):
+        assert reads(graph, f"L0.{op}.m0.F")["passengers"] == "L0.SM.m0.F"
 
 
 def test_a_fixed_number_of_slots_is_refused() -> None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from penstock.graph import Graph, Lane, Name, ScheduleError, Task
 from penstock.graph.task import Inputs
+from penstock.mesh import Axes, Group
 from penstock.ops import spec_of
 from penstock.ops.names import Op
 from penstock.step.stages import Stage
@@ -29,19 +30,22 @@ class SampleMoves:
 
     SP is on lane host. Later tasks know from `passengers` whose tokens they have. The last MoE layer expects
     nothing of a next one, so its SC reads no tokens.
+
+    counted: along which ranks meet that know of all rows.
     """
 
+    counted: Axes = Group.EXPERT
     name = "sample_moves"
     stage = Stage.INSERT
 
     def __call__(self, graph: Graph) -> Graph:
-        return Graph.of(_Rewriting(graph).tasks(graph))
+        return Graph.of(_Rewriting(graph, self.counted).tasks(graph))
 
 
 class _Rewriting:
     """One pass over a graph in program order. came: the last task that has moved samples."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, counted: Axes) -> None:
         self._counting = {task.layer: task for task in graph.tasks if task.op == Op.COUNTS}
         if missing := {task.layer for task in graph.tasks if task.op == Op.COMBINE} - set(self._counting):
             raise ScheduleError(
@@ -50,6 +54,7 @@ class _Rewriting:
             )
         layers = sorted(self._counting)
         self._following = dict(pairwise(layers))
+        self._counted = counted
         self._came: Inputs = {}
 
     def tasks(self, graph: Graph) -> Iterator[Task]:
@@ -114,7 +119,7 @@ class _Rewriting:
 
     def _made(self, counting: Task, op: str, **read: Name) -> Task:
         inputs = {role: (name,) for role, name in read.items()}
-        return Task(_name(counting, op), counting.lane, counting.axes, inputs)
+        return Task(_name(counting, op), counting.lane, self._counted, inputs)
 
 
 def _name(task: Task, op: str) -> Name:

@@ -15,6 +15,7 @@ from penstock.ops.tensor import Ways
 from penstock.step.stages import Stage
 
 Names = tuple[Name, ...]
+PASSENGERS = "passengers"
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,14 @@ class _Rewriting:
             op = Op.GATHER_TOKENS if how.split else Op.KEEP_TOKENS
             yield (converted := self._transfer(task, op, split=how.moe_split, hidden=hidden))
             hidden = (converted.name,)
-        yield (heads := self._computing(task, Op.HEADS, hidden=(before.name,)))
+        yield (heads := _knowing(task, self._computing(task, Op.HEADS, hidden=(before.name,))))
         split = how.moe_split if moe else how.split
         yield (after := self._after(heads, tensor.ATTENTION, "attended", split=split))
         if not moe:
             yield from self._dense(task, after)
             return
-        yield (gate := self._computing(task, Op.GATE, split=split, hidden=hidden, attended=(after.name,)))
+        read = {"hidden": hidden, "attended": (after.name,)}
+        yield (gate := _knowing(task, self._computing(task, Op.GATE, split=split, **read)))
         if how.judges_samples and how.moe_split:
             yield self._transfer(task, Op.CHOICES, split=True, choices=(gate.name,))
             self._judged.append(task.name._replace(op=Op.CHOICES))
@@ -105,7 +107,7 @@ class _Rewriting:
         yield (wide := self._computing(task, Op.DENSE, tokens=(before.name,)))
         yield (after := self._after(wide, tensor.DENSE, "out", split=split))
         last = {"residual": (norm.name,), "out": (after.name,)}
-        yield self._computing(task, Op.DENSE_ADD, split=split, **last)
+        yield _knowing(task, self._computing(task, Op.DENSE_ADD, split=split, **last))
 
     def _unorder(self, task: Task) -> Iterator[Task]:
         how = self._how
@@ -116,9 +118,10 @@ class _Rewriting:
 
     def _head(self, task: Task) -> Iterator[Task]:
         yield (before := self._before(task, tensor.HEAD, hidden=task.inputs["hidden"]))
-        yield (logits := self._computing(task, Op.LOGITS, hidden=(before.name,)))
+        yield (logits := _knowing(task, self._computing(task, Op.LOGITS, hidden=(before.name,))))
         yield (peaks := self._transfer(task, Op.PEAKS, split=False, peaks=(logits.name,)))
-        yield self._computing(task, Op.LOSS, logits=(logits.name,), peaks=(peaks.name,))
+        loss = self._computing(task, Op.LOSS, logits=(logits.name,), peaks=(peaks.name,))
+        yield _knowing(task, loss)
 
     def _statistics(self, task: Task) -> Iterator[Task]:
         judged = {"choices": tuple(self._judged)} if self._judged else {}
@@ -161,6 +164,13 @@ class _Rewriting:
     def _on_part(self, task: Task) -> Task:
         """The task on this rank's tokens."""
         return replace(task, cut=replace(task.cut, token_shards=self._how.ranks))
+
+
+def _knowing(task: Task, made: Task) -> Task:
+    """A task made of another one, which knows as much of its samples, where those move."""
+    if PASSENGERS not in task.inputs:
+        return made
+    return made.reading({**made.inputs, PASSENGERS: task.inputs[PASSENGERS]})
 
 
 def _parameters(state: str, layer: int) -> str:
