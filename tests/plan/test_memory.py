@@ -26,6 +26,16 @@ def test_by_hand() -> None:
     assert found.total_bytes == sum(found.parts.values())
 
 
+def test_guests_take_weights_and_gradients_and_no_moments() -> None:
+    without, found = (
+        estimate_memory(problem((True, False, True)), Decision(experts=experts, guest_slots=3))
+        for experts in ("none", "planned")
+    )
+    room = 2 * 3 * 2 * 128 * 256 * 4
+    assert found.weights_bytes == found.gradients_bytes == without.weights_bytes + room
+    assert found.optimizer_bytes == without.optimizer_bytes
+
+
 def test_microbatches_save_buffers_and_nothing_else() -> None:
     whole, cut = (estimate_memory(problem(), Decision(schedule="flowmoe", microbatches=n)) for n in (1, 4))
     assert whole.activations_bytes == cut.activations_bytes

@@ -13,10 +13,10 @@ GUESTS = "guest gradients of L{layer}"
 
 
 def _guests(task: Task, sizes: Sizes) -> Work:
-    """One guest for every rank, sent by as many owners."""
+    """At most: every rank has all the guests that it has room for, and owners send as many each."""
     assert task.piece is not None, task
     parts = task.cut.parts
-    return Work(collective="all_to_all", sent_bytes=sizes.expert_bytes * parts[task.piece] / sum(parts))
+    return Work(collective="all_to_all", sent_bytes=sizes.guest_bytes * parts[task.piece] / sum(parts))
 
 
 HASH_BYTES = 8

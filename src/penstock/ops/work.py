@@ -47,8 +47,8 @@ class Sizes(Protocol):
     def moe_layers(self) -> tuple[bool, ...]: ...
 
     @property
-    def expert_bytes(self) -> float:
-        """Of the parameters of one expert, this rank's shard of it."""
+    def guest_bytes(self) -> float:
+        """Of the parameters of all experts that a rank has room for as guests in one layer."""
         ...
 
     def tokens(self, task: Task) -> int:

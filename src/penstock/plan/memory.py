@@ -71,6 +71,7 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     """Weights W, gradients W, AdamW's moments 2 W, activations of the whole batch, buffers.
 
     W = 4 bytes x (this rank's weights outside of experts + layers x experts here x matrices x M x H / esp).
+    Guest slots count as experts here that have no moments.
     Activations are kept from forward to backward, and the sums that normalise the loss end the whole forward
     before any backward begins: cutting the batch saves none of them. Per token and layer: e (8 M + r (4 M +
     c H)), with e bytes per element, r rows per token, c = 2 for GELU and 4 for SwiGLU; a dense block e (8 M +
@@ -82,7 +83,7 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     buffers are 292 for sequential (measured 264 to 296) and moe_pipeline (247 to 256), 259 for flowmoe and
     penstock with R = 2 (242 to 287), 242 with R = 4 (244 to 257): from 10 % too little to 18 % too much.
     """
-    weights = _weights_bytes(problem)
+    weights, guests = _weights_bytes(problem), _guest_bytes(problem, choice)
     cut, work = problem.cut(choice), problem.workload
     per_layer = [_layer_bytes(work, cut, is_moe) for is_moe in problem.shape.moe_layers]
     microbatches = cut.microbatches
@@ -90,8 +91,8 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     moe = any(problem.shape.moe_layers)
     piece_rows = work.rows(0, microbatches, 0, 1, *_row_shares(work, cut)) * work.esp_size if moe else 0.0
     return MemoryEstimate(
-        weights_bytes=weights,
-        gradients_bytes=weights,
+        weights_bytes=weights + guests,
+        gradients_bytes=weights + guests,
         optimizer_bytes=MOMENTS * weights,
         activations_bytes=int(sum(per_layer) + logits),
         buffers_bytes=int(max(per_layer) / microbatches + 2 * work.wire_bytes(piece_rows)),
@@ -100,9 +101,13 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
 
 def _weights_bytes(problem: Problem) -> int:
     work = problem.workload
-    expert = work.expert_matrices * work.hidden_size * work.ffn_hidden_size * FLOAT32_BYTES
-    experts = sum(problem.shape.moe_layers) * work.placement.slots * expert / work.esp_size
+    experts = sum(problem.shape.moe_layers) * work.placement.slots * work.expert_bytes
     return sum(work.all_reduce_bytes) + sum(work.partial_all_reduce_bytes) + int(experts)
+
+
+def _guest_bytes(problem: Problem, choice: Decision) -> int:
+    """Weights of the experts that a rank has room for as guests, which have no moments there."""
+    return int(choice.guests * sum(problem.shape.moe_layers) * problem.workload.expert_bytes)
 
 
 def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool) -> float:
