@@ -200,5 +200,24 @@ SUITE: Final = (
         "same microbatches.",
     ),
     _interpreter(2, "The same step on two processes, which exchange rows, counts, sums and gradients."),
+    Run(
+        name="solvers",
+        title="What placement costs the host",
+        benchmark="solvers",
+        arguments=(),
+        note="NetMoE's assignment of samples at the sizes of its solver table (MoE-GPT-S, 2 nodes of 8 "
+        "devices), and 4,096 samples on 128 nodes; planners of guest experts.",
+        seconds=40,
+    ),
+    Run(
+        name="planners",
+        title="Planners of guest experts on drifting skewed loads",
+        benchmark="planners",
+        arguments=(),
+        note="By simulation: 3 of 16 experts have over half of the rows, and change slowly. A plan is made "
+        "from one step and serves the next, unless it would be slower than none there. Forced balance is "
+        "what no planner may do: every rank gets as many rows as any other.",
+        seconds=40,
+    ),
 )
 """What `python -m benchmarks.suite` runs."""

@@ -10,8 +10,10 @@ from benchmarks.dispatches import DispatchesResult, render_dispatches
 from benchmarks.drift import DriftsResult, render_drifts
 from benchmarks.interpreter import InterpreterResult, render_interpreter
 from benchmarks.layer import LayerBenchmark, render_layer
+from benchmarks.planners import PlannersResult, render_planners
 from benchmarks.published import PublishedResult, render_published
 from benchmarks.restore import restore
+from benchmarks.solvers import SolversResult, render_solvers
 from penstock.bench.table import render
 
 RENDERERS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
@@ -21,6 +23,8 @@ RENDERERS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
     "grids": lambda plain: render_published(PublishedResult.from_dict(plain)),
     "interpreter": lambda plain: render_interpreter(InterpreterResult.from_dict(plain)),
     "layers": lambda plain: render_layer(LayerBenchmark.from_dict(plain)),
+    "planners": lambda plain: render_planners(PlannersResult.from_dict(plain)),
+    "solved": lambda plain: render_solvers(SolversResult.from_dict(plain)),
 }
 """By the key that only this benchmark's JSON object has."""
 

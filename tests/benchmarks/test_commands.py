@@ -96,8 +96,12 @@ def test_what_is_wrong_is_named_with_a_way_out(
     assert all(word in error for word in words), error
 
 
+HOST_ALONE = ("planners", "solvers")
+
+
 @pytest.mark.parametrize(
-    "module", ["collectives", "dispatches", "drift", "interpreter", "layer", "published", "suite"]
+    "module",
+    ["collectives", "dispatches", "drift", "interpreter", "layer", "published", "suite", *HOST_ALONE],
 )
 def test_help_says_what_to_type(capsys: pytest.CaptureFixture[str], module: str) -> None:
     code, out, error = said_here(capsys, module, "--help")

@@ -21,7 +21,7 @@ def even_problem(
         moved_rows=np.full(len(homes), moved_rows),
         node_of_device=nodes,
         predictions=following,
-        following=Nearness.of(hosting, nodes),
+        following=None if following is None else Nearness.of(hosting, nodes),
     )
 
 

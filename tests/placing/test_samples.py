@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from penstock.placement import ExpertPlacement, Hosting
 from penstock.placing import SOLVERS, Nearness, SampleProblem, assign, sample_problem
+from penstock.placing.integers import Ints
 from tests.placing.problems import even_problem
 
 
@@ -25,6 +27,22 @@ def problems(draw: st.DrawFn) -> SampleProblem:
     homes = rng.integers(0, len(nodes), draw(st.integers(0, 10)))
     counts, following = rng.integers(0, draw(st.sampled_from((2, 20))), (2, len(homes), 2 * len(nodes)))
     return even_problem(counts, homes, nodes, following, draw(st.integers(0, 4)))
+
+
+def every_cell(problem: SampleProblem) -> tuple[Ints, Ints]:
+    """Rows across and inside nodes of every sample on every device, [I, P]."""
+    samples, devices = len(problem.homes), len(problem.node_of_device)
+    cells = np.empty((2, samples, devices), np.int64)
+    for sample in range(samples):
+        own = {
+            field: getattr(problem, field)[sample : sample + 1]
+            for field in ("combine_rows", "moved_rows", "homes")
+        }
+        ahead = None if problem.predictions is None else problem.predictions[sample : sample + 1]
+        alone = replace(problem, predictions=ahead, **own)
+        for device in range(devices):
+            cells[:, sample, device] = alone.rows(np.array([device]))
+    return cells[0], cells[1]
 
 
 @given(problem=problems(), solver=st.sampled_from(list(SOLVERS)))
@@ -48,10 +66,10 @@ def test_figure_2_of_the_paper() -> None:
     nodes = np.array([0, 0, 1, 1])
     problem = even_problem(counts, np.arange(4), nodes)
 
+    inter, _ = every_cell(problem)
+
     def of_node_0(homes: list[int]) -> int:
-        return sum(
-            int(problem.inter_rows[sample, home]) for sample, home in enumerate(homes) if nodes[home] == 0
-        )
+        return sum(int(inter[sample, home]) for sample, home in enumerate(homes) if nodes[home] == 0)
 
     assert of_node_0([0, 1, 2, 3]) == 5
     assert of_node_0([3, 1, 2, 0]) == 2
@@ -85,7 +103,8 @@ def test_two_stages_are_as_good_as_all_assignments_where_nodes_are_far_apart() -
     for _ in range(40):
         counts = np.array([rng.multinomial(32, rng.dirichlet(np.full(4, 0.5))) for _ in range(8)])
         problem = even_problem(counts, every, nodes)
-        cells = 4 * problem.inter_rows + problem.intra_rows
+        inter, intra = every_cell(problem)
+        cells = 4 * inter + intra
         best = cells[np.arange(8), all_homes].sum(axis=1).min()
         worst = max(worst, cells[np.arange(8), assign(problem)].sum() / best)
     assert worst < 1.02
@@ -128,20 +147,20 @@ def test_a_row_whose_expert_is_a_guest_on_the_device_costs_nothing() -> None:
         predictions=np.broadcast_to([0, 0, 0, 10], (4, 4)),
         following=Nearness.of(hosting, nodes),
     )
-    assert problem.inter_rows[0].tolist() == [0, 10, 0, 0]
-    assert problem.intra_rows[0].tolist() == [0, 0, 10, 0]
+    inter, intra = every_cell(problem)
+    assert inter[0].tolist() == [0, 10, 0, 0]
+    assert intra[0].tolist() == [0, 0, 10, 0]
+    assert problem.kept_in_nodes()[0].tolist() == [5, 10]
 
 
 def test_contradictions_are_refused() -> None:
-    fits = even_problem(np.ones((2, 2), np.int64), np.arange(2), np.arange(2))
-    with pytest.raises(
-        ValueError, match=r"capacities \[1, 2\] must be one for each of 2 devices, with room for 2"
-    ):
-        SampleProblem(**(vars(fits) | {"capacity": np.array([1, 2])}))
-    with pytest.raises(
-        ValueError, match=r"inter_rows \(2, 1\), intra_rows \(2, 2\): both need a row for each of 2"
-    ):
-        SampleProblem(**(vars(fits) | {"inter_rows": fits.inter_rows[:, :1]}))
+    fits = even_problem(np.ones((2, 2), np.int64), np.arange(2), np.arange(2), np.ones((2, 2), np.int64))
+    with pytest.raises(ValueError, match=r"rows \(2, 1\) and moved rows \(2,\): there are 2 samples and"):
+        replace(fits, combine_rows=fits.combine_rows[:, :1])
+    with pytest.raises(ValueError, match=r"predictions \(2, 3\) for devices and experts \(2, 2\): there"):
+        replace(fits, predictions=np.ones((2, 3), np.int64))
+    with pytest.raises(ValueError, match="need each other"):
+        replace(fits, following=None)
 
 
 def thousand_placements() -> str:
@@ -150,14 +169,9 @@ def thousand_placements() -> str:
     for _ in range(1000):
         nodes = np.repeat(np.arange(rng.integers(1, 5)), rng.integers(1, 5))
         homes = rng.integers(0, len(nodes), rng.integers(0, 40))
-        rows = rng.integers(0, rng.choice([2, 3, 1000]), (2, len(homes), len(nodes)))
-        problem = SampleProblem(
-            node_of_device=nodes,
-            capacity=np.bincount(homes, minlength=len(nodes)),
-            homes=homes,
-            inter_rows=rows[0],
-            intra_rows=rows[1],
-        )
+        most = rng.choice([2, 3, 1000])
+        counts, following = rng.integers(0, most, (2, len(homes), len(nodes)))
+        problem = even_problem(counts, homes, nodes, following, moved_rows=int(rng.integers(0, 3)))
         digest.update(assign(problem).tobytes())
     return digest.hexdigest()
 

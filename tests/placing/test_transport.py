@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.placing import SOLVERS, find_solver
+from penstock.placing import SOLVERS, find_solver, transport
 from penstock.placing.integers import Floats, Ints
 
 
@@ -46,6 +46,18 @@ def test_they_agree_on_large_costs() -> None:
     costs = rng.integers(0, 1 << 45, (120, 4)).astype(np.float64)
     first, second = (cost(costs, solve(costs, room)) for solve in SOLVERS.values())
     assert first == second
+
+
+def test_guessed_prices_change_nothing_but_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for thousands of samples, on problems small enough to solve the other way."""
+    monkeypatch.setattr(transport, "MANY", 0)
+    rng = np.random.default_rng(0)
+    for most in (2, 50, 1 << 20):
+        room = np.array([30, 0, 50, 20])
+        costs = rng.integers(0, most, (100, 4)).astype(np.float64)
+        places = find_solver("network_simplex")(costs, room)
+        assert np.bincount(places, minlength=4).tolist() == room.tolist()
+        assert cost(costs, places) == cost(costs, find_solver("kuhn_munkres")(costs, room))
 
 
 def test_an_unknown_solver_is_refused_by_name() -> None:

@@ -4,8 +4,8 @@ from penstock.placing.experts import PLANNERS, Planner, find_planner, overlap, p
 from penstock.placing.model import LayerLoad, LayerSeconds, layer_seconds
 from penstock.placing.prediction import ConditionalTable
 from penstock.placing.problem import ExpertCosts, ExpertProblem, Links
-from penstock.placing.rows import Nearness, sample_problem
-from penstock.placing.samples import SampleProblem, assign
+from penstock.placing.rows import Nearness, SampleProblem, sample_problem
+from penstock.placing.samples import assign
 from penstock.placing.transport import SOLVERS, find_solver, prepare
 
 __all__ = [

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -38,6 +39,15 @@ class Draft:
         self.computed = [0] * problem.ranks
         self.near()
 
+    def copy(self) -> Draft:
+        """The same, to go on from by itself."""
+        other = copy(self)
+        other.guests, other.hosts, other.rows = (
+            [list(each) for each in of] for of in (self.guests, self.hosts, self.rows)
+        )
+        other.computed = list(self.computed)
+        return other
+
     @property
     def shared(self) -> list[int]:
         """Experts with several hosts, the largest first."""
@@ -56,14 +66,6 @@ class Draft:
         self.hosts[expert].insert(place, rank)
         self.rows[expert].insert(place, 0)
 
-    def remove(self, expert: int, rank: int) -> None:
-        """Send a guest away; its expert's rows go to the nearest of the other hosts."""
-        self.guests[rank].remove(expert)
-        place = self.hosts[expert].index(rank)
-        self.hosts[expert].pop(place)
-        self.computed[rank] -= self.rows[expert].pop(place)
-        self.put(expert, self._nearest(expert))
-
     def put(self, expert: int, rows: Sequence[int]) -> None:
         """Share the rows of an expert among its hosts like this."""
         before = self.rows[expert] or [0] * len(rows)
@@ -81,8 +83,11 @@ class Draft:
         goes."""
         shared = self.shared
         for _ in range(PASSES):
+            before = list(self.computed)
             for expert in shared:
                 self.put(expert, self._levelled(expert))
+            if self.computed == before:
+                return
 
     def blend(self, others: Sequence[Sequence[int]]) -> None:
         """Go half the way to these rows by expert and host."""

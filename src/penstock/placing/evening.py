@@ -5,8 +5,6 @@ Shapes: P ranks of the expert group, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from penstock.placement import Hosting
@@ -16,6 +14,9 @@ from penstock.placing.problem import ExpertProblem
 
 NEGLIGIBLE = 0.005
 """Share of the mean rows of a rank that is not worth a guest."""
+
+PATIENCE = 4
+"""Guests that may be added in a row without making the plan faster."""
 
 
 def least_loaded(problem: ExpertProblem) -> Hosting:
@@ -52,46 +53,45 @@ def planned(problem: ExpertProblem) -> Hosting:
     """Guests one by one where they promise most, and of all plans on the way the fastest by rank and link.
 
     A guest is worth the computation that it evens out, and the rows that it keeps in a rank or a node, less
-    the weights that cross links beyond what the schedule hides. Each plan is tried with its rows levelled,
-    kept near, and half way between: tokens travel or weights travel, whichever costs less.
+    the weights that cross links beyond what the schedule hides. Each plan is tried with its rows near and
+    levelled, the best one half way between, too: tokens travel or weights travel, whichever costs less.
     """
     draft = Draft(problem)
-    best_s, best = draft.seconds().total_s, draft.hosting()
-    for expert, rank in _promising(draft):
-        draft.add(expert, rank)
-        for _ in _sharings(draft):
-            seconds = draft.seconds().total_s
-            if seconds < best_s:
-                best_s, best = seconds, draft.hosting()
-    return best
+    time = draft.seconds()
+    best, best_s, waited = draft.copy(), time.total_s, 0
+    while waited < PATIENCE and (pair := _promising(draft, exposed=time.weights_s > 0)) is not None:
+        draft.add(*pair)
+        waited += 1
+        for share in (draft.near, draft.level):
+            share()
+            time = draft.seconds()
+            if time.total_s < best_s:
+                best, best_s, waited = draft.copy(), time.total_s, 0
+    return _between(best, best_s).hosting()
 
 
-def _sharings(draft: Draft) -> Iterator[None]:
-    """Share the rows of experts with several hosts in each way; levelled at the end."""
-    draft.near()
-    yield
-    near = [list(rows) for rows in draft.rows]
-    draft.level()
-    levelled = [list(rows) for rows in draft.rows]
-    draft.blend(near)
-    yield
-    for expert in draft.shared:
-        draft.put(expert, levelled[expert])
-    yield
+def _between(best: Draft, best_s: float) -> Draft:
+    """The plan with its rows half way between near and levelled, if that is faster."""
+    half = best.copy()
+    half.near()
+    near = [list(rows) for rows in half.rows]
+    half.level()
+    half.blend(near)
+    return half if half.seconds().total_s < best_s else best
 
 
-def _promising(draft: Draft) -> Iterator[tuple[int, int]]:
-    """The expert and rank that promise most, again after each has been added, while something does."""
-    while True:
-        scores = _scores(draft)
-        expert, rank = np.unravel_index(int(scores.argmax()), scores.shape)
-        if not scores[expert, rank] > 0:
-            return
-        yield int(expert), int(rank)
+def _promising(draft: Draft, exposed: bool) -> tuple[int, int] | None:
+    """The expert and rank that promise most; None if nothing promises anything."""
+    scores = _scores(draft, exposed)
+    expert, rank = np.unravel_index(int(scores.argmax()), scores.shape)
+    return (int(expert), int(rank)) if scores[expert, rank] > 0 else None
 
 
-def _scores(draft: Draft) -> Floats:
-    """Seconds that a guest promises, for every expert and rank, [E, P]; -inf where it cannot be."""
+def _scores(draft: Draft, exposed: bool) -> Floats:
+    """Seconds that a guest promises, for every expert and rank, [E, P]; -inf where it cannot be.
+
+    exposed: whether Trans or Agg take longer than the schedule hides, so that weights have a price.
+    """
     problem, costs = draft.problem, draft.problem.costs
     owners = list(problem.placement.owners)
     to_rank_s = costs.links.pair_s_per_byte[owners]
@@ -99,7 +99,7 @@ def _scores(draft: Draft) -> Floats:
     heaviest = max(draft.computed)
     room = np.maximum(evened, heaviest - np.array(draft.computed))
     kept_s = 4 * costs.row_bytes * np.minimum(_kept(draft), room) * to_rank_s
-    weights_s = (costs.parameter_bytes + costs.gradient_bytes) * to_rank_s * _exposed(draft)
+    weights_s = (costs.parameter_bytes + costs.gradient_bytes) * to_rank_s * exposed
     scores: Floats = 3 * costs.row_s * evened + kept_s - weights_s
     for expert, hosts in enumerate(draft.hosts):
         scores[expert, hosts] = -np.inf
@@ -126,8 +126,3 @@ def _kept(draft: Draft) -> Floats:
         hosting = np.isin(nodes, nodes[hosts])
         kept[expert, hosting] = problem.loads[hosting, expert]
     return kept
-
-
-def _exposed(draft: Draft) -> float:
-    """1 once Trans or Agg take longer than the schedule hides, and weights have a price; else 0."""
-    return float(draft.seconds().weights_s > 0)

@@ -9,7 +9,8 @@ Shapes: P ranks of the expert group, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -29,14 +30,14 @@ EXCLUDED = (0.0, 0.25, 0.5, 0.75)
 def pro_prophet(problem: ExpertProblem) -> Hosting:
     """Pro-Prophet's plan, with as many ranks excluded as Eq 8 promises most from."""
     plans = [greedy(problem, excluded) for excluded in sorted({int(n * problem.ranks) for n in EXCLUDED})]
-    return min(plans, key=lambda plan: plan.seconds).hosting
+    return min(plans, key=lambda plan: plan.seconds).guests.hosting()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A hosting and the time that its planner's equation promises."""
+    """Guests, and the time that their planner's equation promises."""
 
-    hosting: Hosting
+    guests: Guests
     seconds: float
 
 
@@ -47,20 +48,18 @@ def greedy(problem: ExpertProblem, excluded: int, alpha: float = BALANCED, equat
     experts gives its largest that is not yet copied.
     """
     guests = Guests(problem)
-    plain = guests.hosting()
-    load = LayerLoad.of(problem.loads, plain)
-    best = Plan(plain, paper_seconds(problem.costs, load.received, load.computed, 0, 0, equation))
+    load = guests.load()
+    best = Plan(guests.taken(), paper_seconds(problem.costs, load.received, load.computed, 0, 0, equation))
     while not balanced(problem, load.computed, alpha):
         expert = _heaviest_expert(problem, load.computed, guests.copied)
         if expert is None:
             break
         guests.copy(expert, _receivers(problem, expert, excluded))
-        hosting = guests.hosting()
-        load = LayerLoad.of(problem.loads, hosting)
+        load = guests.load()
         copied = len(guests.copied)
         seconds = paper_seconds(problem.costs, load.received, load.computed, copied, excluded, equation)
         if seconds < best.seconds:
-            best = Plan(hosting, seconds)
+            best = Plan(guests.taken(), seconds)
     return best
 
 
@@ -90,27 +89,50 @@ def shadowing(problem: ExpertProblem) -> Hosting:
     return guests.hosting()
 
 
-@dataclass
 class Guests:
-    """Experts that ranks have as guests so far. copied: experts, in the order in which they were given
-    away."""
+    """Experts that ranks have as guests so far, for rows of their own.
 
-    problem: ExpertProblem
-    copied: list[int] = field(default_factory=list)
+    copied: experts, in the order in which they were given away. held: by rank. targets: [P, E], the rank to
+    which rows go that start on rank p for expert e.
+    """
 
-    def __post_init__(self) -> None:
-        self.held: list[list[int]] = [[] for _ in range(self.problem.ranks)]
+    def __init__(self, problem: ExpertProblem) -> None:
+        self.problem = problem
+        self.copied: list[int] = []
+        self.held: list[list[int]] = [[] for _ in range(problem.ranks)]
+        self.targets = np.tile(problem.placement.owners, (problem.ranks, 1))
+        for expert, hosts in enumerate(problem.placement.hosts):
+            for host in hosts:
+                self.targets[host.rank, expert] = host.rank
 
     def copy(self, expert: int, ranks: Sequence[int]) -> None:
         """Make an expert a guest of those of some ranks that do not hold it and have a free slot."""
-        hosts = {host.rank for host in self.problem.placement.hosts[expert]}
         self.copied.append(expert)
         for rank in ranks:
-            if rank not in hosts and len(self.held[rank]) < self.problem.guest_slots:
+            if self.targets[rank, expert] != rank and len(self.held[rank]) < self.problem.guest_slots:
                 self.held[rank].append(expert)
+                self.targets[rank, expert] = rank
+
+    def taken(self) -> Guests:
+        """The same, to keep while more are given away."""
+        other = copy(self)
+        other.copied, other.held = list(self.copied), [list(held) for held in self.held]
+        other.targets = self.targets.copy()
+        return other
+
+    def load(self) -> LayerLoad:
+        """What it asks of ranks and links."""
+        ranks, owners = self.problem.ranks, self.problem.placement.owners
+        cells = np.arange(ranks)[:, None] * ranks + self.targets
+        traffic = np.bincount(cells.ravel(), self.problem.loads.ravel(), ranks * ranks).astype(np.float64)
+        copies = np.zeros((ranks, ranks), np.int64)
+        for rank, held in enumerate(self.held):
+            for expert in held:
+                copies[owners[expert], rank] += 1
+        return LayerLoad(traffic=traffic.reshape(ranks, ranks), copies=copies)
 
     def hosting(self) -> Hosting:
-        """In which guests compute the rows of their own ranks."""
+        """The finished record."""
         slots = self.problem.guest_slots
         filled = [held + [EMPTY] * (slots - len(held)) for held in self.held]
         return Hosting.local(self.problem.placement, filled)

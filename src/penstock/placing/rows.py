@@ -5,18 +5,19 @@ of the next dispatch go from the new home to wherever the next layer's hosting s
 row whose expert is hosted on the device costs nothing, a row to a guest or replica in the node no more than
 one inside the node.
 
-Shapes: I samples, P devices (ranks of the expert group), N nodes, E experts, S slots of a rank.
+Shapes: I samples, P devices, N nodes, E experts; S some samples, D the devices of one node. A device is a
+rank of the expert group, or the ranks that share its tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from penstock.placement import SPLIT, Hosting
 from penstock.placing.integers import Floats, Ints, exact_product
-from penstock.placing.samples import SampleProblem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,104 @@ class Nearness:
         return Nearness(device=device, node=node)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampleProblem:
+    """The assignment problem of one layer and microbatch, or of one chunk of it.
+
+    node_of_device: [P]. homes: [I], the device of every sample now; each device keeps as many. combine_rows:
+    [I, P], rows of every sample by the device that computes them in this layer. moved_rows: [I], rows as wide
+    as a token that move with a sample beside those of its experts (the residual; shared experts' output).
+    predictions: [I, E], expected rows by expert of the next MoE layer, and `following`, where they go from
+    every device; both None where no MoE layer follows. Raises ValueError where sizes contradict each other.
+    """
+
+    node_of_device: Ints
+    homes: Ints
+    combine_rows: Ints
+    moved_rows: Ints
+    predictions: Ints | None = None
+    following: Nearness | None = None
+
+    def __post_init__(self) -> None:
+        samples, devices = len(self.homes), len(self.node_of_device)
+        if self.combine_rows.shape != (samples, devices) or self.moved_rows.shape != (samples,):
+            raise ValueError(
+                f"rows {self.combine_rows.shape} and moved rows {self.moved_rows.shape}: "
+                f"there are {samples} samples and {devices} devices"
+            )
+        if (self.predictions is None) != (self.following is None):
+            raise ValueError(
+                "predictions of the next layer and `following`, where its rows go, need each other"
+            )
+        if self.predictions is not None and self.following is not None:
+            self._check_next(self.predictions, self.following)
+
+    def _check_next(self, predictions: Ints, following: Nearness) -> None:
+        samples, devices = self.combine_rows.shape
+        if predictions.shape[0] != samples or following.node.shape != (devices, predictions.shape[1]):
+            raise ValueError(
+                f"predictions {predictions.shape} for devices and experts {following.node.shape}: "
+                f"there are {samples} samples and {devices} devices"
+            )
+
+    @cached_property
+    def capacity(self) -> Ints:
+        """Samples that every device takes, [P]: as many as it has."""
+        return np.bincount(self.homes, minlength=len(self.node_of_device))
+
+    @cached_property
+    def devices_of_node(self) -> tuple[Ints, ...]:
+        """The devices of every node that has some, ascending."""
+        nodes = sorted(set(self.node_of_device.tolist()))
+        return tuple(np.flatnonzero(self.node_of_device == node) for node in nodes)
+
+    def kept_in_nodes(self) -> Ints:
+        """Rows that stay in a node if a sample lives on an average device of it, [I, N]; moving out loses
+        some."""
+        order = np.concatenate(self.devices_of_node)
+        sizes = np.array([len(devices) for devices in self.devices_of_node])
+        firsts = np.cumsum(sizes) - sizes
+        kept_IN: Ints = np.add.reduceat(self.combine_rows[:, order], firsts, axis=1)
+        if self.predictions is not None and self.following is not None:
+            parts_NE = np.add.reduceat(self.following.node[order], firsts, axis=0)
+            near_IN = exact_product(self.predictions, parts_NE.T) / (SPLIT * sizes)
+            kept_IN += near_IN.astype(np.int64)
+        away_IN = self.node_of_device[self.homes][:, None] != self.node_of_device[order[firsts]]
+        kept_IN -= self.moved_rows[:, None] * away_IN
+        return kept_IN
+
+    def kept_on_devices(self, samples: Ints, devices: Ints) -> tuple[Ints, Ints]:
+        """Rows that stay in the node, and on the device, if samples [S] live on devices [D] of one node; both
+        [S, D].
+
+        Moving loses some: out of the node in both, inside it on the device alone.
+        """
+        combine_SD = self.combine_rows[samples[:, None], devices]
+        moved_SD = self.moved_rows[samples][:, None] * (self.homes[samples][:, None] != devices)
+        away_S = self.node_of_device[self.homes[samples]] != self.node_of_device[devices[0]]
+        node_SD = (combine_SD.sum(axis=1) - self.moved_rows[samples] * away_S)[:, None]
+        device_SD = combine_SD - moved_SD
+        if self.predictions is not None and self.following is not None:
+            next_SE = self.predictions[samples]
+            node_SD = node_SD + exact_product(next_SE, self.following.node[devices].T) // SPLIT
+            device_SD += exact_product(next_SE, self.following.device[devices].T) // SPLIT
+        return node_SD, device_SD
+
+    def rows(self, homes: Ints) -> tuple[int, int]:
+        """Rows across nodes, and inside nodes, with samples on `homes` [I], moves included."""
+        in_node = in_device = 0
+        for devices in self.devices_of_node:
+            samples = np.flatnonzero(np.isin(homes, devices))
+            column_S1 = np.searchsorted(devices, homes[samples])[:, None]
+            node_SD, device_SD = np.broadcast_arrays(*self.kept_on_devices(samples, devices))
+            in_node += int(np.take_along_axis(node_SD, column_S1, axis=1).sum())
+            in_device += int(np.take_along_axis(device_SD, column_S1, axis=1).sum())
+        total = int(self.combine_rows.sum()) + (
+            0 if self.predictions is None else int(self.predictions.sum())
+        )
+        return total - in_node, in_node - in_device
+
+
 def sample_problem(
     *,
     counts: Ints,
@@ -59,42 +158,14 @@ def sample_problem(
     predictions: Ints | None = None,
     following: Nearness | None = None,
 ) -> SampleProblem:
-    """The assignment problem of one layer and microbatch, or of one chunk of it.
-
-    counts: [I, positions], rows of every sample by the position that computes them in this layer. homes: [I],
-    the device of every sample now; each device keeps as many. moved_rows: [I], rows as wide as a token that
-    move with a sample beside those of its experts (the residual; shared experts' output). node_of_device:
-    [P]. predictions: [I, E], expected rows by expert of the next MoE layer, and `following`, where they go
-    from every device; both None where no MoE layer follows.
-    """
+    """The problem with rows given by position. counts: [I, positions], those of a device together."""
     samples, devices = len(homes), len(node_of_device)
     slots = counts.shape[1] // devices
-    rows_IP = counts.reshape(samples, devices, slots).sum(axis=2)
-    inter_IP, intra_IP = _combine_rows(rows_IP, node_of_device)
-    if predictions is not None and following is not None:
-        inter_next_IP, intra_next_IP = _dispatch_rows(predictions, following)
-        inter_IP, intra_IP = inter_IP + inter_next_IP, intra_IP + intra_next_IP
-    away_IP = node_of_device[homes][:, None] != node_of_device
-    moved_IP = homes[:, None] != np.arange(devices)
     return SampleProblem(
         node_of_device=node_of_device,
-        capacity=np.bincount(homes, minlength=devices),
         homes=homes,
-        inter_rows=inter_IP + moved_rows[:, None] * away_IP,
-        intra_rows=intra_IP + moved_rows[:, None] * (moved_IP & ~away_IP),
+        combine_rows=counts.reshape(samples, devices, slots).sum(axis=2),
+        moved_rows=moved_rows,
+        predictions=predictions,
+        following=following,
     )
-
-
-def _combine_rows(rows_IP: Ints, node_of_device: Ints) -> tuple[Ints, Ints]:
-    """Rows across and inside nodes on their way from experts to every possible home. rows: by device of the
-    experts."""
-    same_node_PP = (node_of_device[:, None] == node_of_device).astype(np.float64)
-    in_node_IP = exact_product(rows_IP, same_node_PP)
-    return rows_IP.sum(axis=1, keepdims=True) - in_node_IP, in_node_IP - rows_IP
-
-
-def _dispatch_rows(predicted_IE: Ints, following: Nearness) -> tuple[Ints, Ints]:
-    """Rows across and inside nodes on their way to the next layer's experts, from every possible home."""
-    in_node_IP = exact_product(predicted_IE, following.node.T) // SPLIT
-    in_device_IP = exact_product(predicted_IE, following.device.T) // SPLIT
-    return predicted_IE.sum(axis=1, keepdims=True) - in_node_IP, in_node_IP - in_device_IP

@@ -1,6 +1,6 @@
 """Who goes where at the least total cost, when every place has so much room: two exact solvers by name.
 
-`network_simplex` solves the transportation problem, I x C numbers for I goers and C places (POT's `ot.emd`).
+`network_simplex` solves the transportation problem, I x C numbers for I goers and C places (POT's solver).
 `kuhn_munkres` repeats every place once for each goer that it takes and solves the I x I assignment (NetMoE,
 Eq 10), which is what the paper does and takes far longer. Both have integral optima and no randomness. Costs
 are integers small enough to be exact in float64, so the same input gives the same places in every process.
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -24,6 +24,8 @@ Solver = Callable[[Floats, Ints], Ints]
 
 MOST_PIVOTS: Final = 10**9
 """More than any problem takes; POT's own limit stops at 100,000, before thousands of samples are optimal."""
+OPTIMAL: Final = 1
+"""POT's code of a plan that cannot be improved."""
 BACKENDS: Final = {
     "torch": "POT_BACKEND_DISABLE_PYTORCH",
     "jax": "POT_BACKEND_DISABLE_JAX",
@@ -33,18 +35,38 @@ BACKENDS: Final = {
 """Libraries that POT loads where it finds them, and what keeps it from that."""
 
 
+MANY: Final = 1 << 16
+"""Costs from which on guessing prices takes less time than it saves."""
+
+
 def network_simplex(costs_IC: Floats, room_C: Ints) -> Ints:
-    """Places by the network simplex method of POT."""
-    plan_IC: Floats = _emd()(
-        np.ones(len(costs_IC)),
-        room_C.astype(np.float64),
-        np.ascontiguousarray(costs_IC),
-        numItermax=MOST_PIVOTS,
-        check_marginals=False,
-        center_dual=False,
+    """Places by the network simplex method of POT; where there are many, from guessed prices of places."""
+    prices_C = guessed_prices(costs_IC, room_C) if costs_IC.size >= MANY else None
+    start = None if prices_C is None else ((costs_IC + prices_C).min(axis=1), -prices_C)
+    alpha_I, beta_C = (None, None) if start is None else start
+    room = np.ascontiguousarray(room_C, np.float64)
+    plan_IC, *_, code = _emd()(
+        np.ones(len(costs_IC)), room, np.ascontiguousarray(costs_IC), MOST_PIVOTS, 1, alpha_I, beta_C
     )
+    assert code == OPTIMAL, f"POT's network simplex ends with code {code}"
     places_I: Ints = plan_IC.argmax(axis=1)
     return places_I
+
+
+def guessed_prices(costs_IC: Floats, room_C: Ints, rounds: int = 20) -> Floats:
+    """Prices of places at which about as many goers choose each, the cheapest for them, as it has room for,
+    [C].
+
+    Places that too many choose become dearer, in ever smaller steps. Integers, as the costs are.
+    """
+    prices_C = np.zeros(len(room_C), np.int64)
+    step = int(np.ptp(costs_IC, axis=1).sum()) // (2 * len(costs_IC))
+    for _ in range(rounds):
+        chosen_I = (costs_IC + prices_C).argmin(axis=1)
+        above_C = np.bincount(chosen_I, minlength=len(room_C)) - room_C
+        prices_C += step * above_C // np.maximum(room_C, 1)
+        step = step * 4 // 5
+    return prices_C.astype(np.float64)
 
 
 def kuhn_munkres(costs_IC: Floats, room_C: Ints) -> Ints:
@@ -74,10 +96,11 @@ def prepare(name: str) -> None:
 
 
 @cache
-def _emd() -> Callable[..., Floats]:
+def _emd() -> Callable[..., Any]:
+    """What `ot.emd` calls, without its checks, which take three times as long as a small problem."""
     with _without_backends():
-        import ot
-    return cast(Callable[..., Floats], ot.emd)
+        from ot.lp.emd_wrap import emd_c
+    return cast(Callable[..., Any], emd_c)
 
 
 @contextmanager

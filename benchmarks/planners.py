@@ -1,0 +1,244 @@
+"""Planners of guest experts on drifting skewed loads, by simulation: how even they make loads, and how fast a
+layer.
+
+Every plan is made from one step and serves the next, as in training, unless it would be slower than none
+there. The layer's time is that of the busiest link of every transfer and of the slowest rank's experts.
+Forced balance sends every rank as many rows as if all experts were equally liked, which no planner may do; it
+is what they are held against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks.command import parser_of, run_alone
+from benchmarks.skewed import DRIFT, ROWS, costs, drifting_loads, expert_problem
+from penstock.bench.table import markdown_table
+from penstock.placement import Hosting
+from penstock.placing import PLANNERS, ExpertProblem, LayerLoad, find_planner, overlap, pays
+from penstock.placing.model import LayerSeconds, seconds_of
+
+RANKS: Final = 16
+STEPS: Final = 12
+SLOTS: Final = (1, 2)
+RATIO: Final = 0.5
+"""Transfers of evenly routed rows over the experts' computation, where nothing else is said."""
+RATIOS: Final = (0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+DRIFTS: Final = (0.0, 0.02, 0.1, 0.3, 1.0)
+NONE: Final = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One planner on all steps. planner: `none`, or its name.
+
+    ratio: of links to devices. drift: share of the rows that follow another distribution one step later.
+    overlap: share of a step's rows in common with those of the step before. deviation: standard deviation of
+    the ranks' loads over their mean. imbalance: their maximum over the mean. speedup: the layer's time
+    without guests over its time. of_even: throughput over that of forced balance. dropped: share of steps in
+    which the plan of the step before would have been slower than none. All but the last are means over steps.
+    """
+
+    planner: str
+    guest_slots: int
+    ratio: float
+    drift: float
+    overlap: float
+    deviation: float
+    imbalance: float
+    layer_ms: float
+    speedup: float
+    of_even: float
+    dropped: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannersResult:
+    """planners: all of them at one ratio and drift. by_ratio, by_drift: with one guest slot."""
+
+    ranks: int
+    steps: int
+    planners: tuple[Planned, ...]
+    by_ratio: tuple[Planned, ...]
+    by_drift: tuple[Planned, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; the key `planners` tells it from other results."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> PlannersResult:
+        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
+        rows = {name: tuple(map(_planned, plain[name])) for name in ("planners", "by_ratio", "by_drift")}
+        return PlannersResult(**{**plain, **rows})
+
+
+def _planned(row: Mapping[str, Any]) -> Planned:
+    return Planned(**row)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A layer in one step under some plan."""
+
+    load: LayerLoad
+    time: LayerSeconds
+    dropped: bool = False
+
+
+def simulate_planners(
+    steps: int = STEPS, ratios: Sequence[float] = RATIOS, drifts: Sequence[float] = DRIFTS
+) -> PlannersResult:
+    """Every planner on the same loads. 40 s."""
+    return PlannersResult(
+        ranks=RANKS,
+        steps=steps,
+        planners=(
+            _simulated(NONE, SLOTS[0], RATIO, DRIFT, steps),
+            *(_simulated(name, slots, RATIO, DRIFT, steps) for slots in SLOTS for name in PLANNERS),
+        ),
+        by_ratio=tuple(
+            _simulated(name, SLOTS[0], ratio, DRIFT, steps) for ratio in ratios for name in (NONE, *PLANNERS)
+        ),
+        by_drift=tuple(
+            _simulated(name, SLOTS[0], RATIO, drift, steps) for drift in drifts for name in PLANNERS
+        ),
+    )
+
+
+def _simulated(planner: str, slots: int, ratio: float, drift: float, steps: int) -> Planned:
+    """Each step but the first under the plan of the one before."""
+    loads = list(drifting_loads(RANKS, steps + 1, drift))
+    problems = [expert_problem(RANKS, slots, ratio, each) for each in loads]
+    none = [_step(problem, Hosting.none(problem.placement, slots)) for problem in problems[1:]]
+    found = none if planner == NONE else [_served(planner, *pair) for pair in pairwise(problems)]
+    total_s = float(np.mean([step.time.total_s for step in found]))
+    return Planned(
+        planner=planner,
+        guest_slots=slots,
+        ratio=ratio,
+        drift=drift,
+        overlap=float(np.mean([overlap(before, after) for before, after in pairwise(loads)])),
+        deviation=float(np.mean([step.load.computed.std() / step.load.computed.mean() for step in found])),
+        imbalance=float(np.mean([step.load.imbalance for step in found])),
+        layer_ms=1e3 * total_s,
+        speedup=float(np.mean([step.time.total_s for step in none])) / total_s,
+        of_even=seconds_of(costs(RANKS, ratio), _even()).total_s / total_s,
+        dropped=float(np.mean([step.dropped for step in found])),
+    )
+
+
+def _served(name: str, before: ExpertProblem, problem: ExpertProblem) -> _Step:
+    """With the plan of the step before, dropped where it does not pay."""
+    hosting = find_planner(name)(before)
+    if hosting.is_empty or pays(problem, hosting):
+        return _step(problem, hosting)
+    none = _step(problem, Hosting.none(problem.placement, problem.guest_slots))
+    return _Step(none.load, none.time, dropped=True)
+
+
+def _step(problem: ExpertProblem, hosting: Hosting) -> _Step:
+    load = LayerLoad.of(problem.loads, hosting)
+    return _Step(load, seconds_of(problem.costs, load))
+
+
+def _even() -> LayerLoad:
+    rows = np.full((RANKS, RANKS), ROWS / RANKS)
+    return LayerLoad(traffic=rows, copies=np.zeros((RANKS, RANKS), np.int64))
+
+
+def render_planners(result: PlannersResult) -> str:
+    """Three tables, in Markdown."""
+    first = result.planners[0]
+    return "\n".join(
+        [
+            f"- {result.ranks} ranks with one expert each, nodes of 4; means of {result.steps} steps",
+            "- link / device: four transfers of evenly routed rows over the experts' computation",
+            "- drift: share of the rows that follow another distribution one step later",
+            "- max / mean: of the loads of ranks; std: their standard deviation over the mean",
+            "- dropped: steps in which the plan of the step before would have been slower than none",
+            "",
+            f"link / device {first.ratio:g}, drift {first.drift:g}, "
+            f"which leaves {100 * first.overlap:.0f} % of the rows where they were:",
+            "",
+            *markdown_table(_planner_rows(result.planners)),
+            "",
+            "Speed-up over no guests by link / device, one guest slot:",
+            "",
+            *markdown_table(_ratio_rows(result.by_ratio)),
+            "",
+            "Speed-up, and max / mean, by drift, one guest slot; of the plans those dropped:",
+            "",
+            *markdown_table(_drift_rows(result.by_drift)),
+        ]
+    )
+
+
+def _planner_rows(planners: Sequence[Planned]) -> list[list[str]]:
+    head = [
+        "planner",
+        "guest slots",
+        "std",
+        "max / mean",
+        "layer ms",
+        "speed-up",
+        "of forced balance",
+        "dropped",
+    ]
+    rows = [
+        [
+            row.planner,
+            "" if row.planner == NONE else str(row.guest_slots),
+            f"{row.deviation:.2f}",
+            f"{row.imbalance:.2f}",
+            f"{row.layer_ms:.1f}",
+            f"{row.speedup:.2f}x",
+            f"{100 * row.of_even:.0f} %",
+            f"{100 * row.dropped:.0f} %",
+        ]
+        for row in planners
+    ]
+    return [head, *rows]
+
+
+def _ratio_rows(rows: Sequence[Planned]) -> list[list[str]]:
+    by_ratio = _grouped(rows, lambda row: row.ratio)
+    head = ["link / device", "none ms", *PLANNERS, "planned: max / mean", "planned: of forced balance"]
+    found = []
+    for ratio, each in by_ratio.items():
+        best = each["planned"]
+        ends = [f"{best.imbalance:.2f}", f"{100 * best.of_even:.0f} %"]
+        speedups = [f"{each[name].speedup:.2f}x" for name in PLANNERS]
+        found.append([f"{ratio:g}", f"{each[NONE].layer_ms:.1f}", *speedups, *ends])
+    return [head, *found]
+
+
+def _drift_rows(rows: Sequence[Planned]) -> list[list[str]]:
+    head = ["drift", "rows in common", *PLANNERS]
+    found = []
+    for drift, each in _grouped(rows, lambda row: row.drift).items():
+        common = f"{100 * each['planned'].overlap:.0f} %"
+        found.append([f"{drift:g}", common, *(_kept(each[name]) for name in PLANNERS)])
+    return [head, *found]
+
+
+def _kept(row: Planned) -> str:
+    return f"{row.speedup:.2f}x {row.imbalance:.2f} ({100 * row.dropped:.0f} %)"
+
+
+def _grouped(rows: Sequence[Planned], key: Callable[[Planned], float]) -> dict[float, dict[str, Planned]]:
+    """By a number, then by planner."""
+    found: dict[float, dict[str, Planned]] = {}
+    for row in rows:
+        found.setdefault(key(row), {})[row.planner] = row
+    return found
+
+
+if __name__ == "__main__":
+    about = "Simulates planners of guest experts on drifting skewed loads: a minute."
+    run_alone(parser_of("planners", about), lambda _: simulate_planners(), render_planners)

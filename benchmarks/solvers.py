@@ -1,0 +1,208 @@
+"""How long placement takes on the host: NetMoE's assignment by both solvers, and every planner of guests.
+
+The assignments are those of NetMoE's solver table (MoE-GPT-S on 2 nodes of 8 devices), beside the time of
+dispatch and experts that the paper measured there and that has to hide the solver, and one far larger. Counts
+of samples are drawn from Dirichlet distributions; what solving takes hardly depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks.command import parser_of, run_alone
+from benchmarks.layer.measure import Band, in_turns, quiet_process, timed
+from benchmarks.skewed import expert_problem
+from penstock.bench.table import markdown_table
+from penstock.placement import ExpertPlacement, Hosting
+from penstock.placing import PLANNERS, SOLVERS, Nearness, SampleProblem, assign, prepare, sample_problem
+
+TOKENS: Final = 2048
+"""Of a sample, each of which goes to two experts."""
+CONCENTRATION: Final = 0.3
+"""Of a sample's Dirichlet distribution over experts."""
+HIDDEN: Final = 20
+"""The dispatch and the experts that hide the solver shall take this many times as long."""
+SHARE_OF_ROUNDS: Final = 10
+"""Rounds that small problems have for each of the largest."""
+ROUNDS: Final = 5
+MOST_MATCHED: Final = 512
+"""Samples up to which Kuhn-Munkres is timed; its time grows with their third power."""
+PLANNED: Final = ((16, 1), (16, 2), (64, 1))
+"""Ranks, one expert each, and guest slots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A row of NetMoE's solver table: samples per device, and milliseconds."""
+
+    samples: int
+    solver_ms: float
+    hiding_ms: float
+
+
+NETMOE: Final = (
+    Published(samples=2, solver_ms=0.08, hiding_ms=3.69),
+    Published(samples=4, solver_ms=0.48, hiding_ms=7.13),
+    Published(samples=8, solver_ms=1.48, hiding_ms=13.5),
+    Published(samples=16, solver_ms=10.8, hiding_ms=27.3),
+    Published(samples=24, solver_ms=31.1, hiding_ms=41.7),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solved:
+    """One size. solver_s: of the assignment, costs included, by name of the solver. published: the paper's
+    row, if it has one."""
+
+    nodes: int
+    devices_per_node: int
+    samples: int
+    solver_s: Mapping[str, Band]
+    published: Published | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedIn:
+    """Time of every planner of guests, for one layer. seconds: by name."""
+
+    ranks: int
+    guest_slots: int
+    seconds: Mapping[str, Band]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolversResult:
+    """All sizes of both kinds."""
+
+    solved: tuple[Solved, ...]
+    planned: tuple[PlannedIn, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; the key `solved` tells it from other results."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> SolversResult:
+        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
+        return SolversResult(
+            solved=tuple(_solved(row) for row in plain["solved"]),
+            planned=tuple(PlannedIn(**row | {"seconds": _bands(row["seconds"])}) for row in plain["planned"]),
+        )
+
+
+def _solved(row: Mapping[str, Any]) -> Solved:
+    published = row["published"] and Published(**row["published"])
+    return Solved(**{**row, "solver_s": _bands(row["solver_s"]), "published": published})
+
+
+def _bands(plain: Mapping[str, Mapping[str, float]]) -> dict[str, Band]:
+    return {name: Band(**band) for name, band in plain.items()}
+
+
+def measure_solvers(rounds: int = ROUNDS) -> SolversResult:
+    """All sizes, solvers in turns. rounds: of the largest problems; small ones have more. 60 s."""
+    for name in SOLVERS:
+        prepare(name)
+    with quiet_process():
+        solved = [_solve(2, 8, row.samples, SHARE_OF_ROUNDS * rounds, row) for row in NETMOE]
+        solved.append(_solve(128, 1, 32, rounds))
+        planned = [_plan(ranks, slots, rounds) for ranks, slots in PLANNED]
+    return SolversResult(solved=tuple(solved), planned=tuple(planned))
+
+
+def _solve(
+    nodes: int, per_node: int, samples: int, rounds: int, published: Published | None = None
+) -> Solved:
+    """samples: of every device."""
+    problem = sample_assignment(nodes, per_node, samples)
+    total = len(problem.homes)
+    names = [name for name in SOLVERS if name == "network_simplex" or total <= MOST_MATCHED]
+    return Solved(
+        nodes=nodes,
+        devices_per_node=per_node,
+        samples=total,
+        solver_s=_timed_in_turns({name: partial(assign, problem, name) for name in names}, rounds),
+        published=published,
+    )
+
+
+def sample_assignment(nodes: int, per_node: int, samples: int) -> SampleProblem:
+    """Samples that prefer experts of their own, one expert on each device, and that follow them in the next
+    layer."""
+    devices = nodes * per_node
+    node_of_device = np.repeat(np.arange(nodes), per_node)
+    rng = np.random.default_rng(0)
+    homes = np.repeat(np.arange(devices), samples)
+    shares = rng.dirichlet(np.full(devices, CONCENTRATION), len(homes))
+    hosting = Hosting.none(ExpertPlacement.even(devices, devices), 0)
+    return sample_problem(
+        counts=rng.multinomial(2 * TOKENS, shares),
+        homes=homes,
+        moved_rows=np.full(len(homes), TOKENS),
+        node_of_device=node_of_device,
+        predictions=rng.multinomial(2 * TOKENS, shares),
+        following=Nearness.of(hosting, node_of_device),
+    )
+
+
+def _plan(ranks: int, guest_slots: int, rounds: int) -> PlannedIn:
+    problem = expert_problem(ranks, guest_slots)
+    ways = {name: partial(planner, problem) for name, planner in PLANNERS.items()}
+    return PlannedIn(ranks=ranks, guest_slots=guest_slots, seconds=_timed_in_turns(ways, rounds))
+
+
+def _timed_in_turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Band]:
+    times_s = in_turns({name: partial(timed, way) for name, way in ways.items()}, rounds)
+    return {name: Band.of(each) for name, each in times_s.items()}
+
+
+def render_solvers(result: SolversResult) -> str:
+    """Both tables, in Markdown."""
+    return "\n".join(
+        [
+            "- assignment of samples, costs and both stages; median [10 %, 90 %] of rounds, one thread",
+            f"- of what hides it: the median over dispatch + experts of the paper; aim: 1/{HIDDEN}",
+            "",
+            *markdown_table(_solved_rows(result.solved)),
+            "",
+            "- planners of guests for one layer, one expert on each rank; median [10 %, 90 %], one thread",
+            "",
+            *markdown_table(_planned_rows(result.planned)),
+        ]
+    )
+
+
+def _solved_rows(solved: tuple[Solved, ...]) -> list[list[str]]:
+    head = ["nodes x devices", "samples", *(f"{name} ms" for name in SOLVERS)]
+    rows = [[*head, "paper's solver ms", "dispatch + experts ms", "of what hides it"]]
+    for row in solved:
+        times = [_milliseconds(row.solver_s[name]) if name in row.solver_s else "" for name in SOLVERS]
+        published = ["", "", ""]
+        if row.published is not None:
+            share = 1e3 * row.solver_s["network_simplex"].median / row.published.hiding_ms
+            published = [f"{row.published.solver_ms:g}", f"{row.published.hiding_ms:g}", f"1/{1 / share:.0f}"]
+        rows.append([f"{row.nodes} x {row.devices_per_node}", str(row.samples), *times, *published])
+    return rows
+
+
+def _planned_rows(planned: tuple[PlannedIn, ...]) -> list[list[str]]:
+    rows = [["ranks", "guest slots", *(f"{name} ms" for name in PLANNERS)]]
+    for row in planned:
+        times = [_milliseconds(row.seconds[name]) for name in PLANNERS]
+        rows.append([str(row.ranks), str(row.guest_slots), *times])
+    return rows
+
+
+def _milliseconds(band: Band) -> str:
+    low, median, high = (f"{1e3 * value:.3g}" for value in (band.low, band.median, band.high))
+    return f"{median} [{low}, {high}]"
+
+
+if __name__ == "__main__":
+    about = "Measures how long assignments of samples and plans of guest experts take on the host."
+    run_alone(parser_of("solvers", about), lambda _: measure_solvers(), render_solvers)
