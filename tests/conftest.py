@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from tests.support.pairwise import leave_to_soak
 from tests.support.ranks import Pools
 from tests.support.runs import end_started
-from tests.support.workers import GroupScheduling
+from tests.support.workers import GroupScheduling, slow_first
 
 settings.register_profile(
     "penstock",
@@ -37,8 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave to `make soak` what repeats values of a test marked `every_value`."""
+    """Leave to `make soak` what repeats values of a test marked `every_value`; begin with what takes long."""
     leave_to_soak(items)
+    slow_first(items)
 
 
 @pytest.hookimpl(optionalhook=True)

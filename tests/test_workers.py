@@ -1,10 +1,12 @@
-"""Where several processes run tests, those of a file and those with network namespaces stay together."""
+"""Where several processes run tests: what stays together, and what begins first."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
-from tests.support.workers import group_of
+from tests.support.workers import group_of, slow_first
 
 
 @pytest.mark.parametrize(
@@ -18,3 +20,23 @@ from tests.support.workers import group_of
 )
 def test_what_one_worker_runs(first: str, second: str, together: bool) -> None:
     assert (group_of(first) == group_of(second)) is together
+
+
+@dataclass(frozen=True)
+class Test:
+    """What of a test its place depends on."""
+
+    __test__ = False
+    nodeid: str
+    slow: bool
+
+    def get_closest_marker(self, name: str) -> object:
+        return (name == "slow" and self.slow) or None
+
+
+def test_what_is_slow_begins_first() -> None:
+    """Groups with more slow tests first; groups stay whole, and tests in the order of their file."""
+    slow = {"a::1": False, "b::1": True, "b::2": False, "c::1": True, "c::2": True, "d::1": False}
+    tests = [Test(*each) for each in slow.items()]
+    slow_first(tests)
+    assert [test.nodeid for test in tests] == ["c::1", "c::2", "b::1", "b::2", "a::1", "d::1"]

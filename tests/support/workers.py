@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Protocol, TypeVar
+
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 EMULATED = "tests/emulate/"
@@ -14,6 +17,27 @@ def group_of(test: str) -> str:
     """
     file = test.partition("::")[0]
     return EMULATED if file.startswith(EMULATED) else file
+
+
+class Marked(Protocol):
+    """A test, as far as its place depends on it."""
+
+    @property
+    def nodeid(self) -> str: ...
+
+    def get_closest_marker(self, name: str) -> object: ...
+
+
+T = TypeVar("T", bound=Marked)
+
+
+def slow_first(items: list[T]) -> None:
+    """Sort groups by how many of their tests are slow, so that the last ones to begin are short.
+
+    A long one that begins when all others are done would keep one process alone.
+    """
+    slow = Counter(group_of(item.nodeid) for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[group_of(item.nodeid)])
 
 
 class GroupScheduling(LoadScopeScheduling):
