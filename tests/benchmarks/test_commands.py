@@ -14,6 +14,7 @@ import pytest
 
 from penstock.topology.join import leave
 from tests.cli.test_bench import QUICK
+from tests.support.forked import run_forked
 from tests.support.runs import check_refusal, clean_environ
 
 pytestmark = pytest.mark.slow
@@ -33,8 +34,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_collectives_as_json() -> None:
-    """Settings may stand before and after options."""
-    result = run("collectives", QUICK[0], "--json", *QUICK[1:])
+    """Settings may stand before and after options. Of a benchmark that starts its ranks: tests/emulate."""
+    result = run_forked(2, QUICK[0], "--json", *QUICK[1:], program="benchmarks.collectives")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert (found["ranks"], found["nodes"], found["inter_rate_bit_per_s"]) == (2, 1, None)
@@ -47,7 +48,7 @@ def test_collectives_as_json() -> None:
 @pytest.mark.soak
 def test_dispatches_as_json() -> None:
     """In `make test` on emulated links, see tests/emulate."""
-    result = run("dispatches", "compare.rounds=1", "--json", "moe.num_experts=4", "compare.profile_s=1")
+    result = run("dispatches", "compare.rounds=1", "--json", "moe.num_experts=4", "compare.profile_s=0.1")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["ranks"] == 2 and found["models"].keys() == {"flat"}

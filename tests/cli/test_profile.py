@@ -11,7 +11,7 @@ from penstock.config import to_dict
 from penstock.cost.clusters import find_cluster
 from tests.autopilot.test_profiling import TINY, check
 from tests.support.forked import run_forked
-from tests.support.runs import check_refusal, refused, run
+from tests.support.runs import refused, run
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.soak
 def test_two_processes_print_and_save_the_same_file(tmp_path: Path) -> None:
     out, figures = tmp_path / "two.json", tmp_path / "figures"
-    options = ("--budget", "2", "--out", out, "--plot", figures, "--json")
+    options = ("--budget", "0.2", "--out", out, "--plot", figures, "--json")
     result = run("profile", *options, "parallel.processes=2", *TINY)
     assert result.returncode == 0, result.stderr
     file = find_cluster(str(out))
@@ -33,7 +33,7 @@ def test_two_processes_print_and_save_the_same_file(tmp_path: Path) -> None:
 def test_one_process_takes_a_file_and_prints_tables(tmp_path: Path) -> None:
     config, out = tmp_path / "one.toml", tmp_path / "one.json"
     config.write_text("[parallel]\nprocesses = 1\n")
-    result = run_forked(1, "profile", config, *TINY, "--budget", "1", "--out", out)
+    result = run_forked(1, "profile", config, *TINY, "--budget", "0.2", "--out", out)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("one: 1 rank on 1 node, ") and f"saved as {out}" in result.stdout
     assert "X.W" in result.stdout and "matmul" in result.stdout and "all_to_all" not in result.stdout
@@ -46,15 +46,10 @@ def test_one_process_takes_a_file_and_prints_tables(tmp_path: Path) -> None:
         (("moe.num_experts=3",), "moe.num_experts = 3"),
         (("nowhere.toml",), "nowhere.toml: there is no such file"),
         (("--out", "{folder}"), "is a folder"),
+        (("--budget", "0"), "--budget = 0"),
     ],
 )
 def test_bad_usage_is_refused_before_any_process_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], shown: str
 ) -> None:
     assert shown in refused(capsys, "profile", *(word.format(folder=tmp_path) for word in arguments))
-
-
-def test_bad_usage_is_refused_by_the_command() -> None:
-    result = run("profile", "--budget", "0")
-    check_refusal(result.returncode, result.stdout, result.stderr)
-    assert "--budget = 0" in result.stderr

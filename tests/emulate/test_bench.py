@@ -10,7 +10,7 @@ from tests.benchmarks.test_commands import run as benchmark
 from tests.cli.test_bench import QUICK
 from tests.support.runs import run
 
-ONCE = ("compare.rounds=1", "compare.profile_s=1")
+ONCE = ("compare.rounds=1", "compare.profile_s=0.1")
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("emulation")]
 

@@ -161,11 +161,11 @@ def test_train_in_a_cluster_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_launcher_leaves_what_the_next_start_removes(tmp_path: Path) -> None:
     errors = tmp_path / "errors.txt"
-    process = start("train", write_config(tmp_path), "train.steps=100000", "--emulate", "1x2", stderr=errors)
+    process = start("train", write_config(tmp_path), "train.steps=100000", "--emulate", "1x1", stderr=errors)
     wait_until(lambda: bool(losses(tmp_path / "run")), process)
     name = next(state.name for state in clusters() if state.owner and state.owner.pid == process.pid)
     assert [each for each in namespaces() if each.startswith(name)]
-    rank = pid_of_rank(process.pid, 1)
+    rank = pid_of_rank(process.pid, 0)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     wait_for(lambda: not Path(f"/proc/{rank}").exists())
