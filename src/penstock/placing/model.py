@@ -5,7 +5,6 @@ Shapes: P ranks of the expert group, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -125,28 +124,3 @@ def paper_seconds(
         agg_s = max(0.0, agg_s - 2 * experts_s - 2 * costs.other_s)
     rows_s = float(received.max()) * costs.row_bytes * byte_s
     return 4 * rows_s + 3 * experts_s + trans_s + agg_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """One MoE block under Pro-Prophet's schedule: one all-to-all, forward of experts and of the rest, Trans
-    and Agg."""
-
-    all_to_all_s: float
-    experts_s: float
-    other_s: float
-    trans_s: float
-    agg_s: float
-
-
-def step_seconds(blocks: Sequence[Block]) -> float:
-    """A whole step under Pro-Prophet's schedule, exactly.
-
-    Eq 8 hides a block's transfers behind its own computation. The schedule hides them behind the block before
-    it, and those of the first block behind nothing.
-    """
-    total_s = sum(4 * b.all_to_all_s + 3 * (b.experts_s + b.other_s) for b in blocks)
-    before_s = [0.0, *(b.experts_s + b.other_s for b in blocks[:-1])]
-    for block, hidden_s in zip(blocks, before_s, strict=True):
-        total_s += max(0.0, block.trans_s - hidden_s) + max(0.0, block.agg_s - 2 * hidden_s)
-    return total_s

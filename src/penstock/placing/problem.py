@@ -76,6 +76,8 @@ class ExpertCosts:
     four all-to-alls of a step. parameter_bytes, gradient_bytes: of one expert, as Trans and Agg carry them.
     forward_slack_s, backward_slack_s: time of Trans and of Agg that the schedule hides; None: what Eq 8 takes
     for it, the forward (or backward) of experts and of the rest of the block, `other_s` forward.
+    Pro-Prophet's own schedule hides them behind the block before, and those of the first block behind
+    nothing: with that given the sum over blocks is exact, with Eq 8 it is a few per cent off (SYSTEMS 6.8).
     """
 
     links: Links
