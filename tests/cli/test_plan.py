@@ -92,6 +92,7 @@ def test_a_plan_is_saved_shown_and_can_be_replayed(
     PlanFile.read(path).step_plan(problem)
 
 
+@pytest.mark.slow
 def test_what_a_budget_cut_short_is_said_everywhere(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -55,6 +55,7 @@ def test_parameter_counts(name: str) -> None:
     assert expert / 1e6 == pytest.approx(expert_published, rel=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_sixteen_ranks_share_the_experts(name: str) -> None:
     whole, share = on_meta(name), on_meta(name, RANKS)

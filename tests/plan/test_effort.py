@@ -53,6 +53,7 @@ def test_a_larger_budget_never_finds_a_worse_plan(layers: int, budgets: tuple[fl
     assert seconds[0] <= min(evaluate(each, choice).predicted_s for choice in first_choices(each))
 
 
+@pytest.mark.slow
 def test_the_usual_budget_leaves_no_published_planner_out() -> None:
     """However large the model: its plans alone may be more than the budget."""
     each = problem((True,) * 12)
@@ -74,6 +75,7 @@ def test_work_ends_soon_after_the_budget(effort: Effort) -> None:
     assert searched.placements <= searched.allowed + MOST_PLACEMENTS // QUICK + 10_000
 
 
+@pytest.mark.slow
 def test_what_was_left_out_is_said() -> None:
     found = find_plan(tiny(), budget=1e-4)
     searched = found.searched
@@ -88,6 +90,7 @@ def test_what_was_left_out_is_said() -> None:
     assert searched.lines == (f"Search   {searched.words}",)
 
 
+@pytest.mark.slow
 def test_what_is_complete_claims_nothing_more() -> None:
     searched = find_plan(problem((True,)), budget=100).searched
     assert searched.complete and searched.stopped is None and searched.lines == ()

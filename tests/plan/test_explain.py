@@ -35,6 +35,7 @@ def test_what_limits_is_what_helps_when_it_is_faster(cluster: ClusterConfig, lan
     assert all(0.4 < ratio < 1.001 for ratio in told.faster.values())
 
 
+@pytest.mark.slow
 def test_five_lines() -> None:
     each = problem()
     found = find_plan(each)

@@ -31,6 +31,7 @@ def test_all_layouts_of_a_cluster_work_on_the_same_samples() -> None:
     assert any("0 more do not divide" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_counted() -> None:
     found = find_layouts("Mixtral-7B", TESTBED, SIZES)
     sizes = sorted(each.best.memory_bytes for each in found.ranked)

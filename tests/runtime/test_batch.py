@@ -49,6 +49,7 @@ def test_numbers_of_samples_are_unique_among_those_that_differ(mp_size: int, tra
     assert found == (list(range(count)) if training else list(range(-count, 0)))
 
 
+@pytest.mark.slow
 @pytest.mark.every_value
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("batches", UNEVEN)
@@ -119,6 +120,7 @@ def evaluated(rank: int, step: Case) -> tuple[float, float]:
     return loss, result_of(stack.train(), rank, step).loss
 
 
+@pytest.mark.slow
 @pytest.mark.every_value
 @pytest.mark.parametrize("order", ["sort", "index"])
 @pytest.mark.parametrize("batches", UNEVEN)

@@ -49,6 +49,7 @@ def test_alone(ranks: Pools, degrees: tuple[int, int]) -> None:
         check_parity(ranks, cut(case(1, "softmax", order, "flat", experts, schedule), degrees))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("degrees", "order", "experts", "schedule"),
     [
@@ -76,6 +77,7 @@ FOUR = [
 """Every degree, order, dispatch, kind of expert and schedule that cuts there; most of them twice."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("degrees", "order", "dispatch", "experts", "schedule"), FOUR)
 def test_on_four_ranks(
     ranks: Pools, degrees: tuple[int, int], order: str, dispatch: str, experts: str, schedule: str
@@ -91,6 +93,7 @@ def test_with_padding(ranks: Pools, order: str, degrees: tuple[int, int]) -> Non
     check_parity(ranks, replace(cut(base, degrees), padding=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["sort", "merged"])
 def test_a_rank_that_gets_nothing_and_one_that_gets_all(ranks: Pools, order: str) -> None:
     base = cut(case(4, "softmax", order, "hierarchical_1d", "gelu", "penstock"), (3, 2))
@@ -118,6 +121,7 @@ def evaluated(rank: int, step: Case) -> tuple[float, float]:
     return trained, stack(tokens, tokens, torch.arange(step.batch)).item()
 
 
+@pytest.mark.slow
 def test_evaluation_runs_forward_alone(ranks: Pools) -> None:
     step = cut(case(2, "softmax", "sort", "flat", "gelu", "moe_pipeline"), (2, 3))
     for trained, alone in ranks(2).run(evaluated, step):
@@ -151,6 +155,7 @@ def step_with_partition(rank: int, step: Case, seed: int) -> Any:
     return result_of(stack, rank, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_gradients_in_random_parts_are_the_reference_s(ranks: Pools, seed: int) -> None:
     base = cut(case(2, "softmax", "sort", "flat", "gelu", "fsmoe"), (2, 3))

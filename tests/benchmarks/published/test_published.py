@@ -84,6 +84,7 @@ def test_a_plan_that_is_the_best_published_one_gains_nothing_over_the_best() -> 
     assert all(gain.least >= 1.0 for gain in each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", GRIDS)
 def test_the_joint_plan_is_never_worse_than_a_published_one(cluster: str) -> None:
     result = run_grid(GRIDS[cluster], sample=1, joint_sample=1, joint=low)

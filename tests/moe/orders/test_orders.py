@@ -122,6 +122,7 @@ def test_outputs_and_gradients_are_those_of_plain_sums(
     torch.testing.assert_close(case.run(chunks), case.expected())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 @given(data=st.data(), chunks=chunk_counts)
 def test_neither_chunks_nor_a_second_run_change_a_bit(

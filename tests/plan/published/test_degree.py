@@ -66,6 +66,7 @@ def simulated_s(cases: list[tuple[MoEPart, float]], degree: int, phase: Phase) -
     return latest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", [F, B])
 def test_the_exact_degree_is_that_of_brute_force_by_simulation(phase: Phase) -> None:
     rng = random.Random(f"degree {phase}")

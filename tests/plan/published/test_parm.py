@@ -114,6 +114,7 @@ def test_without_attention_in_common_both_are_the_same_and_without_sharing_there
     assert list(planners(shared(2, 2))) == [*PUBLISHED, "parm"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharing", [(2, 2), (2, 1), (1, 2)])
 def test_the_joint_plan_is_never_worse_than_parm(sharing: tuple[int, int]) -> None:
     asked = shared(*sharing)

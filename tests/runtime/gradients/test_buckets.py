@@ -210,6 +210,7 @@ def accumulate(rank: int, case: Case, seeds: list[int]) -> dict[str, Tensor]:
     return logical(stack, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_two_backward_passes_on_two_ranks_are_the_sum_of_separate_ones(ranks: Pools, ep_size: int) -> None:
     case = replace(CASE, ep_size=ep_size)

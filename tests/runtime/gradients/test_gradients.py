@@ -72,6 +72,7 @@ def test_whatever_is_shared_and_frozen(ranks: Pools, world_size: int, schedule: 
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.every_value
 @pytest.mark.parametrize("schedule", ["dense_overlap", "fsmoe", "lina", "penstock"])
 @pytest.mark.parametrize("ep_size", [1, 2])
