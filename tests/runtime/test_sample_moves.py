@@ -6,16 +6,21 @@ from dataclasses import replace
 from itertools import cycle
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.decision import ScheduleConfig
+from penstock.decision.moving import Prediction
+from penstock.dispatch import FlatDispatch, Place
 from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
+from penstock.moe import MoEConfig, RouteMaker
+from penstock.moe.routes import Counts
+from penstock.moe.sample_moves import Company, SampleTable, TableSize, settle
+from penstock.placement import ExpertPlacement, Hosting
 from penstock.runtime import TaskError
-from penstock.runtime.sample_moving import NetMoE
 from tests.runtime.test_moe_parity import DISPATCHES
 from tests.steps import PLAIN
 from tests.support.draws import draws
@@ -31,7 +36,7 @@ from tests.support.parity import (
     run_step,
     stack_of,
 )
-from tests.support.placers import RandomHomes, Rotated
+from tests.support.placers import Eager, RandomHomes, Rotated
 from tests.support.ranks import Pools
 
 GATES: dict[str, dict[str, Any]] = {
@@ -41,7 +46,7 @@ GATES: dict[str, dict[str, Any]] = {
     "first choice": {"top_k": 1},
     "loss-free": {"gate": "sigmoid", "expert_bias_rate": 0.01, "aux_loss_group": "sequence"},
 }
-PLACERS = {"random": RandomHomes(), "rotated": Rotated(), "netmoe": NetMoE()}
+PLACERS = {"random": RandomHomes(), "rotated": Rotated(), "netmoe": Eager()}
 
 
 def case(world_size: int, schedule: str, gate: str = "softmax", dispatch: str = "flat", **own: Any) -> Case:
@@ -104,7 +109,7 @@ ADVERSARIAL: list[dict[str, Any]] = [
 @pytest.mark.parametrize("routing", ADVERSARIAL)
 def test_adversarial_routing(ranks: Pools, routing: dict[str, Any]) -> None:
     turns = cycle(PLAIN)
-    for placer in (RandomHomes(), NetMoE()):
+    for placer in (RandomHomes(), Eager()):
         check_parity(ranks, case(4, next(turns), placer=placer, **routing))
 
 
@@ -134,7 +139,7 @@ def test_ranks_that_share_attention_or_experts(
     """All ranks of an mp group give up the same samples, each its part of their tokens."""
     sizes: dict[str, Any] = {"num_layers": 3, "moe_layers": (0, 2), "shared_ffn_hidden_size": 6}
     turns = cycle(("penstock", "fsmoe", "flowmoe"))
-    for placer in (RandomHomes(), NetMoE()):
+    for placer in (RandomHomes(), Eager()):
         step = layout_case(layout, next(turns), "gather", tokens=tokens, placer=placer, **sizes)
         check_parity(ranks, replace(step, padding=True, batches=(4, 1) if layout[1] > 1 else (2, 0, 3, 1)))
 
@@ -147,12 +152,12 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.sampled_from(PLAIN)),
         draw(st.sampled_from(list(GATES))),
         draw(st.sampled_from(DISPATCHES)),
-        placer=draw(st.sampled_from([RandomHomes(draw(st.integers(0, 99))), NetMoE()])),
+        placer=draw(st.sampled_from([RandomHomes(draw(st.integers(0, 99))), Eager()])),
         batches=tuple(draw(st.lists(st.integers(0, 5), min_size=4, max_size=4).filter(any))),
         padding=draw(st.booleans()),
         ignore_labels=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
-        prediction=draw(st.sampled_from(["next_gate", "none"])),
+        prediction=draw(st.sampled_from(["next_gate", "conditional", "none"])),
     )
     cut = replace(
         step.schedule,
@@ -196,6 +201,60 @@ def test_evaluation_moves_samples_too(ranks: Pools) -> None:
     step = case(4, "flowmoe", batches=(2, 0, 3, 1))
     still, moved = (ranks(4).run(evaluated, each)[0] for each in (replace(step, placer=None), step))
     assert abs(still - moved) <= 1e-12 * still
+
+
+def digests(rank: int, seed: int) -> list[int]:
+    """Hashes of the homes that a rank finds for random tables: few different counts, so many ties."""
+    del rank
+    drawn, found = np.random.default_rng(seed), []
+    for _ in range(1000):
+        samples_P = [int(n) for n in drawn.integers(0, 5, size=4)]
+        counts = drawn.integers(0, 3, size=(sum(samples_P), 8 + 8))
+        company = Company.alone([0, 0, 1, 1])
+        size = TableSize(ranks=4, positions=8, chunks=int(drawn.integers(1, 3)))
+        table = SampleTable.of(counts, samples_P, company, size)
+        following = Hosting.none(ExpertPlacement.even(8, 4), 0)
+        device_I = Eager().homes(table, following, int(drawn.integers(0, 3)))
+        maker = RouteMaker(FlatDispatch(), Place(0, 4, 2))
+        found.append(settle(table, device_I, 0, maker, (table.chunks,)).digest)
+    return found
+
+
+def test_ranks_find_the_same_homes_for_a_thousand_tables_full_of_ties(ranks: Pools) -> None:
+    first, *others = ranks(4).run(digests, 0)
+    assert all(other == first for other in others)
+    assert len(set(first)) > 500
+
+
+def test_what_the_next_gate_says_changes_homes_and_all_ranks_know_it(ranks: Pools) -> None:
+    predictions: tuple[Prediction, ...] = ("none", "next_gate", "conditional")
+    steps = [case(4, "sequential", placer=Eager(), prediction=each) for each in predictions]
+    without, asked, learnt = (ranks(4).run(homes_of_steps, step) for step in steps)
+    assert without[0] != asked[0]
+    for found in (without, asked, learnt):
+        assert all(rank == found[0] for rank in found)
+
+
+class Noting(Eager):
+    """Remembers the homes that it has found."""
+
+    def homes(self, table: SampleTable, following: Hosting | None, moved_rows: int) -> Counts:
+        found = super().homes(table, following, moved_rows)
+        HOMES.append(found.tolist())
+        return found
+
+
+HOMES: list[list[int]] = []
+
+
+def homes_of_steps(rank: int, step: Case) -> list[list[int]]:
+    """The homes in all layers of three steps."""
+    HOMES.clear()
+    stack = stack_of(rank, replace(step, placer=Noting()))
+    tokens, labels = (whole[step.mine(rank)] for whole in batch_of(step))
+    for _ in range(3):
+        stack(tokens, labels).backward()
+    return list(HOMES)
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------

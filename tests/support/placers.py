@@ -1,4 +1,4 @@
-"""Placers that move samples to no purpose: a step must be right wherever its samples are."""
+"""Placers that move more samples than pays: a step must be right wherever they are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from penstock.moe.routes import Counts
 from penstock.moe.sample_moves import SampleTable
 from penstock.placement import Hosting
+from penstock.runtime.sample_moving import NetMoE
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,9 @@ class RandomHomes:
     """Any homes at which every device keeps as many samples of each chunk, another choice for every table."""
 
     seed: int = 0
+
+    def prepare(self) -> None:
+        """Nothing to load."""
 
     def homes(self, table: SampleTable, following: Hosting | None, moved_rows: int) -> Counts:
         del following, moved_rows
@@ -33,6 +37,9 @@ class RandomHomes:
 class Rotated:
     """Every sample goes as many places further on as there are samples in a chunk of a device, and one."""
 
+    def prepare(self) -> None:
+        """Nothing to load."""
+
     def homes(self, table: SampleTable, following: Hosting | None, moved_rows: int) -> Counts:
         del following, moved_rows
         homes = table.device_I.copy()
@@ -40,3 +47,11 @@ class Rotated:
             here = np.flatnonzero(table.chunk_I == chunk)
             homes[here] = np.roll(homes[here], 1 + len(here) // max(1, table.company.devices))
         return homes
+
+
+class Eager(NetMoE):
+    """NetMoE's assignment as if samples moved for nothing: small ones are seldom worth their residual."""
+
+    def homes(self, table: SampleTable, following: Hosting | None, moved_rows: int) -> Counts:
+        del moved_rows
+        return super().homes(table, following, 0)

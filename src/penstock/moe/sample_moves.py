@@ -128,6 +128,13 @@ class SampleTable:
             chunks=size.chunks,
         )
 
+    def by_expert(self, expert_of_position: Sequence[int], num_experts: int) -> Counts:
+        """Rows of every sample by expert of this layer, [I, E]. -1: no expert is at that position."""
+        rows_IN = self.rows_IKPN.sum(axis=1).reshape(len(self.device_I), len(expert_of_position))
+        found = np.zeros((num_experts + 1, len(rows_IN)), np.int64)  # the last is that of -1, without rows
+        np.add.at(found, np.array(expert_of_position), rows_IN.T)
+        return found[:-1].T
+
     def sent(self, device_I: Counts) -> Counts:
         """Rows from every member to every position if samples are on these devices, [B, P, C, N]."""
         company, shape = self.company, self.rows_IKPN.shape

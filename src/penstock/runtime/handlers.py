@@ -23,6 +23,7 @@ from penstock.moe.config import MoEConfig
 from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
 from penstock.moe.routes import Degrees
 from penstock.ops import OPS
+from penstock.placement import Hosting
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.hosting import Host, Lodging
 from penstock.runtime.loads import LayerLoads
@@ -110,7 +111,7 @@ class StepContext:
     makes a compute segment. degrees: the numbers of chunks in which rows of an MoE layer travel. weights:
     makes what a slice's weight gradients are left to. host, lodging: what ranks host as guests from step to
     step, and in this one. marks: [6] float64, to sum with the statistics.
-    relocation: how samples get their homes, where they move.
+    relocation: how samples get their homes, where they move. training: whether backward follows.
     loss_gradient: known when the backward half begins. total, marks_total: known when the statistics task
     has run. loads_PYE, sample_loads: when the loads task has, if the step has one: choices by rank, MoE layer
     and expert; those of this rank's samples.
@@ -136,6 +137,7 @@ class StepContext:
     codec: StatisticsCodec
     marks: Tensor
     relocation: Relocation | None = None
+    training: bool = True
     loss_gradient: Tensor = field(default_factory=lambda: torch.ones(()))
     total: StepStatistics | None = None
     marks_total: Tensor | None = None
@@ -157,11 +159,22 @@ class StepContext:
         assert self.relocation is not None, "a plan that moves samples is adopted with what places them"
         return self.relocation
 
-    def expecting(self, layer: int) -> MoELayer | None:
-        """The next MoE layer, if samples are placed by what they are expected to want of it."""
-        if self.placing.how.prediction == "none":
-            return None
-        return next((part.moe for part in self.parts.parts[layer + 1 :] if part.moe is not None), None)
+    def following(self, layer: int) -> int | None:
+        """The number of the next MoE layer."""
+        parts = enumerate(self.parts.parts)
+        return next((number for number, part in parts if number > layer and part.moe is not None), None)
+
+    def asked(self, layer: int) -> MoELayer | None:
+        """The next MoE layer, if its gate is asked what samples will want of it."""
+        following = self.following(layer)
+        asks = self.placing.how.prediction == "next_gate" and following is not None
+        return self.parts.parts[following].moe if asks and following is not None else None
+
+    def hosting(self, layer: int) -> Hosting:
+        """Where the experts of an MoE layer are, guests among them."""
+        moe, guests = self.parts.parts[layer].moe, self.host.hostings
+        assert moe is not None, layer
+        return (guests[layer] if guests else None) or Hosting.none(moe.placement, 0)
 
     def row_weight(self, layer: int) -> float:
         """How many rows on their way to experts weigh as much as what follows one token beside them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -13,12 +13,16 @@ from penstock.mesh import Axes, Group, node_of
 from penstock.moe.routes import Counts
 from penstock.moe.sample_moves import Company, Plane, SampleTable
 from penstock.placement import Hosting
-from penstock.placing import Nearness, assign, sample_problem
+from penstock.placing import ConditionalTable, Nearness, assign, prepare, sample_problem
 from penstock.topology import Layout
 
 
 class Placer(Protocol):
     """Decides which device every sample lives on from the next combine on. The same on all members."""
+
+    def prepare(self) -> None:
+        """Load what it needs, so that the first step does not wait for it."""
+        ...
 
     def homes(self, table: SampleTable, following: Hosting | None, moved_rows: int) -> Counts:
         """The device of every sample, [I]; every device keeps as many of each chunk as it had.
@@ -34,6 +38,9 @@ class NetMoE:
     """Fewest rows across nodes, then devices, in this combine and the next dispatch. solver: by name."""
 
     solver: str = "network_simplex"
+
+    def prepare(self) -> None:
+        prepare(self.solver)
 
     def homes(self, table: SampleTable, following: Hosting | None, moved_rows: int) -> Counts:
         homes, expects = table.device_I.copy(), following is not None and table.expected_IE.shape[1] > 0
@@ -73,11 +80,48 @@ class SampleMoving:
     """What a stack is told about moving samples.
 
     placer: decides on homes. prediction: what samples are expected to want of the next MoE layer: what its
-    gate says of their tokens in this one, or nothing.
+    gate says of their tokens in this one, what samples like them wanted in past steps, or nothing.
     """
 
     placer: Placer = NetMoE()
     prediction: Prediction = "next_gate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """The samples of a microbatch in an MoE layer. here, following: where its experts and the next one's are;
+    None after the last. training: whether something is learnt."""
+
+    layer: int
+    microbatch: int
+    here: Hosting
+    following: Hosting | None
+    training: bool
+
+
+class Habits:
+    """Which experts of the next MoE layer follow on which of this one, learnt while samples pass both.
+
+    It is told of every layer in turn, alike on all members, and forgets slowly. Shapes: I samples, E experts.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[int, ConditionalTable] = {}
+        self._passed: dict[int, tuple[int, Counts]] = {}
+
+    def expected(self, counts_IE: Counts, visit: Visit) -> Counts:
+        """Rows of every sample by expert of the next layer."""
+        layer, before_IE = self._passed.pop(visit.microbatch, (visit.layer, counts_IE))
+        if layer < visit.layer and visit.training:
+            self._table(layer, before_IE.shape[1]).learn(before_IE, counts_IE)
+        return self._table(visit.layer, counts_IE.shape[1]).predict(counts_IE)
+
+    def left(self, counts_IE: Counts, visit: Visit) -> None:
+        """The samples have left the layer. counts_IE: in the order in which they will come to the next."""
+        self._passed[visit.microbatch] = visit.layer, counts_IE
+
+    def _table(self, layer: int, num_experts: int) -> ConditionalTable:
+        return self._tables.setdefault(layer, ConditionalTable(num_experts))
 
 
 @dataclass(frozen=True)
@@ -87,23 +131,42 @@ class Relocation:
     how: SampleMoving
     company: Company
     member: int
+    habits: Habits
 
     @staticmethod
-    def on(layout: Layout, how: SampleMoving) -> Relocation:
-        mesh, axes = layout.mesh, counted_by(layout)
-        members = mesh.members(layout.rank, axes)
-        devices = list(dict.fromkeys(mesh.group(rank, Group.TENSOR) for rank in members))
-        device_B = tuple(devices.index(mesh.group(rank, Group.TENSOR)) for rank in members)
-        first = [members[device_B.index(device)] for device in range(len(devices))]
-        nodes = [node_of(rank, layout.node_size or layout.world_size) for rank in first]
-        company = Company(
-            device_B=device_B,
-            part_B=tuple(device_B[:b].count(device) for b, device in enumerate(device_B)),
-            rank_B=tuple(mesh.place(rank, Group.EXPERT) for rank in members),
-            plane_B=tuple(mesh.place(rank, Group.SHARDS) for rank in members),
-            node_D=tuple(sorted(set(nodes)).index(node) for node in nodes),
-        )
-        return Relocation(how, company, mesh.place(layout.rank, axes))
+    def on(layout: Layout, how: SampleMoving, habits: Habits) -> Relocation:
+        """How samples of this rank's group move."""
+        how.placer.prepare()
+        member = layout.mesh.place(layout.rank, counted_by(layout))
+        return Relocation(how, company_of(layout), member, habits)
+
+    def homes(self, table: SampleTable, visit: Visit, moved_rows: int) -> Counts:
+        """The device of every sample. moved_rows: see Placer."""
+        if self.how.prediction != "conditional":
+            return self.how.placer.homes(table, visit.following, moved_rows)
+        counts_IE = table.by_expert(visit.here.by_position, visit.here.placement.num_experts)
+        expected_IE = self.habits.expected(counts_IE, visit)
+        if visit.following is not None:
+            table = replace(table, expected_IE=expected_IE)
+        device_I = self.how.placer.homes(table, visit.following, moved_rows)
+        self.habits.left(counts_IE[np.lexsort((table.place_I(device_I), device_I))], visit)
+        return device_I
+
+
+def company_of(layout: Layout) -> Company:
+    """The ranks that exchange counts with this one, as devices."""
+    mesh, members = layout.mesh, layout.mesh.members(layout.rank, counted_by(layout))
+    devices = list(dict.fromkeys(mesh.group(rank, Group.TENSOR) for rank in members))
+    device_B = tuple(devices.index(mesh.group(rank, Group.TENSOR)) for rank in members)
+    first = [members[device_B.index(device)] for device in range(len(devices))]
+    nodes = [node_of(rank, layout.node_size or layout.world_size) for rank in first]
+    return Company(
+        device_B=device_B,
+        part_B=tuple(device_B[:b].count(device) for b, device in enumerate(device_B)),
+        rank_B=tuple(mesh.place(rank, Group.EXPERT) for rank in members),
+        plane_B=tuple(mesh.place(rank, Group.SHARDS) for rank in members),
+        node_D=tuple(sorted(set(nodes)).index(node) for node in nodes),
+    )
 
 
 def counted_by(layout: Layout) -> Axes:

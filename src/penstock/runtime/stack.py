@@ -55,7 +55,7 @@ from penstock.runtime.makers import maker_of
 from penstock.runtime.moving import ExpertMoving
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.program import Program, Programs
-from penstock.runtime.sample_moving import Relocation, SampleMoving
+from penstock.runtime.sample_moving import Habits, Relocation, SampleMoving
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.step import Step
 from penstock.runtime.transport import Transports
@@ -130,6 +130,7 @@ class PipelinedStack(nn.Module):
         self._numbers = SampleNumbers(machinery.layout)
         self.sample_moving = sample_moving or SampleMoving()
         self.relocation: Relocation | None = None
+        self._habits = Habits()
         self._make_plan = make_plan
         self._programs = Programs(HANDLERS, machinery.layout.mesh.silent)
         self.host = Host(machinery.layout, machinery.device, moving)
@@ -324,7 +325,7 @@ class PipelinedStack(nn.Module):
         if not shape.moves_samples or not any(shape.moe_layers):
             return None
         check_samples_may_move(self.moe_layers, self.moe)
-        return Relocation.on(self.machinery.layout, self.sample_moving)
+        return Relocation.on(self.machinery.layout, self.sample_moving, self._habits)
 
     @property
     def base_shape(self) -> StepShape:

@@ -54,6 +54,7 @@ class Step:
             codec=stack.codec,
             marks=with_samples(stack.gradients.to_sum, batch, layout),
             relocation=stack.relocation,
+            training=training,
         )
         program = stack.program(training=training)
         self.execution = Execution(stack.plan, program, machinery.lanes, self.context, machinery.layout.rank)

@@ -18,10 +18,11 @@ from penstock.moe import Tokens
 from penstock.moe.choices import count_choices
 from penstock.moe.sample_moves import Crossing, RowOrder, SampleHomes, SampleTable, TableSize, settle
 from penstock.ops import Op
-from penstock.placement import Hosting, PlacementError
+from penstock.placement import PlacementError
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import added, microbatch
 from penstock.runtime.passengers import travellers
+from penstock.runtime.sample_moving import Visit
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.legs import HostCounts, Later
 
@@ -39,7 +40,7 @@ def sample_counts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 def _expected(context: StepContext, task: Task, inputs: Inputs, here: Tensor) -> Tensor:
     """Rows by expert of the next layer, [B, E], or none: what its gate says of this layer's tokens."""
-    following = context.expecting(task.layer)
+    following = context.asked(task.layer)
     if following is None:
         return here.new_zeros(len(here), 0)
     padding_T1 = inputs.one("positions")[:, :1] < 0
@@ -52,7 +53,7 @@ def sample_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """route: how many rows go where, from where samples are now. loads: a table of all samples."""
     counts: Tensor = inputs.one("counts")
     maker, samples_P = context.maker(task.layer), context.batch.companions[microbatch(task)]
-    following = context.expecting(task.layer)
+    following = context.asked(task.layer)
     size = TableSize(
         ranks=maker.place.ep_size,
         positions=counts.shape[1] - (0 if following is None else following.num_experts),
@@ -70,22 +71,18 @@ def sample_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 def sample_places(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """homes: of all samples, and what follows from them here. Numbers on the host only."""
     loads: Later[SampleTable] = inputs.one("loads")
-    placing = context.placing
+    placing, following = context.placing, context.following(task.layer)
+    visit = Visit(
+        layer=task.layer,
+        microbatch=microbatch(task),
+        here=context.hosting(task.layer),
+        following=None if following is None else context.hosting(following),
+        training=context.training,
+    )
     length = context.batch.tokens[microbatch(task)].shape[1]
-    moved_rows = round(length * context.row_weight(task.layer))
-    device_I = placing.how.placer.homes(loads.value, _hosting(context, task), moved_rows)
+    device_I = placing.homes(loads.value, visit, round(length * context.row_weight(task.layer)))
     maker = context.maker(task.layer)
     return {"homes": settle(loads.value, device_I, placing.member, maker, context.degrees)}
-
-
-def _hosting(context: StepContext, task: Task) -> Hosting | None:
-    """Where experts of the next MoE layer are, guests among them."""
-    following = context.expecting(task.layer)
-    if following is None:
-        return None
-    guests = context.host.hostings
-    hosted = next((each for each in guests[task.layer + 1 :] if each is not None), None)
-    return hosted or Hosting.none(following.placement, 0)
 
 
 @handles(Op.SAMPLE_HOMES, F)
