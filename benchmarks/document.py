@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -30,8 +31,9 @@ READING: Final = """\
 - **simulated**: the iteration that the simulator predicted from costs which were measured apart from
   these runs, and how much longer the real one took."""
 
-LIMITS: Final = """\
-## What these tables do not show
+LAST: Final = "What these tables do not show"
+LIMITS: Final = f"""\
+## {LAST}
 
 - **No real cluster.** Nodes are network namespaces of one machine, links are rate limits of its kernel.
   There is no switch, no other traffic and hardly any latency. Traffic is real, and it costs processor time
@@ -82,6 +84,21 @@ def write_document(
     parts = [INTRODUCTION, *_failures(sections), _machine(machine), *_overview(overview, page), READING]
     parts += [_section(section) for section in sections]
     return "\n\n".join([*parts, LIMITS]) + "\n"
+
+
+def put_section(document: str, section: Section, later: Sequence[str]) -> str:
+    """The document with one section new, in its old place or before the first of `later` that is there.
+
+    later: titles of the sections that come after it.
+    """
+    parts = re.split(r"^(?=## )", document, flags=re.MULTILINE)
+    found = {part.partition("\n")[0].removeprefix("## "): number for number, part in enumerate(parts)}
+    text = f"{_section(section)}\n\n"
+    if section.title in found:
+        parts[found[section.title]] = text
+    else:
+        parts.insert(min(found[title] for title in (*later, LAST) if title in found), text)
+    return "".join(parts)
 
 
 def _failures(sections: Sequence[Section]) -> Iterator[str]:

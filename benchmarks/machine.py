@@ -60,6 +60,12 @@ class Machine:
         ]
         return facts if self.commit is None else [*facts, ("commit", self.commit)]
 
+    @property
+    def words(self) -> str:
+        """In one line what tells it from another one, and one measurement from another."""
+        facts = [self.cpu, f"{self.cores} cores", self.date]
+        return ", ".join(facts if self.commit is None else [*facts, f"commit {self.commit}"])
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

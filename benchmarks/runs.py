@@ -51,6 +51,13 @@ class Run:
 
 ALL: Final = ("--schedules", "sequential,moe_pipeline,flowmoe,penstock")
 ENDS: Final = ("--schedules", "sequential,penstock")
+SHARED: Final = (
+    *("--emulate", "2x2", "--inter-rate", "400mbit", "--intra-rate", "3200mbit"),
+    *("parallel.mp_size=2", "parallel.esp_size=2"),
+)
+"""Links inside nodes are eight times as fast as those between them."""
+
+SMALL: Final = ("model.num_layers=2", "model.seq_len=128")
 
 
 def _cluster(shape: str, rate: str) -> tuple[str, ...]:
@@ -123,6 +130,16 @@ def _interpreter(processes: int, note: str) -> Run:
     )
 
 
+def _layout(name: str, title: str, settings: tuple[str, ...], note: str, seconds: float) -> Run:
+    """Ranks that share attention and experts in pairs, by every form and as the search has it."""
+    compared = ("--schedules", "baseline_esp,parm_s1,parm_s2,fsmoe,auto")
+    arguments = (*SHARED, *compared, *settings)
+    title = f"Layouts, 2 nodes of 2 devices: {title}"
+    return Run(
+        name=f"layouts-{name}", title=title, arguments=arguments, note=note, seconds=seconds, drawn=False
+    )
+
+
 def _title(shape: str, rate: str) -> str:
     nodes, devices = shape.split("x")
     plural = "s" if devices != "1" else ""
@@ -156,6 +173,67 @@ SUITE: Final = (
         "4x2", 8, "schedule.microbatches=4", "More devices than cores: they sleep instead of computing."
     ),
     _virtual("4x4", 16, "schedule.microbatches=2", "The same with four devices behind each uplink."),
+    _layout(
+        "fsmoe",
+        "many tokens",
+        (*SMALL, "compare.profile_s=40"),
+        "The usual model, smaller. By the models `fsmoe` wins: its rows cross nodes once, and those of "
+        "`parm_s1` and `parm_s2` once for every shard. Limits and bytes are of each form by itself.",
+        130,
+    ),
+    _layout(
+        "s2",
+        "many experts, few tokens",
+        (
+            *(
+                "model.num_layers=2",
+                "model.hidden_size=128",
+                "model.seq_len=64",
+                "compare.batch_per_device=1",
+            ),
+            *("moe.num_experts=64", "moe.top_k=1", "moe.capacity_factor=1.0", "moe.moe_ffn_hidden_size=2048"),
+            *("compare.profile_s=20", "compare.rounds=15"),
+        ),
+        "By the models `parm_s2` wins. An expert has at least four slots (`moe.min_capacity`): for the "
+        "tokens of each rank where those are split at the gate, for those of both together in `parm_s2`, "
+        "which therefore sends and computes half as many rows.",
+        70,
+    ),
+    _layout(
+        "s1",
+        "one small block",
+        (
+            *("model.num_layers=1", "model.hidden_size=64", "model.seq_len=16", "compare.batch_per_device=1"),
+            *("moe.num_experts=2", "moe.top_k=1", "moe.capacity_factor=1.0", "moe.min_capacity=1"),
+            *("moe.moe_ffn_hidden_size=256", "compare.profile_s=20", "compare.rounds=100"),
+        ),
+        "By the models `parm_s1` wins, by a few percent: start-ups are all that counts, and it has two "
+        "transfers fewer than `fsmoe`. One block, because with more of them `fsmoe` hides gradients.",
+        70,
+    ),
+    Run(
+        name="layouts-virtual-4x4",
+        title="Layouts, 4 nodes of 4 devices, 400 Mbit/s, virtual",
+        arguments=(
+            *("--virtual", "--emulate", "4x4", "--inter-rate", "400mbit", "--intra-rate", "3200mbit"),
+            *("parallel.mp_size=4", "parallel.esp_size=4", "moe.num_experts=4"),
+            *("--schedules", "baseline_esp,parm_s1,parm_s2,fsmoe,auto"),
+            *(*SMALL, "compare.rounds=3"),
+        ),
+        note="All ranks of a node share attention and every expert. Parm reports 2.1 to 5.8 times the speed "
+        "of the baseline for such layouts: see [docs/parallelism.md](docs/parallelism.md#measured).",
+        seconds=100,
+        drawn=False,
+    ),
+    Run(
+        name="lanes",
+        title="FSMoE on two lanes and on one",
+        benchmark="lanes",
+        arguments=(*SHARED, "schedule.chunks=2", *SMALL, "compare.rounds=7"),
+        note="The same schedule with traffic inside nodes and between them at once, and on one lane.",
+        seconds=45,
+        drawn=False,
+    ),
     _collectives("2x1", 2, "How near the transport comes to the wire; 0.99 is a wire that is never idle."),
     _collectives("4x1", 4, "The same with four ranks."),
     _dispatch(

@@ -9,17 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from benchmarks.document import Section, write_document
+from benchmarks.document import Section, put_section, write_document
 from benchmarks.machine import Machine
 from benchmarks.page import write_page
 from benchmarks.plot import draw
 from benchmarks.runs import OVERVIEW, SUITE, Run
 from benchmarks.text import text_of
 from penstock.cli.run import exit_code
+from penstock.config import check_name
 from penstock.emulate import check_available
 
 DOCUMENT: Final = Path("BENCHMARKS.md")
@@ -30,18 +31,24 @@ PATIENCE: Final = 5
 
 SPARE_S: Final = 60.0
 
+LATER: Final = "Measured later than most of this page: {}."
+
 GRACE_S: Final = 30.0
 """How long a run that was told to end may take to end its ranks and remove its cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a run. Of result (its JSON) and failure (one line) exactly one is there."""
+    """What became of a run. Of result (its JSON) and failure (one line) exactly one is there.
+
+    measured: on which machine and when, in words; "" = as the document says.
+    """
 
     run: Run
     took_s: float
     result: Mapping[str, Any] | None = None
     failure: str | None = None
+    measured: str = ""
 
     @property
     def compared(self) -> Mapping[str, Any] | None:
@@ -61,13 +68,49 @@ def run_suite(runs: Sequence[Run], folder: Path, out: TextIO) -> int:
     `OSError` if the folder cannot be written, before the first run.
     """
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-    machine = Machine.here()
     outcomes = [run_one(run, f"[{number}/{len(runs)}]", out) for number, run in enumerate(runs, 1)]
-    write_all(machine, outcomes, folder)
+    write_all(Machine.here(), outcomes, folder)
+    return _told(outcomes, folder, out)
+
+
+def run_some(names: Sequence[str], folder: Path, out: TextIO) -> int:
+    """Run those of `SUITE` and put what they find into the documents that are there; 0, or 1 if one failed.
+
+    Raises `ConfigError` for an unknown name, `OSError` where no suite has been written.
+    """
+    for name in names:
+        check_name("--only", name, [run.name for run in SUITE])
+    results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+    runs = [run for run in SUITE if run.name in names]
+    found = [run_one(run, f"[{number}/{len(runs)}]", out) for number, run in enumerate(runs, 1)]
+    outcomes = [replace(outcome, measured=Machine.here().words) for outcome in found]
+    known = {each["name"]: each for each in [*results["runs"], *map(_plain, outcomes)]}
+    results["runs"] = [known[run.name] for run in SUITE if run.name in known]
+    _put_sections(outcomes, draw(_drawn(results["runs"]), folder / FOLDER), folder)
+    (folder / RESULTS).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return _told(outcomes, folder, out)
+
+
+def _drawn(runs: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The comparisons among plain runs, by name, for figures."""
+    wanted = {run.name for run in SUITE if run.drawn}
+    compared = [run for run in runs if run["name"] in wanted and "cases" in run.get("result", {})]
+    return {run["name"]: {**run["result"], "label": run["title"]} for run in compared}
+
+
+def _put_sections(outcomes: Sequence[Outcome], pictures: Mapping[str, Path], folder: Path) -> None:
+    document = (folder / DOCUMENT).read_text(encoding="utf-8")
+    for outcome in outcomes:
+        later = [run.title for run in SUITE[SUITE.index(outcome.run) + 1 :]]
+        document = put_section(document, _section(outcome, pictures, folder), later)
+    (folder / DOCUMENT).write_text(document, encoding="utf-8")
+
+
+def _told(outcomes: Sequence[Outcome], folder: Path, out: TextIO) -> int:
     failed = [outcome.run.title for outcome in outcomes if outcome.failure is not None]
     print(f"wrote {folder / DOCUMENT}, {folder / PAGE} and {folder / RESULTS}", file=out)
     if failed:
-        print(f"{len(failed)} of {len(runs)} runs failed: {'; '.join(failed)}", file=out)
+        print(f"{len(failed)} of {len(outcomes)} runs failed: {'; '.join(failed)}", file=out)
     return 1 if failed else 0
 
 
@@ -151,7 +194,7 @@ def _section(outcome: Outcome, pictures: Mapping[str, Path], folder: Path) -> Se
     return Section(
         title=run.title,
         command=run.command,
-        note=run.note,
+        note=f"{run.note} {LATER.format(outcome.measured)}" if outcome.measured else run.note,
         table=None if outcome.result is None else text_of(outcome.result),
         failure=outcome.failure,
         picture=_beside(pictures[run.name], folder) if run.name in pictures else None,
@@ -160,7 +203,10 @@ def _section(outcome: Outcome, pictures: Mapping[str, Path], folder: Path) -> Se
 
 def _plain(outcome: Outcome) -> dict[str, Any]:
     run = outcome.run
-    about = {"name": run.name, "title": run.title, "command": run.command, "took_s": round(outcome.took_s, 1)}
+    about: dict[str, Any] = {"name": run.name, "title": run.title, "command": run.command}
+    about["took_s"] = round(outcome.took_s, 1)
+    if outcome.measured:
+        about["measured"] = outcome.measured
     if outcome.failure is not None:
         return about | {"failure": outcome.failure}
     return about | {"result": outcome.result}
@@ -175,14 +221,19 @@ def main() -> int:
     """Exit code. Refused where no cluster can be emulated: most of the runs would fail."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.suite",
-        description="Runs all that BENCHMARKS.md shows and writes it. Linux, root, an idle machine, "
-        "fifty minutes.",
+        description="Runs all that BENCHMARKS.md shows and writes it. Linux, root, an idle machine, an hour.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="where BENCHMARKS.md and docs/bench go")
-    folder: Path = parser.parse_args().folder
+    parser.add_argument(
+        "--only", metavar="A,B,...", help="run these and keep what is there of the others: names in runs.py"
+    )
+    given = parser.parse_args()
+    folder: Path = given.folder
 
     def command() -> int:
         check_available()
+        if given.only is not None:
+            return run_some(given.only.split(","), folder, sys.stderr)
         return run_suite(SUITE, folder, sys.stderr)
 
     return exit_code(command)
