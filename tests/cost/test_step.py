@@ -205,6 +205,18 @@ def test_soft_slots_are_counted_by_sample() -> None:
 # ---- ranks that differ -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("slots", "pieces", "shards"), [(1, 1, 1), (3, 2, 1), (2, 5, 2)])
+def test_guests_cost_their_room_in_any_number_of_pieces(slots: int, pieces: int, shards: int) -> None:
+    """Experts of 3 x 16 x 24 numbers."""
+    shape = StepShape(moe_layers=(True,), guest_slots=slots, guest_pieces=pieces)
+    cost = StepCost(shape, replace(workload(shape), esp_size=shards), CLUSTER)
+    for op in (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS):
+        tasks = [task for task in build_graph(shape).tasks if task.op == op]
+        assert len(tasks) == pieces
+        found = sum(cost.work(task).sent_bytes for task in tasks)
+        assert found == pytest.approx(slots * 3 * 16 * 24 * 4 / shards)
+
+
 def test_a_popular_rank_computes_longer_and_holds_up_transfers() -> None:
     """Twice the rows take twice the time but for the fixed part; the other tasks stay as they are."""
     shape = StepShape(moe_layers=(True,))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -87,7 +88,7 @@ class LayerGuests:
     @torch.no_grad()
     def bring(self, piece: Piece) -> None:
         """Send the piece of own experts to their hosts, and take in that of every guest."""
-        own, guests = (_by_slot(experts, lambda p: p) for experts in (self.own, self.guests))
+        own, guests = self._parameters
         _exchange(piece, (own, self.trip.leaving), (guests, self.trip.coming), Tensor.copy_)
 
     @torch.no_grad()
@@ -96,8 +97,18 @@ class LayerGuests:
 
         Added in the order of ranks, so the sums are the same whatever came first.
         """
-        guests, own = _by_slot(self.guests, _left), _by_slot(self.own, _kept)
+        own, guests = self._gradients
         _exchange(piece, (guests, self.trip.coming), (own, self.trip.leaving), Tensor.add_)
+
+    @cached_property
+    def _parameters(self) -> tuple[Sequence[Flats], Sequence[Flats]]:
+        """Of own experts and of guests. Looked up for the first piece."""
+        return _by_slot(self.own, lambda p: p), _by_slot(self.guests, lambda p: p)
+
+    @cached_property
+    def _gradients(self) -> tuple[Sequence[Flats], Sequence[Flats]]:
+        """Of own experts and of guests, where nobody else changes them any more."""
+        return _by_slot(self.own, _kept), _by_slot(self.guests, _left)
 
     def forget(self) -> None:
         """Drop the gradients, which are their owners' now."""
