@@ -90,7 +90,7 @@ FORWARD: dict[tuple[ExpertForm, TokenLayout], Volumes] = {
     ("gather", "replicated"): {"D": (0, 96), "XG": (128, 0), "XS": (128, 0), "C": (0, 96), "UG": (16, 0)},
     ("gather", "split"): {"D": (0, 96), "XG": (128, 0), "XS": (128, 0), "C": (0, 96)},
     ("s1", "split"): {"D": (32, 192), "C": (32, 192)},
-    ("s2", "split"): {"D": (32, 192), "C": (32, 192), "SG": (128, 0), "MG": (16, 0)},
+    ("s2", "split"): {"D": (32, 192), "C": (32, 192), "SG": (128, 0)},
 }
 """Of every form, with tokens between blocks as its paper has them, and split."""
 
@@ -144,3 +144,11 @@ def test_three_numbers_of_every_token_are_all_that_the_vocabulary_sends() -> Non
     graph, cost = step("gather", "split", 4.0)
     (peaks,) = [task for task in graph.tasks if task.op == "HX"]
     assert cost.work(peaks).sent_bytes == 2 * 8 * 3 * 4  # ranks, tokens, numbers, bytes
+
+
+def test_choices_are_a_number_of_every_sample_and_expert() -> None:
+    sharing = Sharing(mp_size=2, esp_size=2, judges_samples=True)
+    shape = StepShape(moe_layers=(True,), sharing=sharing, microbatches=3)
+    cost = StepCost(shape, replace(WORK, batch=4), ClusterConfig())
+    judged = [task for task in build_graph(shape).tasks if task.op == "NC"]
+    assert [cost.work(task).sent_bytes for task in judged] == [n * 4 * 8 for n in (2, 1, 1)]

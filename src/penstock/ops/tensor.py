@@ -101,8 +101,9 @@ def _peaks(task: Task, sizes: Sizes) -> Work:
 
 
 def _choices(task: Task, sizes: Sizes) -> Work:
-    del task
-    return Work(collective="all_reduce", sent_bytes=sizes.num_experts * COUNT_BYTES)
+    """A number per sample and expert."""
+    size = sizes.samples(task) * sizes.num_experts * COUNT_BYTES
+    return Work(collective="all_reduce", sent_bytes=size)
 
 
 def _transfer(name: str, title: str, forward: Collective, backward: Collective, transpose: str) -> OpSpec:
@@ -160,8 +161,15 @@ register(
         work=_choices,
         backward=Backward.VALUE,
     ),
-    _transfer(Op.KEEP_TOKENS, "this rank's tokens, before the gate", "", "all_gather", Op.GATHER_TOKENS),
-    _transfer(Op.GATHER_TOKENS, "tokens of all ranks, before the gate", "all_gather", "", Op.KEEP_TOKENS),
+    _transfer(Op.KEEP_TOKENS, "this rank's tokens, before the gate", "", "all_gather", Op.GATHER_OUTPUT),
+    OpSpec(
+        name=Op.GATHER_TOKENS,
+        title="tokens of all ranks, which attention has gathered, for the gate",
+        kind=Kind.COLLECTIVE,
+        work=_collective("", ""),
+        transpose=Op.KEEP_OUTPUT,
+        given=frozenset({"gathered"}),
+    ),
     _transfer(Op.KEEP_OUTPUT, "this rank's tokens, after un-order", "", "all_gather", Op.GATHER_OUTPUT),
     _transfer(Op.GATHER_OUTPUT, "tokens of all ranks, after un-order", "all_gather", "", Op.KEEP_OUTPUT),
 )

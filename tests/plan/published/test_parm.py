@@ -89,7 +89,7 @@ def test_sizes_are_those_of_the_tasks() -> None:
     sizes = parm_sizes(shared(2, 2))
     assert sizes == ParmSizes(y_bytes=128 * 2 * 2 * 128 * 4, gathered_bytes=256 * 128 * 4)
     split = parm_sizes(shared(2, 2, "split"))
-    assert (split.gathered_bytes, split.converted_bytes) == (0.0, 2 * 256 * 128 * 4)
+    assert (split.gathered_bytes, split.converted_bytes) == (0.0, 256 * 128 * 4)
 
 
 def test_a_measured_pair_decides() -> None:

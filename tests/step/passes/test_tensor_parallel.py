@@ -70,6 +70,10 @@ def test_the_router_reads_tokens_as_the_moe_part_has_them(split: bool, moe_split
     start = "L0.ES.m0.F" if split else "L0.ER.m0.F"
     converted = {(True, False): "L0.MG.m0.F", (False, True): "L0.MS.m0.F"}.get((split, moe_split))
     assert reads(graph, "L0.GT.m0.F")["hidden"] == converted or start
+    if split and not moe_split:  # attention has gathered them; the gradient has its own way, and is no sum
+        assert reads(graph, "L0.MG.m0.F") == {"hidden": start, "gathered": "L0.TG.m0.F"}
+        assert "L0.MG.m0.B" in reads(graph, "L0.ES.m0.B")["d_hidden"].split()
+        assert "MG" not in str(reads(graph, "L0.TG.m0.B"))
     end = {(True, False): "L0.US.m0.F", (False, True): "L0.UG.m0.F"}.get((split, moe_split), "L0.U.m0.F")
     assert reads(graph, "L1.TG.m0.F" if split else "L1.TC.m0.F")["hidden"] == end
     for role in ("rows", "route", "residual", "weights", "order", "tokens"):  # all came from AT

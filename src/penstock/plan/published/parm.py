@@ -102,8 +102,8 @@ def parm_models(problem: Problem) -> ParmModels:
 def parm_sizes(problem: Problem) -> ParmSizes:
     """The sizes of an MoE layer of a problem.
 
-    Where blocks have split tokens, S1 gathers none; S2 does before its gate and, since the sums of attention
-    then go to all ranks, once more.
+    Where blocks have split tokens, S1 gathers none; S2 does once, since the sums of attention then go to all
+    ranks. What its gate needs beside them attention has gathered before.
     """
     work, sharing = problem.workload, problem.shape.sharing
     rows = work.rows(0, 1, 0, 1, work.mp_size)
@@ -112,7 +112,7 @@ def parm_sizes(problem: Problem) -> ParmSizes:
     return ParmSizes(
         y_bytes=work.wire_bytes(rows * work.esp_size),
         gathered_bytes=0.0 if split else blm_bytes,
-        converted_bytes=2 * blm_bytes if split else 0.0,
+        converted_bytes=blm_bytes if split else 0.0,
     )
 
 

@@ -76,11 +76,15 @@ def _transport(context: StepContext, task: Task) -> Transport:
     return context.transports.of(task.lane, task.axes)
 
 
-def _moves(role: str, op: str, forward: Move, backward: Move) -> None:
-    """Register handlers of an op that moves one tensor, `role`; gradients of its readers are summed."""
+def _moves(role: str, op: str, forward: Move, backward: Move, also: str = "") -> None:
+    """Register handlers of an op that moves one tensor, `role`; gradients of its readers are summed.
+
+    also: another name of it, for readers whose gradients go another way.
+    """
 
     def run(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-        return {role: forward(context, task, inputs.one(role))}
+        moved = forward(context, task, inputs.one(role))
+        return {role: moved, also: moved} if also else {role: moved}
 
     def run_back(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         return {role: backward(context, task, added(inputs.all(f"d_{role}")))}
@@ -96,14 +100,26 @@ for ways, before, after in (
     (tensor.EMBED, "", "hidden"),
     (tensor.HEAD, "hidden", ""),
 ):
-    _moves(before, ways.gather, gather, scatter)
+    _moves(before, ways.gather, gather, scatter, also="gathered")
     _moves(before, ways.copy, unchanged, reduce)
     _moves(after, ways.scatter, scatter, gather)
     _moves(after, ways.reduce, reduce, unchanged)
 for op in (Op.KEEP_TOKENS, Op.KEEP_OUTPUT):
     _moves("hidden", op, keep, gather)
-for op in (Op.GATHER_TOKENS, Op.GATHER_OUTPUT):
-    _moves("hidden", op, gather, keep)
+_moves("hidden", Op.GATHER_OUTPUT, gather, keep)
+
+
+@handles(Op.GATHER_TOKENS, F)
+def gathered_tokens(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """hidden: what attention has gathered; nothing is sent twice."""
+    del context, task
+    return {"hidden": inputs.one("gathered")}
+
+
+@handles(Op.GATHER_TOKENS, B)
+def gathered_tokens_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """hidden: the gradient of this rank's tokens. Every rank has all of it: there is nothing to sum."""
+    return {"hidden": keep(context, task, added(inputs.all("d_hidden")))}
 
 
 @handles(Op.CHOICES, F)

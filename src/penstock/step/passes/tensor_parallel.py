@@ -23,9 +23,11 @@ class TensorParallel:
     """A computation on shards of weights gets all tokens before it; its partial sums are added after it.
 
     ranks: that share attention. split: whether between blocks each has its part of every sample's tokens;
-    moe_split: the same for the MoE part, gate to un-order. Where the two differ, tokens are gathered (`MG`,
-    `UG`) or all but this rank's are left out (`MS`, `US`). judges_samples: whether balance is judged by
-    sample or microbatch: where the MoE part has parts of them, choices are summed over ranks (`NC`).
+    moe_split: the same for the MoE part, gate to un-order. Where the two differ, the gate has the tokens that
+    attention has gathered (`MG`; gradients are complete on every rank, which keeps its own) or this rank's
+    alone (`MS`), and after un-order tokens are gathered (`UG`) or all but this rank's left out (`US`).
+    judges_samples: whether balance is judged by sample or microbatch: where the MoE part has parts of them,
+    choices are summed over ranks (`NC`).
     copies_differ: see `StepShape`.
 
     before  EM ─hidden─ AT ─rows─ D ... U ─hidden─ HD ─loss─ ST
@@ -85,7 +87,8 @@ class _Rewriting:
         yield (before := self._before(task, tensor.ATTENTION, hidden=hidden))
         if moe and how.split != how.moe_split:  # under attention, which does not need it
             op = Op.GATHER_TOKENS if how.split else Op.KEEP_TOKENS
-            yield (converted := self._transfer(task, op, split=how.moe_split, hidden=hidden))
+            gathered = {"gathered": (before.name,)} if how.split else {}
+            yield (converted := self._transfer(task, op, split=how.moe_split, hidden=hidden, **gathered))
             hidden = (converted.name,)
         yield (heads := _knowing(task, self._computing(task, Op.HEADS, hidden=(before.name,))))
         split = how.moe_split if moe else how.split
