@@ -117,3 +117,16 @@ def test_two_way_runs_one_function_forward_and_the_other_backward() -> None:
     out.backward(torch.tensor([1.0, 10.0, 100.0]))
     assert x.grad is not None
     assert x.grad.tolist() == [5.0, 50.0]
+
+
+class Encoding(Hook):
+    """Says that rows are not numbers, and not what they are."""
+
+    encodes_rows = True
+
+
+def test_encoded_gradients_are_scaled_by_the_hook_that_encodes_them() -> None:
+    rows = torch.ones(2, 3)
+    assert torch.equal(Hooks((Hook(),)).scaled(rows, 0.5), rows / 2)
+    with pytest.raises(ValueError, match="Encoding encodes rows and does not say how"):
+        Hooks((Hook(), Encoding())).scaled(rows, 0.5)

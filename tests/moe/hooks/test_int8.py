@@ -46,6 +46,14 @@ def test_no_number_moves_by_more_than_half_a_step(rows_RM: Tensor) -> None:
     assert ((found == 0) | ~(step_R1 < int8.SMALLEST * (1 - 1e-6))).all()
 
 
+@given(tables(), st.sampled_from((0.5, 2.0, 4.0)))
+def test_encoded_rows_are_scaled_by_their_scales(rows_RM: Tensor, by: float) -> None:
+    words_RW = int8.encode(rows_RM)
+    found = int8.decode(int8.scaled(words_RW, by), rows_RM.shape[1], torch.float32)
+    wanted = int8.decode(words_RW, rows_RM.shape[1], torch.float64) * by
+    assert torch.equal(found, wanted.float()), "powers of two"
+
+
 def test_half_a_step_is_reached() -> None:
     """The bound is no larger than it has to be."""
     rows = torch.tensor([[127.0, 0.5, 1.5, 2.5]])

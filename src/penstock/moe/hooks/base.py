@@ -58,6 +58,19 @@ class Hook(nn.Module):
         """The layer's output, back in token order."""
         return out_TM
 
+    def scaled(self, rows: Tensor, by: float) -> Tensor:
+        """Gradients under way, in the form that this hook gives rows, times a number.
+
+        Asked for by expert form `baseline` only. Raises ValueError for a hook that encodes rows and does not
+        say how.
+        """
+        if self.encodes_rows:
+            raise ValueError(
+                f"{type(self).__name__} encodes rows and does not say how encoded gradients are scaled; "
+                "expert_form = baseline needs that. Override `scaled`, or set schedule.expert_form=gather"
+            )
+        return rows * by
+
 
 class Hooks(nn.Module):
     """A layer's hooks. Those called `before_` run in order, those called `after_` in reverse: they nest."""
@@ -73,6 +86,11 @@ class Hooks(nn.Module):
     def any(self) -> bool:
         """Whether there are any."""
         return len(self.hooks) > 0
+
+    def scaled(self, rows: Tensor, by: float) -> Tensor:
+        """Gradients under way times a number."""
+        encoding = next((hook for hook in self if hook.encodes_rows), None)
+        return rows * by if encoding is None else encoding.scaled(rows, by)
 
     def run(self, moment: Moment, tensor: Tensor) -> Tensor:
         """`tensor` after all hooks of this moment."""

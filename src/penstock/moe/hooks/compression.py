@@ -69,6 +69,9 @@ class Bfloat16Rows(EncodedRows):
     def arrive(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
         return encoded.to(dtype)
 
+    def scaled(self, rows: Tensor, by: float) -> Tensor:
+        return rows * by
+
 
 class Int8Rows(EncodedRows):
     """One byte per number and a float32 scale per row: `int8_row_bytes(hidden_size)` bytes.
@@ -88,6 +91,9 @@ class Int8Rows(EncodedRows):
                 f"Int8Rows(hidden_size={self.hidden_size}) met rows of {rows_RM.shape[1]} numbers"
             )
         return two_way(rows_RM, int8.encode, self._decode(rows_RM.dtype))
+
+    def scaled(self, rows: Tensor, by: float) -> Tensor:
+        return int8.scaled(rows, by)
 
     def arrive(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
         return two_way(encoded, self._decode(dtype), int8.encode)

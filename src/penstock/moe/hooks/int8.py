@@ -49,6 +49,13 @@ def decode(words_RW: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
     return bytes_RM.to(torch.float32).mul_(words_RW[:, -1:]).to(dtype)
 
 
+def scaled(words_RW: Tensor, by: float) -> Tensor:
+    """Encoded rows times a positive number: their scales are."""
+    found_RW = words_RW.clone()
+    found_RW[:, -1] *= by
+    return found_RW
+
+
 def _scales(rows_RM: Tensor) -> Tensor:
     """The step between two bytes, [R, 1]: the largest number of a row is 127 steps."""
     most_R1 = torch.maximum(rows_RM.amax(1, keepdim=True), rows_RM.amin(1, keepdim=True).neg_())

@@ -114,8 +114,9 @@ def repeated(factor: Callable[[StepContext], float], move: Move) -> Move:
     """
 
     def scaled(context: StepContext, task: Task, rows: Slices, shares: Sequence[Shares]) -> Slices:
-        by = factor(context)
-        return tuple(each * by for each in move(context, task, rows, shares))
+        moe, by = context.parts.parts[task.layer].moe, factor(context)
+        assert moe is not None, task
+        return tuple(moe.hooks.scaled(each, by) for each in move(context, task, rows, shares))
 
     return scaled
 
