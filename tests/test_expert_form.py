@@ -12,12 +12,12 @@ from penstock.config import ConfigError, load
 from penstock.decision import Decision, ScheduleConfig
 from penstock.dispatch import DISPATCHES
 from penstock.plan import PlanFile, Problem, evaluate
-from penstock.plan.space import neighbours, space, valid
+from penstock.plan.space import in_effect, neighbours, space, valid
 from penstock.report.plan import _table
 from penstock.schedule import SCHEDULES, cut
 from penstock.step import Sharing, StepShape
 from penstock.step.shape import FORM_TOKENS, ExpertForm
-from tests.plan.problems import problem
+from tests.plan.problems import problem, with_sharing
 from tests.steps import PLAIN, SHARED, decision, gradients_of, planned
 
 DECIDED = [name for name, system in SCHEDULES.items() if "expert_form" in system.reads]
@@ -178,3 +178,10 @@ def test_simultaneous_slices_are_chunks_of_one_number() -> None:
     assert choice.degrees == (4, 4)
     assert choice.words == "parm_s2: 4 chunks, flat dispatch"
     assert ScheduleConfig(name="parm_s2").decision("flat").degrees == (2, 2)
+
+
+def test_slices_are_told_where_something_is_gathered_in_them() -> None:
+    said = Decision(schedule="parm_s2", chunks=2, backward_chunks=2)
+    asked = problem((True,))
+    assert in_effect(with_sharing(asked, 2, 2), said) == said
+    assert in_effect(with_sharing(asked, 1, 2), said).words.startswith("parm_s2: no chunks")

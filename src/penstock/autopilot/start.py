@@ -32,6 +32,7 @@ from penstock.plan import (
 from penstock.plan.effort import Searched
 from penstock.plan.plan_config import AUTO, GIVEN
 from penstock.plan.search import FoundPlan
+from penstock.plan.space import in_effect
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.resume import Say
@@ -66,7 +67,8 @@ def as_given(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
     with the shortest predicted step is taken.
     """
     problem = assumed_problem(config, machinery.layout)
-    choice = config.schedule.decision(problem.workload.dispatch, config.placement)
+    asked = config.schedule.decision(problem.workload.dispatch, config.placement)
+    choice = in_effect(problem, asked)
     if len(problem.dispatches) > 1:
         measured = run_problem(config, machinery.layout, profile_links(config, machinery))
         names = problem.dispatches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.decision import Decision, Field
@@ -53,3 +54,10 @@ def valid(problem: Problem, choice: Decision) -> Decision:
         if choice.value(field.name) not in allowed:
             choice = choice.deciding(field.name, allowed[0])
     return choice
+
+
+def in_effect(problem: Problem, choice: Decision) -> Decision:
+    """`choice` without chunks where they change nothing, so that nothing is said of them."""
+    pieces = ("chunks", "backward_chunks")
+    cut = any(list(values(problem, choice, FIELDS[name])) != [1] for name in pieces)
+    return choice if cut else replace(choice, chunks=1, backward_chunks=1)
