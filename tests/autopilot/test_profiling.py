@@ -11,15 +11,17 @@ import torch
 
 from penstock.autopilot.profiling import measure_links, measure_tasks, profile_run, profile_schedules
 from penstock.autopilot.profiling.links import _Exchanges, _groups
+from penstock.autopilot.profiling.pair import make_pair
 from penstock.autopilot.profiling.sample import Budget, median_interval
 from penstock.autopilot.profiling.tasks import _apart, cuts, sample_of
 from penstock.autopilot.run_problem import run_problem
 from penstock.config import load
 from penstock.cost import ClusterConfig, ClusterFile
-from penstock.cost.cluster_file import LinkModel
+from penstock.cost.cluster_file import PAIR, LinkModel
 from penstock.decision import Decision, ScheduleConfig
 from penstock.graph import Lane
 from penstock.mesh import Group
+from penstock.plan.published.parm import parm_models
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
@@ -127,8 +129,32 @@ def test_groups_that_share_attention_and_experts_are_measured(ranks: Pools) -> N
     for group in ("mp", "esp"):
         assert {("all_gather", group, "intra"), ("reduce_scatter", group, "intra")} <= used
     assert {("all_to_all", "ep x esp", "inter"), ("all_reduce", "dp", "inter")} <= used
+    pair = first.link(PAIR, "ep x esp")
+    assert pair is not None and pair.ranks == 4 and pair.fit is not None and len(pair.fit.points) >= 2
+    asked = run_problem(tiny(*shares), Layout(world_size=4, ep_size=2, rank=0, mp_size=2, esp_size=2), first)
+    assert parm_models(asked).pair.beta_s_per_byte >= pair.beta_s_per_byte
     kinds = {(task.op, task.phase) for task in first.tasks}
     assert {("TA", "F"), ("GT", "B"), ("HV", "F"), ("HL", "B"), ("X", "B")} <= kinds
+
+
+def pair_traffic(rank: int, esp_size: int) -> int:
+    """Bytes that a rank sends for one pair of which each has 4096 bytes."""
+    config = tiny("parallel.mp_size=2", f"parallel.esp_size={esp_size}")
+    layout = Layout.build(config.parallel, 4, rank, 4)
+    machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
+    machinery.transports.open(_groups(layout))
+    action = make_pair(machinery, 1024)
+    before = machinery.transports.traffic.total()
+    action()
+    machinery.lanes.close()
+    return machinery.transports.traffic.total() - before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("esp_size", [1, 2])
+def test_a_pair_sends_what_a_combine_and_its_gather_do(ranks: Pools, esp_size: int) -> None:
+    """Three quarters to other ranks; to the one with the same tokens what is left once shards are added."""
+    assert ranks(4).run(pair_traffic, esp_size) == [4096 * 3 // 4 + 4096 // esp_size] * 4
 
 
 @pytest.mark.slow

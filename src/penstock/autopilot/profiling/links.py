@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.autopilot.profiling.pair import make_pair
 from penstock.autopilot.profiling.sample import Action, Budget, measure_sizes
-from penstock.cost.cluster_file import Fit, LinkModel
+from penstock.cost.cluster_file import PAIR, Fit, LinkModel
 from penstock.cost.fit import fit_line
 from penstock.dispatch import DISPATCHES, Dispatch, Place
 from penstock.graph import Lane
@@ -130,9 +132,25 @@ def _probes(machinery: Machinery, dispatches: Iterable[str]) -> Iterator[Probe]:
                 make=make,
                 used=_is_used(collective, group),
             )
+    yield from _pair_probe(machinery)
     if layout.ep_nodes > 1:
         for name in dispatches:
             yield from _leg_probes(DISPATCHES[name], machinery)
+
+
+def _pair_probe(machinery: Machinery) -> Iterator[Probe]:
+    """Parm's pair, where ranks share attention. Argument: as of its all-to-all."""
+    layout = machinery.layout
+    members = _members(layout, Group.EXPERT_SHARDS)
+    if layout.mp_size > 1 and len(members) > 1:
+        yield Probe(
+            collective=PAIR,
+            group=Group.EXPERT_SHARDS,
+            lane=Lane.INTER,
+            members=members,
+            make=partial(make_pair, machinery),
+            used=True,
+        )
 
 
 def _groups(layout: Layout) -> Iterator[tuple[Lane, Axes]]:
