@@ -16,7 +16,7 @@ NOTES: Final = (
     "one lane: traffic inside nodes and between nodes takes turns, as in what FSMoE compares with",
 )
 MISFIT: Final = (
-    "fsmoe gains 6 to 10 % more than published: traffic inside nodes and between them takes about as long on "
+    "fsmoe gains 7 to 11 % more than published: traffic inside nodes and between them takes about as long on "
     "these testbeds, and shares nothing in simulation, where real nodes share PCIe",
     "on one lane all-reduces under dense parts gain what is published, within 2 %, and fsmoe's partition no "
     "more than that; the paper has 4 and 7 % more",

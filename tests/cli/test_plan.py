@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
+from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.plan import PlanFile, published_problem
 from penstock.plan.subject import Overrides
+from tests.support.runs import write_config
 
 SMALL = [
     "plan",
@@ -63,6 +65,22 @@ def test_mixtral_is_planned_without_torch() -> None:
         assert words in done.stdout
     for words in ("sequential", "fsmoe", "2x inter-node bandwidth -", "4 ranks of a node share"):
         assert words in done.stdout
+
+
+@pytest.mark.slow
+def test_the_layout_of_a_configuration_is_chosen_where_it_is_left_open(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cluster = tmp_path / "cluster.json"
+    ClusterFile(name="by hand", nodes=1, ranks_per_node=2).save(cluster)
+    words = ["plan", str(write_config(tmp_path)), "--cluster", str(cluster), "--budget", "0.001"]
+    asked, configured = (
+        " ".join(run([*words, *more], capsys).split())
+        for more in (["--layout", "auto"], ["plan.source=auto", "plan.layout=auto"])
+    )
+    for said in (asked, configured):
+        assert "layout, by quick plans: dp" in said and "next best layout" in said and "per rank" in said
+    assert "layouts compared" not in run([*words, "--layout", "given"], capsys)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from penstock.cost.cluster import Inside
 from penstock.cost.cluster_file import LinkModel, TaskModel
 from penstock.cost.clusters import find_cluster
 from penstock.graph import Phase
+from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.step import StepShape, build_graph
 from tests.cost.test_clusters import HERE
@@ -106,3 +107,29 @@ def test_what_was_measured_does_not_depend_on_the_rates_of_a_description(group: 
     for cluster in (usual, other):
         assert cluster.all_to_all(Span.regular(group // 2, 2)) == usual.all_to_all(group)
         assert cluster.all_reduce(Span.regular(group // 2, 2)) == usual.all_reduce(group)
+
+
+def test_of_several_measured_groups_the_nearest_in_size_counts() -> None:
+    """Groups along the very axes first, whatever their size."""
+    several = [measured("all_to_all", "ep", "inter", ranks, 0.01 * ranks) for ranks in (2, 16)]
+    fused = measured("all_to_all", "ep x esp", "inter", 4, 5.0)
+    cluster = ProfiledCluster.build(replace(TESTBED_B, links=(*several, fused)))
+    for link in several:
+        assert cluster.all_to_all(link.ranks) == link.model
+    near, far = several
+    assert cluster.all_to_all(12).alpha_s == pytest.approx(far.alpha_s * 11 / 15)
+    assert cluster.all_to_all(4, Group.EXPERT_SHARDS) == fused.model
+    assert cluster.all_to_all(4).alpha_s == pytest.approx(near.alpha_s * 3)
+
+
+def test_a_file_lends_another_what_that_lacks() -> None:
+    own = measured("all_to_all", "ep", "inter", 8, 1.0)
+    other = measured("all_to_all", "ep", "inter", 8, 2.0), measured("all_to_all", "ep", "inter", 4, 3.0)
+    tasks = [
+        TaskModel(op=op, phase="F", alpha_s=0.1 * n, scale=1.0) for n, op in enumerate(("AT", "TA", "X"))
+    ]
+    mine = replace(TESTBED_B, links=(own,), tasks=(tasks[0],))
+    theirs = replace(TESTBED_B, links=other, tasks=(replace(tasks[0], scale=2.0), tasks[1]))
+    joined = mine.beside(theirs)
+    assert joined.links == (own, other[1]) and joined.tasks == (tasks[0], tasks[1])
+    assert theirs.beside(mine).tasks == theirs.tasks

@@ -17,18 +17,19 @@ SIZES = Overrides(layers=1, batch=4, seq_len=64, nodes=2)
 
 def test_all_layouts_of_a_cluster_work_on_the_same_samples() -> None:
     found = find_layouts("Mixtral-7B", TESTBED, SIZES)
-    works = [each.subject.problem.workload for each in found.ranked]
+    works = [each.problem.workload for each in found.ranked]
     assert {(work.mp_size, work.esp_size) for work in works} == {(m, e) for m in (1, 2, 4) for e in (1, 2, 4)}
-    assert len(works) == 3 + 2 * 6 and found.undivided == found.too_large == 0
+    assert {work.ep_size for work in works if work.esp_size == 4} == {2, 1}, "everywhere, or nowhere"
+    assert len(works) == (2 + 2 + 2) * (1 + 2 * 2) and found.undivided == found.too_large == 0
+    assert len({each.sizes for each in found.ranked}) == len(works)
     assert {work.batch * work.mesh.sizes["dp"] for work in works} == {8}
     seconds = [each.best.predicted_s for each in found.ranked]
     assert seconds == sorted(seconds)
     best = found.ranked[0]
-    assert evaluate(best.subject.problem, Decision()).predicted_s >= best.best.predicted_s
+    assert evaluate(best.problem, Decision()).predicted_s >= best.best.predicted_s
     assert f"mp {works[0].mp_size}, ep {works[0].ep_size}" in best.words
-    notes = found.best.notes
-    assert any(best.words in note for note in notes) and any(found.ranked[1].words in note for note in notes)
-    assert any("0 more do not divide" in note for note in notes)
+    lines = "\n".join(found.lines)
+    assert best.words in lines and found.ranked[1].words in lines and "0 more do not divide" in lines
 
 
 @pytest.mark.slow
@@ -44,7 +45,7 @@ def test_what_does_not_fit_is_counted() -> None:
 def test_what_does_not_divide_is_left_out_and_named() -> None:
     one = Overrides(layers=1, nodes=2, seq_len=64)
     found = find_layouts("Mixtral-7B", TESTBED, one)
-    assert found.undivided and {each.subject.problem.workload.mp_size for each in found.ranked} == {4}
+    assert found.undivided and {each.sizes.mp_size for each in found.ranked} == {4}
     with pytest.raises(ConfigError, match="samples of a step"):
         published_problem("Mixtral-7B", TESTBED, Overrides(mp_size=2))
     with pytest.raises(ConfigError, match="ranks of a node"):

@@ -20,6 +20,7 @@ from pathlib import Path
 from penstock.autopilot.continuing import continued_plan
 from penstock.autopilot.deciding import decided
 from penstock.autopilot.diagnose import Diagnosis, diagnose
+from penstock.autopilot.layouts import settled_layout
 from penstock.autopilot.planned import Planned, with_choice
 from penstock.autopilot.refine import refine
 from penstock.autopilot.replan import replan
@@ -33,6 +34,7 @@ from penstock.runtime import Machinery, PipelinedStack
 from penstock.schedule import StepPlan
 from penstock.trace import TaskRecord
 from penstock.train.config import RunConfig
+from penstock.train.pilot import Ranks
 from penstock.train.resume import Resumption, Say
 from penstock.words import milliseconds
 
@@ -66,6 +68,11 @@ class Autopilot:
         self._watch = Watch(plan.drift_threshold, plan.drift_steps, DROPPED_STEPS)
         self._trials = Trials(self.planned) if worth_while(self.planned, config.train.steps) else None
         self._begin(settle=self._refines and self._trials is None and not settled)
+
+    @staticmethod
+    def layout(config: RunConfig, ranks: Ranks, resumption: Resumption | None, say: Say, /) -> RunConfig:
+        """The run with the layout that it gets."""
+        return settled_layout(config, ranks, resumption, say)
 
     def take_over(self, stack: PipelinedStack) -> None:
         """Steer this stack from now on. It was built with `plan`."""

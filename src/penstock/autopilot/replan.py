@@ -74,7 +74,7 @@ def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
     again = {(link.collective, link.group, link.op) for link in links}
     kept = tuple(link for link in file.links if (link.collective, link.group, link.op) not in again)
     links = (*links, *kept)
-    return replace(file, links=links, rates=rates_with_links(file.rates, links))
+    return replace(file, links=links, rates=rates_with_links(file.rates, links, file.nodes))
 
 
 def _decide(

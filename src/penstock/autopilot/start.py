@@ -14,7 +14,7 @@ from penstock.autopilot.deciding import Beat, decided, decided_slowly
 from penstock.autopilot.planned import Order, Planned, Rival
 from penstock.autopilot.profiling import profile_links, profile_run
 from penstock.autopilot.profiling.machine import here
-from penstock.autopilot.run_problem import assumed_problem, run_problem
+from penstock.autopilot.run_problem import assumed_problem, check_shared, run_problem
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
@@ -83,6 +83,7 @@ def as_given(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
 
 def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
     """Measure or read the cluster, and take the best plan for it."""
+    check_shared(config.moe, config.parallel)
     file = cluster_of(config, machinery, say)
     problem = run_problem(config, machinery.layout, file)
 

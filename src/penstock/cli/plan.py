@@ -26,7 +26,8 @@ from penstock.cost.clusters import find_cluster
 from penstock.plan import MemoryBudget, PlanFile, Subject, explain, find_plan, published_problem
 from penstock.plan import Progress as Step
 from penstock.plan.effort import PLACEMENTS, check_budget
-from penstock.plan.layouts import find_layouts
+from penstock.plan.layouts import find_layouts, with_layout
+from penstock.plan.plan_config import AUTO
 from penstock.plan.subject import Overrides
 from penstock.report.plan import PlanReport, saved_plan
 from penstock.words import milliseconds, terminal_width
@@ -85,7 +86,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     plan.add_argument(
         "--layout",
         choices=("given", "auto"),
-        help="auto: also choose which ranks share attention and experts (for --model; default: given)",
+        help="auto: also choose which ranks share attention and experts (default: given)",
     )
     plan.add_argument(
         "--imbalance",
@@ -180,11 +181,9 @@ def _subject(options: argparse.Namespace) -> Subject:
         sizes = Overrides(**{name: getattr(options, name) for name in SIZES})
         if options.layout != "auto":
             return published_problem(options.model, file, sizes)
-        memory = _memory(options.memory_gib, file.memory_bytes)
-        return find_layouts(options.model, file, sizes, memory).best
-    if options.layout is not None:
-        why = "is an option for --model; a configuration says the layout itself"
-        raise ConfigError("--layout", options.layout, why, "Set parallel.mp_size and parallel.esp_size.")
+        found = find_layouts(options.model, file, sizes, _memory(options.memory_gib, file.memory_bytes))
+        subject = with_layout(options.model, file, sizes, found.best.sizes)
+        return replace(subject, notes=(*subject.notes, *found.lines))
     return _configured(options, file)
 
 
@@ -203,12 +202,17 @@ def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
         if getattr(options, name) is not None:
             why = "is an option for --model; a configuration has settings"
             raise ConfigError(_option(name), getattr(options, name), why, "Write it as section.key=value.")
+    from penstock.autopilot import layouts
     from penstock.autopilot.run_problem import run_problem
     from penstock.config import load
     from penstock.topology import Layout
     from penstock.train.config import RunConfig
 
     config = load(RunConfig, options.config, options.overrides).resolved(file.ranks)
+    notes: tuple[str, ...] = ()
+    if (options.layout or config.plan.layout) == AUTO:
+        found = layouts.run_layouts(config, file, _memory(options.memory_gib, file.memory_bytes))
+        config, notes = layouts.with_layout(config, found.best.sizes), found.lines
     experts = config.moe.num_experts
     layout = Layout.build(config.parallel, file.ranks, 0, experts, node_size=file.ranks_per_node)
     return Subject(
@@ -216,6 +220,7 @@ def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
         cluster_name=file.name,
         problem=run_problem(config, layout, file),
         memory_bytes=file.memory_bytes,
+        notes=notes,
     )
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 
 from penstock.autopilot import Autopilot
+from penstock.autopilot.layouts import check_some_layout
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.cli.ranks import end_of_rank, start_ranks
 from penstock.config import ConfigError, load
 from penstock.emulate import Cluster, EmulateConfig
-from penstock.plan.plan_config import given_schedule
+from penstock.plan.plan_config import AUTO, given_schedule
 from penstock.report import RunSummary
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
@@ -78,16 +79,25 @@ def _start_emulated(
 
 def _start_ranks(config: RunConfig, given: Sequence[str], processes: int, place: Place | None = None) -> int:
     resolved = config.resolved(processes)  # what can be refused is refused before any process starts
-    layout = Layout.build(resolved.parallel, processes, 0, resolved.moe.num_experts)
     try:
         load_corpus(resolved.data)  # opens it, without reading it
     except ConfigError as error:
         raise error.under("data") from error
-    if not torch.cuda.is_available():
-        batch, there = resolved.data.batch_per_device, host_bytes()
-        check_memory(resolved.model, resolved.moe, batch, layout, there_bytes=there, sharing=processes)
+    _check_layout(resolved, processes)
     require_checkpoint(config)
     return start_ranks(given, processes, config.parallel.timeout_s, place, lambda: _way_out(config))
+
+
+def _check_layout(config: RunConfig, processes: int) -> None:
+    """Refuse a run whose layout, or every possible one, does not divide or does not fit the memory."""
+    there = None if torch.cuda.is_available() else host_bytes()
+    if config.plan.layout == AUTO:
+        check_some_layout(config, processes, there)
+        return
+    layout = Layout.build(config.parallel, processes, 0, config.moe.num_experts)
+    if there is not None:
+        batch = config.data.batch_per_device
+        check_memory(config.model, config.moe, batch, layout, there_bytes=there, sharing=processes)
 
 
 def _be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:

@@ -214,6 +214,17 @@ class ClusterFile:
         found = (x for x in self.links if (x.collective, x.group, x.op) == (collective, group, op))
         return next(found, None)
 
+    def beside(self, other: ClusterFile) -> ClusterFile:
+        """The file with what it lacks of links and tasks as another has them, measured by the same rates."""
+        links = {(x.collective, x.group, x.op, x.ranks): x for x in (*other.links, *self.links)}
+        tasks = {(x.op, x.phase): x for x in (*other.tasks, *self.tasks)}
+        own = [x for x in links.values() if x in self.links], [x for x in tasks.values() if x in self.tasks]
+        return replace(
+            self,
+            links=(*own[0], *(x for x in links.values() if x not in own[0])),
+            tasks=(*own[1], *(x for x in tasks.values() if x not in own[1])),
+        )
+
     def save(self, path: Path) -> None:
         """Write it where the path says; a half-written file never replaces a whole one."""
         write_json(path, to_dict(self))

@@ -40,9 +40,11 @@ class ProfiledCluster(ClusterConfig):
         return replace(rates, file=self.file.faster(inter=inter, intra=intra, compute=compute))
 
     def all_to_all(self, group: Span | int, axes: Axes = Group.EXPERT) -> AlphaBeta:
-        names = dict.fromkeys((Group.name(axes), "ep"))
-        found = next((link for name in names if (link := self.file.link("all_to_all", name))), None)
-        return self._of_size(super().all_to_all, group, [] if found is None else [found])
+        """Of groups along these axes, or else of those that share experts."""
+        found = [link for link in self.file.links if link.collective == "all_to_all"]
+        own = [link for link in found if link.group == Group.name(axes)]
+        usual = [link for link in found if link.group == Group.name(Group.EXPERT)]
+        return self._of_size(super().all_to_all, group, own or usual)
 
     def all_reduce(self, group: Span | int) -> AlphaBeta:
         found = [link for link in self.file.links if (link.collective, link.lane) == ("all_reduce", "inter")]

@@ -1,4 +1,4 @@
-"""Which ranks share attention and experts: every layout of a published model on a cluster, the best first.
+"""Which ranks share attention and experts: every layout of a model on a cluster, the best first.
 
 All layouts work on the same samples per step. They are ranked by quick plans: the first choices of a search
 and what Parm's planner takes; the full search is for the one that is taken.
@@ -6,23 +6,24 @@ and what Parm's planner takes; the full search is for the one that is taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import Final
 
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.decision import Decision
-from penstock.mesh import group_sizes
+from penstock.mesh import group_sizes, holders
 from penstock.plan.memory import MemoryBudget
 from penstock.plan.problem import Problem
 from penstock.plan.published import parm_choice
 from penstock.plan.search import Candidate, evaluate
 from penstock.plan.starts import first_choices
 from penstock.plan.subject import Overrides, Subject, published_problem
-from penstock.step.shape import Sharing, TokenLayout
-from penstock.words import gib, milliseconds
+from penstock.step.shape import TokenLayout
+from penstock.words import change, gib, milliseconds
 
 NEXT: Final = 2
 """Layouts that are told beside the best."""
@@ -31,21 +32,43 @@ TOKENS: Final[tuple[TokenLayout, ...]] = ("split", "replicated")
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayoutSizes:
+    """Who shares what, and what ranks that share attention have of every sample's tokens between blocks."""
+
+    mp_size: int
+    ep_size: int
+    esp_size: int
+    tokens: TokenLayout = "split"
+
+    @property
+    def shares(self) -> bool:
+        """Whether any ranks share attention or experts."""
+        return self.mp_size * self.esp_size > 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankedLayout:
     """A layout with the best of its quick plans."""
 
-    subject: Subject
+    sizes: LayoutSizes
+    problem: Problem
     best: Candidate
 
     @property
     def words(self) -> str:
         """The layout in a line."""
-        work, sharing = self.subject.problem.workload, self.subject.problem.shape.sharing
-        sizes = f"dp {work.mesh.sizes['dp']}, mp {work.mp_size}, ep {work.ep_size}, esp {work.esp_size}"
-        tokens = f", tokens {sharing.tokens}" if work.mp_size > 1 else ""
-        form = "" if sharing.is_none else f", expert form {self.best.plan.shape.expert_form}"
-        costs = f"{milliseconds(self.best.predicted_s)}, {gib(self.best.memory_bytes)} per rank"
-        return f"{sizes}{tokens}{form}: {costs}"
+        dp, own = self.problem.mesh.sizes["dp"], self.sizes
+        sizes = f"dp {dp}, mp {own.mp_size}, ep {own.ep_size}, esp {own.esp_size}"
+        tokens = f", tokens {own.tokens}" if own.mp_size > 1 else ""
+        form = f", expert form {self.best.plan.shape.expert_form}" if own.shares else ""
+        return f"{sizes}{tokens}{form}: {milliseconds(self.best.predicted_s)}, {self._costs}"
+
+    @property
+    def _costs(self) -> str:
+        bound = self.best.bound
+        chain = bound.critical_path_s > bound.busiest_lane_s
+        limit = "the critical path" if chain else f"lane {bound.busiest_lane}"
+        return f"limited by {limit}, {gib(self.best.memory_bytes)} per rank"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,58 +84,102 @@ class FoundLayouts:
     too_large: int
 
     @property
-    def best(self) -> Subject:
-        """The first, with what is to be known of the others."""
+    def best(self) -> RankedLayout:
+        return self.ranked[0]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The best for people, beside what else there is."""
         first, *others = self.ranked
-        notes = [f"layout, by quick plans: {first.words}"]
-        notes += [f"next best layout: {each.words}" for each in others[:NEXT]]
+        lines = [f"layout, by quick plans: {first.words}"]
+        lines += [f"next best layout: {each.words} ({self._slower(each)})" for each in others[:NEXT]]
+        plain = next((each for each in others[NEXT:] if not each.sizes.shares), None)
+        if first.sizes.shares and plain is not None:
+            lines.append(f"best without sharing: {plain.words} ({self._slower(plain)})")
         left_out = f"{self.undivided} more do not divide, {self.too_large} need more memory"
-        notes.append(f"{len(self.ranked)} layouts compared; {left_out}")
-        return replace(first.subject, notes=(*first.subject.notes, *notes))
+        return (*lines, f"{len(self.ranked)} layouts compared; {left_out}")
+
+    def _slower(self, other: RankedLayout) -> str:
+        return change(other.best.predicted_s, self.best.best.predicted_s)
+
+
+def layout_sizes(
+    ranks: int, per_node: int, num_experts: int, ep_size: int | None = None
+) -> Iterator[LayoutSizes]:
+    """Every layout worth a look, those with less sharing first.
+
+    per_node: ranks of a node; 0 = nodes differ, and nothing is shared. ep_size: the only one wanted; None =
+    experts spread over as many ranks as divide them, over those of one node, and over none.
+    """
+    sizes = group_sizes(per_node) if per_node else [1]
+    for mp_size, esp_size in sorted(product(sizes, sizes), key=prod):
+        spreads = [ep_size] if ep_size else _spreads(ranks, per_node, esp_size, num_experts)
+        for spread, tokens in product(spreads, TOKENS if mp_size > 1 else TOKENS[:1]):
+            yield LayoutSizes(mp_size=mp_size, ep_size=spread, esp_size=esp_size, tokens=tokens)
+
+
+def _spreads(ranks: int, per_node: int, esp_size: int, num_experts: int) -> list[int]:
+    groups = holders(ranks, esp_size)
+    valid = [size for size in group_sizes(groups) if num_experts % size == 0]
+    inside = [size for size in valid if size <= holders(per_node, esp_size)] or valid
+    return list(dict.fromkeys((valid[-1], inside[-1], 1)))
+
+
+def rank_layouts(
+    tried: Iterable[LayoutSizes],
+    problem_of: Callable[[LayoutSizes], Problem],
+    memory: MemoryBudget | None = None,
+    *,
+    key: str = "plan.layout",
+) -> FoundLayouts:
+    """The layouts in the order of their best quick plans. Raises ConfigError about `key` if none fits.
+
+    problem_of: raises ConfigError for a layout in which something does not divide.
+    """
+    ranked, undivided, too_large = [], 0, 0
+    for sizes in tried:
+        try:
+            problem = problem_of(sizes)
+        except ConfigError:
+            undivided += 1
+            continue
+        best = _best(problem, memory)
+        ranked += [RankedLayout(sizes=sizes, problem=problem, best=best)] if best else []
+        too_large += best is None
+    if not ranked:
+        why = f"no layout fits: {undivided} do not divide, {too_large} need more memory"
+        raise ConfigError(key, "auto", why, "Use more ranks, or a smaller model or batch.")
+    ranked.sort(key=lambda layout: layout.best.predicted_s)
+    return FoundLayouts(ranked=tuple(ranked), undivided=undivided, too_large=too_large)
+
+
+def _best(problem: Problem, memory: MemoryBudget | None) -> Candidate | None:
+    """The best quick plan that fits; None if none does."""
+    quick: list[Decision] = [*first_choices(problem), parm_choice(problem)]
+    candidates = [evaluate(problem, choice) for choice in dict.fromkeys(quick)]
+    fitting = [each for each in candidates if memory is None or each.memory_bytes <= memory.bytes]
+    return min(fitting, key=lambda each: each.predicted_s, default=None)
+
+
+# ---- published models --------------------------------------------------------------------------------------
 
 
 def find_layouts(
     name: str, file: ClusterFile, overrides: Overrides, memory: MemoryBudget | None = None
 ) -> FoundLayouts:
-    """Every layout of model `name`. Raises ConfigError if none fits."""
-    ranked, undivided, too_large = [], 0, 0
-    for each in _tried(file, overrides):
-        for tokens in TOKENS if each.mp_size != 1 else TOKENS[:1]:
-            try:
-                subject = published_problem(name, file, each)
-            except ConfigError:
-                undivided += 1
-                continue
-            found = _ranked(_with_tokens(subject, tokens), memory)
-            ranked += [found] if found else []
-            too_large += found is None
-    if not ranked:
-        why = f"no layout fits: {undivided} do not divide, {too_large} need more memory"
-        raise ConfigError("--layout", "auto", why, "Use more ranks, or a smaller model or batch.")
-    ranked.sort(key=lambda layout: layout.best.predicted_s)
-    return FoundLayouts(ranked=tuple(ranked), undivided=undivided, too_large=too_large)
+    """Every layout of published model `name`. Raises ConfigError if none fits."""
+    usual = published_problem(name, file, replace(overrides, mp_size=None, ep_size=None, esp_size=None))
+    work = usual.problem.workload
+    tried = layout_sizes(work.world_size, work.devices_per_node, work.num_experts, overrides.ep_size)
+    return rank_layouts(
+        tried, lambda sizes: with_layout(name, file, overrides, sizes).problem, memory, key="--layout"
+    )
 
 
-def _tried(file: ClusterFile, overrides: Overrides) -> Iterator[Overrides]:
-    sizes = group_sizes(overrides.ranks_per_node or file.ranks_per_node)
-    for mp_size, esp_size in product(sizes, sizes):
-        yield replace(overrides, mp_size=mp_size, esp_size=esp_size)
-
-
-def _with_tokens(subject: Subject, tokens: TokenLayout) -> Subject:
+def with_layout(name: str, file: ClusterFile, overrides: Overrides, sizes: LayoutSizes) -> Subject:
+    """The published model with this layout."""
+    own = replace(overrides, mp_size=sizes.mp_size, ep_size=sizes.ep_size, esp_size=sizes.esp_size)
+    subject = published_problem(name, file, own)
     problem = subject.problem
-    sharing: Sharing = replace(problem.shape.sharing, tokens=tokens)
+    sharing = replace(problem.shape.sharing, tokens=sizes.tokens)
     return replace(subject, problem=replace(problem, shape=replace(problem.shape, sharing=sharing)))
-
-
-def _ranked(subject: Subject, memory: MemoryBudget | None) -> RankedLayout | None:
-    """The layout with its best quick plan that fits; None if none does."""
-    candidates = [evaluate(subject.problem, choice) for choice in _quick(subject.problem)]
-    fitting = [each for each in candidates if memory is None or each.memory_bytes <= memory.bytes]
-    if not fitting:
-        return None
-    return RankedLayout(subject=subject, best=min(fitting, key=lambda each: each.predicted_s))
-
-
-def _quick(problem: Problem) -> list[Decision]:
-    return list(dict.fromkeys([*first_choices(problem), parm_choice(problem)]))

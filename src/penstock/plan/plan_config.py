@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from penstock.config import ConfigError, Within, check_bounds
 from penstock.config.bounds import MOST_STEPS
@@ -49,7 +49,9 @@ class PlanConfig:
     """Section `[plan]`.
 
     source: "given" = section [schedule] says; "auto" = measured, searched and explained at the start; else
-    the path of a plan file to be run as it is. cluster: a cluster file, by name or path; none = measure.
+    the path of a plan file to be run as it is. layout: which ranks share attention and experts; "given" =
+    section [parallel] says, "auto" = compared by quick plans at the start, on the samples per step that it
+    says, and with its ep_size if it has one. cluster: a cluster file, by name or path; none = measure.
     profile_s: how long to measure at the start, and again when links have changed. budget: how many times as
     much as usual a search looks at, counted in simulated tasks and not in seconds. trials: so many of the
     most promising plans are run for some steps each, and the fastest is kept; 1 = the prediction decides.
@@ -60,6 +62,7 @@ class PlanConfig:
     """
 
     source: str = GIVEN
+    layout: Literal["given", "auto"] = "given"
     cluster: str | None = None
     profile_s: Seconds = 15.0
     budget: Budget = 1.0
@@ -75,6 +78,11 @@ class PlanConfig:
         if not self.source:
             raise ConfigError("source", self.source, "names nothing", "Use given, auto, or a plan file.")
         check_bounds(self)
+        if self.layout == AUTO and self.source != AUTO:
+            why = (
+                f"a layout is chosen together with a plan, and plan.source = {self.source} searches for none"
+            )
+            raise ConfigError("layout", self.layout, why, "Use plan.source=auto, or plan.layout=given.")
 
     @property
     def is_saved(self) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.schedule import StepPlan
+from penstock.topology import Control
 from penstock.trace import TaskRecord
 from penstock.train.config import RunConfig
 from penstock.train.resume import Resumption, Say
@@ -48,5 +52,24 @@ class Pilot(Protocol):
         """Write the plan, and the cluster it was made for, into a folder; for one rank."""
 
 
-MakePilot = Callable[[RunConfig, Machinery, Resumption | None, Say], Pilot]
-"""Makes the first plan of a resolved configuration, or goes on with a checkpoint's. All ranks call it."""
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The ranks that have met, before anything says who shares what. node_size: see `Layout`."""
+
+    control: Control
+    device: torch.device
+    node_size: int
+
+
+class MakePilot(Protocol):
+    """Makes pilots. All ranks call both, with a resolved configuration."""
+
+    def layout(
+        self, config: RunConfig, ranks: Ranks, resumption: Resumption | None, say: Say, /
+    ) -> RunConfig:
+        """The run with which ranks share what, where its configuration leaves that open."""
+
+    def __call__(
+        self, config: RunConfig, machinery: Machinery, resumption: Resumption | None, say: Say, /
+    ) -> Pilot:
+        """Make the first plan, or go on with a checkpoint's."""

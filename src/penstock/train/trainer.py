@@ -19,6 +19,7 @@ from penstock.moe import update_expert_biases
 from penstock.moe.config import BalanceGroup
 from penstock.report import RunSummary
 from penstock.report.loads import draw_loads
+from penstock.runtime.checks.agree import check_layouts
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.trace import TaskRecord, occupation
@@ -33,7 +34,7 @@ from penstock.train.loads import LoadBook, expert_loads, with_loads
 from penstock.train.metrics import MetricsWriter, StepMetrics
 from penstock.train.optimizer import build_adamw, initialise_state, learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, keep_config
-from penstock.train.pilot import MakePilot
+from penstock.train.pilot import MakePilot, Ranks
 from penstock.train.progress import Progress
 from penstock.train.resume import checkpoints_folder, find_resumption, restore
 from penstock.train.routing_file import NoRoutingLog, RoutingLog, open_routing
@@ -70,18 +71,21 @@ class Trainer:
         self.leader = info.rank == 0
         every, quiet = config.train.log_every, quiet or not self.leader
         self.progress = Progress(config.train.steps, every=every, quiet=quiet)
-        node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
+        self.control = control = Control(info.rank, info.world_size)
+        node_size, say = find_node_size(control, info.local_rank), self.progress.say
+        self.resumption = find_resumption(config, control, say)  # before anything is measured
+        ranks = Ranks(control=control, device=device, node_size=node_size)
+        config = make_pilot.layout(config, ranks, self.resumption, say)
         self.layout = Layout.build(
             config.parallel, info.world_size, info.rank, config.moe.num_experts, node_size
         )
+        check_layouts(self.layout, config.data.batch_per_device, control)
         batch, there = config.data.batch_per_device, device_bytes(device)
         check_memory(config.model, config.moe, batch, self.layout, there_bytes=there)
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
-        self.control, self.on_step = machinery.control, on_step
-        # Both before anything is measured, which takes a while.
-        self.resumption = find_resumption(config, self.control, self.progress.say)
-        self.source = open_source(config, self.layout, self.control, scans=info.local_rank == 0)
-        self.pilot = make_pilot(config, machinery, self.resumption, self.progress.say)
+        self.on_step = on_step
+        self.source = open_source(config, self.layout, control, scans=info.local_rank == 0)
+        self.pilot = make_pilot(config, machinery, self.resumption, say)
         config = self.pilot.config
         self.stack = build_stack(config, machinery, plan=self.pilot.plan)
         self.pilot.take_over(self.stack)

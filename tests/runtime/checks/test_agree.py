@@ -11,12 +11,12 @@ from penstock.graph import Graph, Lane
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.ops.transfers import Hop
-from penstock.runtime.checks.agree import check_agreement, first_difference
+from penstock.runtime.checks.agree import check_agreement, check_layouts, first_difference
 from penstock.runtime.errors import ScheduleMismatchError
 from penstock.schedule import Schedule, StepPlan
 from penstock.schedule.system import all_reduce_at_the_end
 from penstock.step import Stage, StepShape, build_graph
-from penstock.topology import Control
+from penstock.topology import Control, Layout
 from tests.steps import example_plan
 from tests.support.ranks import Pools
 
@@ -65,6 +65,23 @@ def test_every_rank_learns_the_first_task_that_differs(
 def test_equal_schedules_agree(ranks: Pools) -> None:
     text = example_plan("flowmoe").schedule.text()
     assert ranks(2).run(compare, [text, text]) == ["agreed", "agreed"]
+
+
+def compare_layouts(rank: int, batches: tuple[int, int], tensor: tuple[int, int]) -> str:
+    layout = Layout(world_size=2, ep_size=2, rank=rank, mp_size=tensor[rank])
+    try:
+        check_layouts(layout, batches[rank], Control(rank, 2))
+    except ScheduleMismatchError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_ranks_of_different_layouts_are_told_before_they_wait_for_each_other(ranks: Pools) -> None:
+    assert ranks(2).run(compare_layouts, (4, 4), (2, 2)) == ["agreed", "agreed"]
+    for text in ranks(2).run(compare_layouts, (4, 4), (1, 2)):
+        assert "different layouts: mp_size = 1 on rank 0, 2 on rank 1" in text
+    for text in ranks(2).run(compare_layouts, (4, 2), (2, 2)):
+        assert "samples = 4 on rank 0, 2 on rank 1" in text
 
 
 def test_one_rank_agrees_with_itself() -> None:

@@ -2,6 +2,7 @@
 
 from penstock.autopilot.profiling.links import measure_links
 from penstock.autopilot.profiling.measure import (
+    profile_layout,
     profile_links,
     profile_run,
     profile_schedules,
@@ -12,6 +13,7 @@ from penstock.autopilot.profiling.tasks import measure_tasks
 __all__ = [
     "measure_links",
     "measure_tasks",
+    "profile_layout",
     "profile_links",
     "profile_run",
     "profile_schedules",

@@ -60,6 +60,21 @@ def profile_run(
     return measure_tasks(config, machinery, budget_s - links_s - kernels_s, file)
 
 
+def profile_layout(
+    config: RunConfig, machinery: Machinery, *, budget_s: float, first: ClusterFile | None
+) -> ClusterFile:
+    """Measure what layouts are compared by: as `profile_run`, and after a first layout links and tasks only.
+
+    first: the file of another layout. Tasks are lines over their work by its rates, so that both files can
+    lend each other what they lack.
+    """
+    if first is None:
+        return profile_run(config, machinery, budget_s=budget_s)
+    links_s = LINKS_SHARE * budget_s
+    links = measure_links(machinery, hierarchical_among(config.moe, machinery.layout), links_s)
+    return measure_tasks(config, machinery, budget_s - links_s, replace(first, links=links))
+
+
 def profile_schedules(
     config: RunConfig, machinery: Machinery, schedules: Sequence[ScheduleConfig], budget_s: float
 ) -> ClusterFile:
@@ -86,14 +101,18 @@ def _with_links(config: RunConfig, machinery: Machinery, budget_s: float, *, use
         name="this cluster",
         nodes=layout.nodes,
         ranks_per_node=layout.node_size or layout.world_size,
-        rates=rates_with_links(config.cluster, links),
+        rates=rates_with_links(config.cluster, links, layout.nodes),
         links=links,
     )
 
 
-def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...]) -> ClusterConfig:
-    """Latency and bandwidth between two ranks that explain the measured all-to-alls."""
-    for group, lane in (("ep", "link"), ("node", "intra")):
+def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...], nodes: int) -> ClusterConfig:
+    """Latency and bandwidth between two ranks that explain the measured all-to-alls.
+
+    nodes: of the cluster; in a single one all links are inside it.
+    """
+    inside = "ep" if nodes == 1 else "node"
+    for group, lane in (("ep", "link"), (inside, "intra")):
         found = next((x for x in links if (x.collective, x.group) == ("all_to_all", group)), None)
         if found is not None:
             others = found.ranks - 1

@@ -1,11 +1,13 @@
-"""Before its first use, all ranks compare their plan. Different orders or tasks would deadlock."""
+"""Before their first use, all ranks compare layout and plan. Different orders or tasks would deadlock."""
 
 from __future__ import annotations
+
+from dataclasses import asdict, replace
 
 from penstock.runtime.errors import ScheduleMismatchError
 from penstock.schedule import StepPlan
 from penstock.schedule.schedule import parse_orders
-from penstock.topology import Control
+from penstock.topology import Control, Layout
 
 
 def check_agreement(plan: StepPlan, control: Control) -> None:
@@ -26,6 +28,22 @@ def check_agreement(plan: StepPlan, control: Control) -> None:
         f"Ranks that differ from rank 0: {different}. Start all ranks with the same "
         "configuration and version."
     )
+
+
+def check_layouts(layout: Layout, samples: int, control: Control) -> None:
+    """Raise ScheduleMismatchError, on every rank, unless all have the same layout and samples per rank.
+
+    Groups of other ranks would wait for each other. Costs one exchange of a few bytes.
+    """
+    mine = asdict(replace(layout, rank=0)) | {"samples": samples}
+    everyone = control.gather(mine, "comparing layouts")
+    for rank, other in enumerate(everyone):
+        for name, value in other.items():
+            if value != (first := everyone[0][name]):
+                raise ScheduleMismatchError(
+                    f"ranks have different layouts: {name} = {first} on rank 0, {value} on rank {rank}. "
+                    "Start all ranks with the same configuration and version."
+                )
 
 
 def first_difference(ours: tuple[str, str], theirs: tuple[str, str], rank: int) -> str:

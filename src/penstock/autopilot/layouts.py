@@ -1,0 +1,229 @@
+"""Which ranks share attention and experts in a run that leaves it open (`plan.layout = auto`).
+
+It is decided before anything is built: the cluster is read from its file or measured, once with every rank by
+itself and once with pairs that share; rank 0 ranks all layouts by quick plans and tells the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from penstock.autopilot.deciding import Beat, decided, decided_slowly
+from penstock.autopilot.profiling import profile_layout
+from penstock.autopilot.run_problem import check_shared, run_problem
+from penstock.config import ConfigError, to_dict
+from penstock.cost import ClusterFile
+from penstock.cost.clusters import find_cluster
+from penstock.plan import MemoryBudget, PlanFile, Problem
+from penstock.plan.layouts import FoundLayouts, LayoutSizes, layout_sizes, rank_layouts
+from penstock.plan.plan_config import AUTO
+from penstock.topology import Layout
+from penstock.train.assemble import build_machinery
+from penstock.train.config import RunConfig
+from penstock.train.fits import check_memory
+from penstock.train.pilot import PLAN_FILE, Ranks
+from penstock.train.resume import Resumption, Say
+from penstock.train.shares import check_shares
+
+CHOOSING_AGAIN = "choosing a layout again instead of keeping that of {path} ({why})"
+OF_A_LAYOUT = ("mp_size", "ep_size", "esp_size", "tokens", "ranks_per_node")
+"""Settings of section [parallel] with which a run keeps its layout as long as they stay."""
+
+
+def settled_layout(config: RunConfig, ranks: Ranks, resumption: Resumption | None, say: Say) -> RunConfig:
+    """The resolved configuration with the layout that the run gets; all ranks call it and get the same.
+
+    A resumed run keeps its layout, unless it has other ranks or is asked for another.
+    """
+    if config.plan.layout != AUTO:
+        return config
+    kept = None if resumption is None else _kept(config, ranks, resumption, say)
+    return with_layout(config, kept or _chosen(config, ranks, say))
+
+
+def with_layout(config: RunConfig, sizes: LayoutSizes) -> RunConfig:
+    """The same run with these ranks sharing, on the same samples per step.
+
+    Raises ConfigError where the samples cannot be divided among the groups of ranks.
+    """
+    parallel, data = config.parallel, config.data
+    samples = data.batch_per_device * sizes.mp_size
+    if samples % parallel.mp_size:
+        why = f"{samples} samples cannot be divided among {parallel.mp_size} groups of ranks"
+        raise ConfigError("data.batch_per_device", data.batch_per_device, why, "Use a multiple.")
+    return replace(
+        config,
+        parallel=replace(
+            parallel,
+            mp_size=sizes.mp_size,
+            ep_size=sizes.ep_size,
+            esp_size=sizes.esp_size,
+            tokens=sizes.tokens,
+        ),
+        data=replace(data, batch_per_device=samples // parallel.mp_size),
+    )
+
+
+def check_some_layout(config: RunConfig, processes: int, there_bytes: int | None) -> None:
+    """Raise ConfigError unless in some layout of these local processes everything divides and may fit.
+
+    there_bytes: memory of all of them; None = not known.
+    """
+    last: ConfigError | None = None
+    for each in _layouts(config, processes, 0, processes):
+        if there_bytes is None:
+            return
+        model, moe, batch = each.config.model, each.config.moe, each.config.data.batch_per_device
+        try:
+            check_memory(model, moe, batch, each.layout, there_bytes=there_bytes, sharing=processes)
+        except ConfigError as error:
+            last = error
+        else:
+            return
+    if last is not None:
+        raise last
+    why = f"no layout of {processes} ranks divides heads, widths, experts and samples"
+    raise ConfigError("plan.layout", AUTO, why, "Set plan.layout=given to see what does not divide.")
+
+
+def run_layouts(config: RunConfig, file: ClusterFile, memory: MemoryBudget | None = None) -> FoundLayouts:
+    """Every layout of a resolved configuration on the cluster's ranks. Raises ConfigError if none fits."""
+    return _ranked(config, file.ranks, file.ranks_per_node, lambda _: file, memory)
+
+
+# ---- keeping it --------------------------------------------------------------------------------------------
+
+
+def _kept(config: RunConfig, ranks: Ranks, resumption: Resumption, say: Say) -> LayoutSizes | None:
+    """The layout of the run that goes on; None, with the reason printed, if it must be chosen again."""
+    path = resumption.path
+    try:
+        sizes = decided(ranks.control, partial(_saved, config, ranks, resumption), f"reading {path.name}")
+    except ConfigError as error:
+        say(CHOOSING_AGAIN.format(path=path, why=error.why))
+        return None
+    say(f"layout kept from {path.name}: {_words(sizes)}")
+    return sizes
+
+
+def _saved(config: RunConfig, ranks: Ranks, resumption: Resumption) -> LayoutSizes:
+    """Raises ConfigError, saying why, for a checkpoint of other ranks, or if another layout is asked for."""
+    saved, here = PlanFile.read(resumption.path / PLAN_FILE).sizes, ranks.control.world_size
+    if saved.ranks != here:
+        raise ConfigError("processes", here, f"it was of {saved.ranks} processes")
+    settings = resumption.record.settings or {}
+    for section, names in (("plan", ("layout", "cluster")), ("parallel", OF_A_LAYOUT)):
+        now, then = to_dict(getattr(config, section)), settings.get(section, {})
+        if changed := [name for name in names if now[name] != then.get(name)]:
+            key = f"{section}.{changed[0]}"
+            raise ConfigError(key, now[changed[0]], f"{key} has changed")
+    return LayoutSizes(
+        mp_size=saved.mp_size, ep_size=saved.ep_size, esp_size=saved.esp_size, tokens=saved.tokens
+    )
+
+
+def _words(sizes: LayoutSizes) -> str:
+    tokens = f", tokens {sizes.tokens}" if sizes.mp_size > 1 else ""
+    return f"mp {sizes.mp_size}, ep {sizes.ep_size}, esp {sizes.esp_size}{tokens}"
+
+
+# ---- choosing it -------------------------------------------------------------------------------------------
+
+
+def _chosen(config: RunConfig, ranks: Ranks, say: Say) -> LayoutSizes:
+    """The best layout by the cluster's file, or by a short measurement."""
+    control = ranks.control
+    possible = list(_layouts(config, control.world_size, control.rank, ranks.node_size))
+    if len(possible) == 1:
+        say(f"layout: {_words(possible[0].sizes)}, the only one in which everything divides")
+        return possible[0].sizes
+    name = config.plan.cluster
+    if name is None:
+        files = _measured(config, possible, ranks, say)
+    else:
+        files = (decided(control, lambda: find_cluster(name), "reading the cluster file"),) * 2
+    memory = None if files[0].memory_bytes is None else MemoryBudget(bytes=files[0].memory_bytes)
+
+    def decide(beat: Beat) -> tuple[LayoutSizes, tuple[str, ...]]:
+        def file_of(sizes: LayoutSizes) -> ClusterFile:
+            beat()
+            return files[sizes.shares]
+
+        found = _ranked(config, control.world_size, ranks.node_size, file_of, memory)
+        return found.best.sizes, found.lines
+
+    sizes, lines = decided_slowly(control, decide, "choosing a layout", config.parallel.timeout_s)
+    say("\n".join(lines))
+    return sizes
+
+
+def _measured(
+    config: RunConfig, possible: Sequence[_Possible], ranks: Ranks, say: Say
+) -> tuple[ClusterFile, ClusterFile]:
+    """The cluster for layouts in which every rank has all for itself, and for those in which ranks share.
+
+    Measured on one of either kind, the second in pairs if they divide; what one lacks it has from the other.
+    """
+    alone = [each for each in possible if not each.sizes.shares][:1]
+    sharing = sorted(
+        (each for each in possible if each.sizes.shares),
+        key=lambda each: (each.sizes.mp_size > 1) + (each.sizes.esp_size > 1),
+    )
+    samples = [*alone, *sharing[-1:]]
+    budget_s = config.plan.profile_s / len(samples)
+    say(f"measuring the cluster for about {config.plan.profile_s:.0f} s to choose a layout")
+    files: list[ClusterFile] = []
+    for each in samples:
+        machinery = build_machinery(each.layout, ranks.device, config.parallel, config.train.precision)
+        first = files[0] if files else None
+        files.append(profile_layout(each.config, machinery, budget_s=budget_s, first=first))
+        machinery.lanes.close()
+    return files[0].beside(files[-1]), files[-1].beside(files[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Possible:
+    """A layout in which everything divides, and the run with it."""
+
+    sizes: LayoutSizes
+    config: RunConfig
+    layout: Layout
+
+
+def _layouts(config: RunConfig, world_size: int, rank: int, node_size: int) -> Iterator[_Possible]:
+    for sizes in _tried(config, world_size, node_size):
+        try:
+            yield _possible(config, sizes, world_size, rank, node_size)
+        except ConfigError:
+            continue
+
+
+def _tried(config: RunConfig, world_size: int, node_size: int) -> Iterator[LayoutSizes]:
+    per_node = config.parallel.ranks_per_node or node_size
+    return layout_sizes(world_size, per_node, config.moe.num_experts, config.parallel.ep_size)
+
+
+def _possible(config: RunConfig, sizes: LayoutSizes, world_size: int, rank: int, node_size: int) -> _Possible:
+    """Raises ConfigError for what does not divide, or cannot be shared."""
+    found = with_layout(config, sizes)
+    check_shares(found.model, found.moe, found.parallel, world_size)
+    check_shared(found.moe, found.parallel)
+    layout = Layout.build(found.parallel, world_size, rank, found.moe.num_experts, node_size)
+    return _Possible(sizes=sizes, config=found, layout=layout)
+
+
+def _ranked(
+    config: RunConfig,
+    world_size: int,
+    node_size: int,
+    file_of: Callable[[LayoutSizes], ClusterFile],
+    memory: MemoryBudget | None,
+) -> FoundLayouts:
+    def problem_of(sizes: LayoutSizes) -> Problem:
+        file = file_of(sizes)
+        each = _possible(config, sizes, world_size, 0, node_size)
+        return run_problem(each.config, each.layout, file)
+
+    return rank_layouts(_tried(config, world_size, node_size), problem_of, memory)
