@@ -161,8 +161,8 @@ def go_on(ranks: Pools, folder: Path, named: str, kept: LayoutSizes) -> None:
 @pytest.mark.slow
 def test_two_ranks_measure_and_agree(ranks: Pools, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "run", 2)
-    first, second = run(ranks, folder, "plan.profile_s=2", "data.batch_per_device=8", world_size=2)
+    first, second = run(ranks, folder, "plan.profile_s=1", "data.batch_per_device=8", world_size=2)
     said = said_by(first)
-    assert "measuring the cluster for about 2 s to choose a layout" in said
+    assert "measuring the cluster for about 1 s to choose a layout" in said
     assert "layout, by quick plans" in said and "per rank" in said
     assert first.plans == second.plans and not second.said
