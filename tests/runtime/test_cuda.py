@@ -12,6 +12,7 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.runtime.lanes import StreamLanes
+from penstock.runtime.sample_moving import NetMoE
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
 from penstock.train.clip import clip_grad_norm
@@ -87,6 +88,19 @@ def test_a_step_equals_the_reference(schedule: str, capacity_factor: float | Non
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():
             check_close(ours[name], tensor, TOLERANCE, name)
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_homes_are_found_on_the_host_beside_the_streams(schedule: str) -> None:
+    case = replace(case_of(schedule), placer=NetMoE())
+    stack = gpu_stack(case)
+    for _ in range(3):
+        loss_of(stack, case).backward()
+        assert executed_as_planned(stack)
+        gradients = {n: p.grad.cpu() for n, p in stack.model.named_parameters() if p.grad is not None}
+        for name, tensor in reference_step(case).gradients.items():
+            check_close(logical(stack, gradients)[name], tensor, TOLERANCE, name)
+        stack.zero_grad()
 
 
 @pytest.mark.parametrize("schedule", ["moe_pipeline", "fsmoe", "penstock"])

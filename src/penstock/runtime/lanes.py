@@ -1,13 +1,15 @@
 """Lanes: where tasks really run. The only file with threads, streams and events.
 
 On a CPU every communication lane is a thread and the compute lane is the caller's thread. On a GPU every
-lane is a stream, tasks are issued from one thread, and waiting is done by events on the device.
+lane is a stream, tasks are issued from one thread, and waiting is done by events on the device; the host's
+own tasks run on a thread beside it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -229,34 +231,54 @@ class StreamLanes:
     """GPU lanes: one stream per communication lane, computation on the current stream.
 
     Tasks are issued from one thread in an order that is a function of the schedule alone, so NCCL sees the
-    same order on all ranks. The host never waits here; only a handler that needs numbers on the host does.
+    same order on all ranks. The host never waits here, but for tasks of its own lane: those run on a thread,
+    when the device has what they read, and what reads their results is issued when they have ended.
     """
 
     def __init__(self, device: torch.device, on_failure: Callable[[], None]) -> None:
         self._device, self._on_failure = device, on_failure
         self._streams: dict[Lane, torch.cuda.Stream] = {}
+        self._host = ThreadPoolExecutor(1, "penstock-host")
 
     def run(self, span: Span, execute: Execute) -> Callable[[], list[Ran]]:
         main = torch.cuda.current_stream(self._device)
         origin, origin_s = main.record_event(torch.cuda.Event(enable_timing=True)), time.perf_counter()
         ends: dict[Lane, list[torch.cuda.Event]] = {lane: [] for lane in span}
         starts: dict[Lane, list[torch.cuda.Event]] = {lane: [] for lane in span}
+        hosted: list[Future[Ran]] = []
         for stream in self._streams.values():
             stream.wait_event(origin)
         for lane, call in in_issue_order(span):
+            self._wait(hosted[: dict(call.waits).get(Lane.HOST, 0)])
+            needed = [ends[other][count - 1] for other, count in call.waits if other is not Lane.HOST]
+            if lane is Lane.HOST:
+                hosted.append(self._host.submit(run_on_host, call, needed, execute))
+                continue
             stream = main if lane is Lane.COMPUTE else self._stream(lane, origin)
-            for other, count in call.waits:
-                stream.wait_event(ends[other][count - 1])
+            for event in needed:
+                stream.wait_event(event)
             starts[lane].append(stream.record_event(torch.cuda.Event(enable_timing=True)))
             self._issue(call, stream, execute)
             ends[lane].append(stream.record_event(torch.cuda.Event(enable_timing=True)))
         for events in ends.values():
             if events:
                 main.wait_event(events[-1])
-        return lambda: _elapsed(origin, origin_s, span, starts, ends)
+        self._wait(hosted)
+        found = [future.result() for future in hosted]
+        return lambda: [*_elapsed(origin, origin_s, span, starts, ends), *found]
 
     def close(self) -> None:
         self._streams.clear()
+        self._host.shutdown()
+
+    def _wait(self, hosted: Sequence[Future[Ran]]) -> None:
+        """Until these tasks have ended. Raises LaneError."""
+        for future in hosted:
+            try:
+                future.result()
+            except LaneError as failure:
+                _stop_others(self._on_failure, failure)
+                raise
 
     def _stream(self, lane: Lane, origin: torch.cuda.Event) -> torch.cuda.Stream:
         if lane not in self._streams:
@@ -274,6 +296,25 @@ class StreamLanes:
             failure = LaneError(call.task, time.perf_counter() - start_s)
             _stop_others(self._on_failure, failure)
             raise failure from error
+
+
+class Happened(Protocol):
+    """Something on the device that can be waited for, such as an event."""
+
+    def synchronize(self) -> None: ...
+
+
+def run_on_host(call: Call, needed: Sequence[Happened], execute: Execute) -> Ran:
+    """Run a task of the host when the device has done what it needs. Raises LaneError."""
+    start_s = time.perf_counter()
+    try:
+        for event in needed:
+            event.synchronize()
+        start_s = time.perf_counter()
+        execute(call)
+    except BaseException as error:
+        raise LaneError(call.task, time.perf_counter() - start_s) from error
+    return Ran(call.task, start_s, time.perf_counter())
 
 
 def in_issue_order(span: Span) -> Iterator[tuple[Lane, Call]]:
@@ -306,6 +347,7 @@ def _elapsed(
     return [
         Ran(call.task, since(start), since(end))
         for lane, calls in span.items()
+        if lane is not Lane.HOST
         for call, start, end in zip(calls, starts[lane], ends[lane], strict=True)
     ]
 
