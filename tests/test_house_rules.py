@@ -35,6 +35,7 @@ DECIDES_BY_NAME: Mapping[str, str] = {
     "cost/cluster.py": "the devices of a node share its link to others, and not those inside",
     "cost/routed.py": "what tasks cost on every rank by routing",
     "cost/moves.py": "what transfers send by routing, op by op",
+    "cost/placed_moves.py": "what moved samples and guests send, op by op",
     "plan/bound.py": "embedding and head stand outside of the bound's chain of layers",
     "plan/explain.py": "what a faster link of one kind would bring",
     "autopilot/profiling/links.py": "which transport measures a leg",

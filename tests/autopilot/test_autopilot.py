@@ -116,6 +116,9 @@ def test_a_long_run_tries_the_best_plans(ranks: Pools, tmp_path: Path) -> None:
     row = next(line for line in paper.why if line.split()[0] == number)
     assert row.endswith(paper.choice.words) and kept in told[0].said
     assert told[0].summary is not None and told[0].summary.schedule == paper.choice.schedule
+    weighed = [line for line in paper.why if line.startswith("Experts ")]
+    assert len(weighed) == 1 and " times the mean load" in weighed[0]
+    assert " ".join(weighed[0].split()) in " ".join(told[0].said.split())
 
 
 def test_a_plan_file_runs_as_it_is(ranks: Pools, planned: tuple[Path, list[Told]], tmp_path: Path) -> None:

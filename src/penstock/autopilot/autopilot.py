@@ -2,9 +2,9 @@
 
     first plan ─► try others ─┐
                               ▼
-    plan adopted ─► settle: re-order by measured durations ─► tune ─► watch ─► plan again ─┐
-                      ▲                                                                              │
-                      └──────────────────────────────────────────────────────────────────────────────┘
+    plan adopted ─► settle: re-order by measured durations ─► weigh moving ─► tune ─► watch ─► plan again ─┐
+                      ▲                                                                                      │
+                      └──────────────────────────────────────────────────────────────────────────────────────┘
 
 All ranks call `after_step` after every step with the same time, so all take the same turns after the same
 steps; rank 0 makes the decisions.
@@ -28,9 +28,11 @@ from penstock.autopilot.retune import Tuning
 from penstock.autopilot.start import start
 from penstock.autopilot.trials import Trials, worth_while
 from penstock.autopilot.watch import Drift, Watch
+from penstock.autopilot.weighing import Weighing, is_open
 from penstock.cost.measured import Kind
 from penstock.plan.plan_config import AUTO, DROPPED_STEPS
 from penstock.runtime import Machinery, PipelinedStack
+from penstock.runtime.moving import ExpertMoving
 from penstock.schedule import StepPlan
 from penstock.trace import TaskRecord
 from penstock.train.config import RunConfig
@@ -67,6 +69,8 @@ class Autopilot:
         plan = config.plan
         self._watch = Watch(plan.drift_threshold, plan.drift_steps, DROPPED_STEPS)
         self._trials = Trials(self.planned) if worth_while(self.planned, config.train.steps) else None
+        self._weighs = not settled and is_open(config, self.planned)
+        self._weighing: Weighing | None = None
         self._begin(settle=self._refines and self._trials is None and not settled)
 
     @staticmethod
@@ -84,6 +88,11 @@ class Autopilot:
         return self.planned.plan
 
     @property
+    def moving(self) -> ExpertMoving | None:
+        """How the guests of the next step are planned; None where experts stay."""
+        return self.planned.moving(self._asked.placement)
+
+    @property
     def all_reduce_chunk_bytes(self) -> int | None:
         """The size of all-reduce chunks; None for a schedule without chunks."""
         choice = self.planned.choice
@@ -96,7 +105,7 @@ class Autopilot:
     @property
     def settled(self) -> bool:
         """Whether the plan is final, until something changes: no trial, order or size is still to come."""
-        underway = self._trials is not None or self._settling or self._tuning is not None
+        underway = self._trials is not None or self._settling or self._weighs or self._tuning is not None
         return self._tuned and not underway
 
     @property
@@ -116,6 +125,8 @@ class Autopilot:
             return self._settle(records)
         if self._tuning is not None:
             return self._tune(self._tuning, slowest_s)
+        if self._weighs:
+            return self._weigh()
         if not self._tuned:
             return self._begin_tuning()
         return self._look(slowest_s, records)
@@ -150,6 +161,7 @@ class Autopilot:
     def _adopt(self, planned: Planned, *, settle: bool) -> None:
         self._stack.adopt(planned.plan)
         self.planned = planned
+        self._stack.host.moving = self.moving
         self._begin(settle=settle)
 
     def _settle(self, records: Records) -> bool:
@@ -167,6 +179,27 @@ class Autopilot:
         self._say(line)
         self._kinds: dict[Kind, float] = cost.seconds
         self._begin(settle=False)
+        return True
+
+    # ---- what moves ----------------------------------------------------------------------------------------
+
+    def _weigh(self) -> bool:
+        """Observe some steps, then say what moving would bring; do it where plans are chosen and it pays."""
+        if self._weighing is None:
+            self._weighing = Weighing(self._stack, self._asked)
+            return False
+        if not self._weighing.end_step():
+            return False
+        before = self.planned
+        planned = self._weighing.decide(before, adopts=self._asked.plan.source == AUTO)
+        self._weighs, self._weighing = False, None
+        if new := [line for line in planned.lines if line not in before.lines]:
+            self._say("\n".join(new))
+        if planned.choice == before.choice:
+            self.planned = planned
+            return bool(new)  # for its file, which says why
+        self._say(f"changing to {planned.name}: {planned.choice.words}")
+        self._adopt(planned, settle=self._refines)
         return True
 
     # ---- the tuner -----------------------------------------------------------------------------------------
@@ -225,7 +258,10 @@ class Autopilot:
             self._begin(settle=False)
             return False
         before = self.planned.choice
-        planned = replan(self.config, self._stack.machinery, self.planned, diagnosis, self._say)
+        # What may move is weighed after that, by what is measured then.
+        config = replace(self.config, placement=self._asked.placement)
+        planned = replan(config, self._stack.machinery, self.planned, diagnosis, self._say)
+        self._weighs = is_open(self._asked, planned)
         plan = self._asked.plan
         if planned.choice == before:
             self._calm_down()

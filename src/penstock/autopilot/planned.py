@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from penstock.cost import ClusterFile
-from penstock.decision import Decision
+from penstock.cost import ClusterFile, StepCost
+from penstock.decision import Decision, PlacementConfig
 from penstock.plan import Candidate, PlanFile, Problem, estimate_memory, predict_s
 from penstock.plan.effort import Searched
 from penstock.plan.predict import alone
+from penstock.runtime.moving import ExpertMoving
 from penstock.schedule import Schedule, StepPlan
 from penstock.step import StepShape, build_graph
+from penstock.train.assemble import expert_moving
 from penstock.train.config import RunConfig
 from penstock.train.pilot import CLUSTER_FILE, PLAN_FILE
 
@@ -60,6 +62,11 @@ class Planned:
     @property
     def predicted_s(self) -> float:
         return predict_s(self.problem, self.choice, self.plan)
+
+    def moving(self, placement: PlacementConfig) -> ExpertMoving | None:
+        """How the guests of the next step are planned; None where experts stay."""
+        work = self.problem.workload_of(self.choice)
+        return expert_moving(placement, self.choice, StepCost(self.plan.shape, work, self.problem.cluster))
 
     def noting(self, *lines: str) -> Planned:
         """The same plan with more lines of explanation; lines that it has already are not repeated."""

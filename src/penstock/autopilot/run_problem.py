@@ -39,6 +39,7 @@ def _problem(
         cluster=cluster,
         dispatches=tuple(candidates(config.moe, layout)),
         slowness=slowness,
+        movable=config.placement.movable,
     )
 
 

@@ -7,12 +7,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from penstock import __version__
 from penstock.cli.emulate import add_emulate, add_emulation_options, emulation
 from penstock.cli.plan import add_plan
 from penstock.cli.run import exit_code, parse
 from penstock.config import ConfigError
+from penstock.decision.moving import ExpertMoves, SampleMoves
 from penstock.schedule import SCHEDULES
 from penstock.step.shape import FORM_TOKENS
 
@@ -96,6 +98,7 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--all-reduce-chunks", type=_count, default=4, metavar="K", help="chunks per layer's all-reduce (4)"
     )
     _add_sharing(schedule)
+    _add_moving(schedule)
     schedule.add_argument("--json", action="store_true", help="print one JSON object")
     schedule.set_defaults(run=_schedule)
 
@@ -113,6 +116,22 @@ def _add_sharing(schedule: argparse.ArgumentParser) -> None:
     )
     schedule.add_argument(
         "--expert-form", choices=FORM_TOKENS, help="how rows meet all shards of their experts (gather)"
+    )
+
+
+def _add_moving(schedule: argparse.ArgumentParser) -> None:
+    schedule.add_argument(
+        "--samples", choices=get_args(SampleMoves), default="none", help="how samples move (none)"
+    )
+    schedule.add_argument(
+        "--experts", choices=get_args(ExpertMoves), default="none", help="how experts move (none)"
+    )
+    schedule.add_argument(
+        "--guest-slots",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="experts of other ranks that a rank hosts per MoE layer, where experts move (1)",
     )
 
 

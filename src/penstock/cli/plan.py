@@ -23,14 +23,16 @@ from penstock.cli.out import check_out, save_out
 from penstock.config import UNSET, ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
-from penstock.plan import MemoryBudget, PlanFile, Subject, explain, find_plan, published_problem
+from penstock.plan import MemoryBudget, PlanFile, Problem, Subject, explain, find_plan, published_problem
 from penstock.plan import Progress as Step
 from penstock.plan.effort import PLACEMENTS, check_budget
 from penstock.plan.layouts import find_layouts, with_layout
+from penstock.plan.moving import weigh, with_routing
 from penstock.plan.plan_config import AUTO
 from penstock.plan.subject import Overrides
 from penstock.report.plan import PlanReport, saved_plan
 from penstock.words import milliseconds, terminal_width
+from penstock.workloads import RoutingConfig
 
 SIZES = {
     "layers": "number of layers, instead of the model's",
@@ -46,7 +48,18 @@ SIZES = {
 }
 """Sizes of a published model and its cluster that options may replace."""
 
-SEARCHED = ("config", "model", "cluster", "layout", "out", "memory_gib", "imbalance", "budget", *SIZES)
+SEARCHED = (
+    "config",
+    "model",
+    "cluster",
+    "layout",
+    "out",
+    "memory_gib",
+    "imbalance",
+    "routing",
+    "budget",
+    *SIZES,
+)
 """Options that belong to a search."""
 
 EXAMPLE = "plan.json"
@@ -95,6 +108,12 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="the busiest rank's experts get X times the mean number of tokens (1: even routing)",
     )
     plan.add_argument(
+        "--routing",
+        metavar="NAME|FILE",
+        help="also say whether it would pay to move samples or experts if steps are routed like a workload, "
+        "such as zipf or zipf,zipf_exponent=1.5, or like a recorded run",
+    )
+    plan.add_argument(
         "--budget",
         type=float,
         metavar="X",
@@ -117,21 +136,32 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
     check_budget("--budget", budget)
     if options.out is not None:
         check_out(options.out, EXAMPLE)
+    routed = None if options.routing is None else _routed(subject, options)
     started = time.monotonic()
     with _progress() as progress:
         found = find_plan(subject.problem, memory=memory, progress=progress, budget=budget)
         explanation = explain(subject.problem, found, memory)
+        weighed = None if routed is None else weigh(routed, [found.best.choice])
+    best = found.best if weighed is None or not weighed.moves else weighed.best
+    why = (*explanation.lines, *found.searched.lines, *(() if weighed is None else weighed.lines))
     seconds = time.monotonic() - started
     file = PlanFile.of(
         subject.problem,
-        found.best,
+        best,
         model=subject.title,
         cluster=subject.cluster_name,
-        why=(*explanation.lines, *found.searched.lines),
+        why=why,
         search=found.searched,
     )
     saved = str(options.out) if options.out is not None and save_out(file.save, options.out) else None
-    report = PlanReport(subject=subject, found=found, explanation=explanation, seconds=seconds, saved=saved)
+    report = PlanReport(
+        subject=subject,
+        found=found,
+        explanation=explanation,
+        weighed=weighed,
+        seconds=seconds,
+        saved=saved,
+    )
     print(json.dumps(report.to_dict()) if options.json else report.to_text(width), end="")
     return FAILED if options.out is not None and saved is None else 0
 
@@ -196,6 +226,18 @@ def _loaded(subject: Subject, imbalance: float | None) -> Subject:
     return replace(subject, problem=problem, notes=(*subject.notes, note))
 
 
+def _routed(subject: Subject, options: argparse.Namespace) -> Problem:
+    """The problem with the routing that --routing names. Raises ConfigError where nothing may move."""
+    if options.imbalance is not None:
+        why, hint = "says which ranks get how many tokens, and so does --imbalance", "Remove one of the two."
+        raise ConfigError("--routing", options.routing, why, hint)
+    try:
+        routing = RoutingConfig.parse(options.routing)
+    except ConfigError as error:
+        raise ConfigError("--routing", options.routing, error.why, error.hint) from error
+    return with_routing(subject.problem, routing, subject.movable)
+
+
 def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
     """The problem of a training run on this cluster's ranks."""
     for name in SIZES:
@@ -221,6 +263,7 @@ def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
         problem=run_problem(config, layout, file),
         memory_bytes=file.memory_bytes,
         notes=notes,
+        movable=config.placement.weighed,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from penstock.decision import PlacementConfig
 from penstock.report import describe_schedule
 from penstock.report.schedule import usual_sharing
 from penstock.step import Sharing
@@ -27,6 +28,9 @@ def print_schedule(options: argparse.Namespace) -> int:
             tokens=options.tokens or usual.tokens,
         ),
         expert_form=options.expert_form,
+        placement=PlacementConfig(
+            samples=options.samples, experts=options.experts, guest_slots=options.guest_slots
+        ),
         width=terminal_width(),
     )
     print(json.dumps(description.to_dict()) if options.json else description.to_text())

@@ -4,7 +4,7 @@ from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.cluster_file import ClusterFile
 from penstock.cost.measured import MeasuredCost
 from penstock.cost.profiled import ProfiledCluster
-from penstock.cost.routed import RoutedCost, routing_sizes
+from penstock.cost.routed import RoutedCost, SlowRanks, routing_sizes
 from penstock.cost.span import Span
 from penstock.cost.step import StepCost, UnevenRanks
 from penstock.cost.workload import Workload, split_sizes
@@ -16,6 +16,7 @@ __all__ = [
     "MeasuredCost",
     "ProfiledCluster",
     "RoutedCost",
+    "SlowRanks",
     "Span",
     "StepCost",
     "UnevenRanks",

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.cost.legs import even_leg
+from penstock.cost.links import NodeLinks
 from penstock.cost.rows import by_source_and_target, dealt, in_turn
 from penstock.cost.step import StepCost
 from penstock.cost.workload import split_sizes
@@ -123,7 +124,7 @@ class RowMoves:
         """
         assert task.microbatch is not None, task
         rows_PCE = self.rows_PRCYE[:, task.microbatch, :, self._moe_layer(task)]
-        cut = [self._by_target(rows_PCE[:, c]) for c in range(rows_PCE.shape[1])]
+        cut = [self._by_target(rows_PCE[:, c], task) for c in range(rows_PCE.shape[1])]
         group, place, shard = self._place(rank)
         tables_SHTCN = np.stack([table[group] for table in cut], axis=3)
         sent = tables_SHTCN[place, shard]
@@ -153,6 +154,8 @@ class RowMoves:
         """
         collective = self.even.work(task).collective
         if collective == "leg":
+            if self._knows_nodes(task):
+                return self._links.argument(self._ranks(task))
             share = self._share(task)
             argument: Rows = self._remote(task) * (1 / share if share else 0.0)
             return argument
@@ -176,6 +179,29 @@ class RowMoves:
             away: Rows = away_GHS.transpose(0, 2, 1).reshape(-1).astype(np.float64)
             return away
         return np.array([self._remote_of(task, rank) for rank in range(self.even.workload.world_size)])
+
+    def crossing(self, task: Task) -> float:
+        """Rows that leave their node, or their rank where there is one node."""
+        return self._links.crossing(self._ranks(task))
+
+    def _knows_nodes(self, task: Task) -> bool:
+        """Whether some rows of a flat transfer stay inside nodes, and so take another link than the rest."""
+        flat = not DISPATCHES[self.even.workload.dispatch].needs_table and not self._fused(task)
+        span = self.even.workload.span(Group.EXPERT)
+        return flat and span.nodes > 1 and span.most > 1
+
+    def _ranks(self, task: Task) -> Rows:
+        """Rows from rank to rank of the world, [P, P]."""
+        planes_GHST, mesh = self._planes(task), self.even.workload.mesh
+        found = np.zeros((mesh.world_size, mesh.world_size))
+        for ranks in mesh.groups(Group.EXPERT):
+            group, _, shard = self._place(ranks[0])
+            found[np.ix_(ranks, ranks)] = planes_GHST[group, shard]
+        return found
+
+    @cached_property
+    def _links(self) -> NodeLinks:
+        return NodeLinks(self.even.workload, self.even.cluster)
 
     def _remote_of(self, task: Task, rank: int) -> float:
         leg, (_, place, shard) = self._leg(task, rank), self._place(rank)
@@ -244,9 +270,15 @@ class RowMoves:
 
     def _table(self, task: Task) -> Counts:
         """Rows of the task's microbatch and chunk as they travel, [G, S, H, T, N]."""
-        return self._by_target(self._held(self._dealt, task).sum(axis=1))
+        return self._by_target(self._held(self._travelling(task), task).sum(axis=1), task)
 
-    def _by_target(self, rows_PE: Counts) -> Counts:
+    def _travelling(self, task: Task) -> Counts:
+        """What every rank sends for every expert, or gets back, [P, R, C, Y, E]."""
+        del task  # rows come home to where they started
+        return self._dealt
+
+    def _by_target(self, rows_PE: Counts, task: Task) -> Counts:
+        del task  # experts of all layers are placed alike
         return by_source_and_target(rows_PE, self.placement, self.even.workload.esp_size)
 
     @cached_property

@@ -5,6 +5,7 @@ Shapes: those of `penstock.cost.rows`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,8 @@ import numpy.typing as npt
 
 from penstock.cost.cluster import ClusterConfig
 from penstock.cost.moves import ROW_MOVES, Move, RowMoves, TokenMoves
+from penstock.cost.placed import Placed
+from penstock.cost.placed_moves import PLACED_MOVES, PlacedMoves
 from penstock.cost.rows import cut_rows
 from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload
@@ -45,7 +48,7 @@ class RoutedCost:
     """`cost(task)` in seconds, an array [ranks]: `StepCost`, but experts and transfers follow the routing.
 
     counts_DBYE: token copies of every sample for every expert, as `Routing.counts` gives them. placement:
-    where experts are; None = the workload's.
+    where experts are; None = the workload's. placed: where samples and guests are; None = nothing moves.
     """
 
     shape: StepShape
@@ -53,6 +56,7 @@ class RoutedCost:
     cluster: ClusterConfig
     counts_DBYE: Counts
     placement: ExpertPlacement | None = None
+    placed: Placed | None = None
 
     def __call__(self, task: Task) -> Seconds:
         """Seconds on every rank, [P]; of a transfer without the time to wait for partners."""
@@ -72,12 +76,20 @@ class RoutedCost:
     def transfer_s(self, task: Task) -> Seconds:
         """Seconds of a communication task on every rank, [P], by its busier direction."""
         work = self._even.work(task)
+        if isinstance(self._moves, PlacedMoves) and task.op in PLACED_MOVES:
+            return self._by_load(task, self._moves.load(task))
+        if isinstance(self._moves, PlacedMoves) and task.op == Op.SAMPLE_PLACES:
+            return self._everywhere(self._moves.solving_s(task))
         if task.op not in ROW_MOVES or not work.sent_bytes:
             return self._everywhere(self._even.communication_s(task))
         # The model's argument is what a rank has for all experts if routing is even.
         load = self.workload.wire_bytes(1) * self._moves.busier(task) / work.sent_bytes
+        return self._by_load(task, load)
+
+    def _by_load(self, task: Task, load: Seconds) -> Seconds:
+        """Seconds of a transfer with so many times its bytes on every rank, [P]."""
         found, where = np.unique(load, return_inverse=True)
-        seconds = np.array([self._even.communication_s(task, each) for each in found.tolist()])
+        seconds = np.array([self._even.carried_s(task, each) for each in found.tolist()])
         return seconds[where]
 
     def reduced_bytes(self, task: Task) -> int:
@@ -104,14 +116,33 @@ class RoutedCost:
         """Whether in a COUNTS task everybody tells everybody all that it sends."""
         return self._moves.needs_table
 
+    def crossing_rows(self, tasks: Iterable[Task]) -> float:
+        """Rows that leave their node in the forward pass, or their rank where there is one node."""
+        crossing = (Op.DISPATCH, Op.COMBINE, Op.SAMPLE_MOVE)
+        there = [task for task in tasks if task.forward and task.op in crossing]
+        return sum(self._moves.crossing(task) for task in there)
+
+    def imbalance(self, tasks: Iterable[Task]) -> float:
+        """Rows of the busiest rank's experts over the mean, in the layer where that is largest."""
+        rows: dict[int, Seconds] = defaultdict(lambda: self._everywhere(0.0))
+        for task in tasks:
+            if task.forward and task.op == Op.EXPERTS:
+                rows[task.layer] += self._moves.received(task)
+        return max((float(each.max() / max(1.0, each.mean())) for each in rows.values()), default=1.0)
+
     @cached_property
     def rows(self) -> Counts:
         """Rows that every rank brings for every expert, see `cut_rows`."""
-        return cut_rows(self.counts_DBYE, self.shape, self.workload)
+        counts_DBYE = self.counts_DBYE if self.placed is None else self.placed.leaving(self.counts_DBYE)
+        return cut_rows(counts_DBYE, self.shape, self.workload)
 
     @cached_property
     def _moves(self) -> RowMoves:
-        return RowMoves(self._even, self.rows, self.placement or self.workload.placement)
+        placement = self.placement or self.workload.placement
+        if self.placed is None:
+            return RowMoves(self._even, self.rows, placement)
+        arriving = cut_rows(self.placed.arriving(self.counts_DBYE), self.shape, self.workload)
+        return PlacedMoves(self._even, self.rows, placement, arriving, self.placed)
 
     @cached_property
     def _tokens(self) -> TokenMoves:
@@ -123,3 +154,15 @@ class RoutedCost:
 
     def _everywhere(self, seconds: float) -> Seconds:
         return np.full(self.workload.world_size, seconds)
+
+
+@dataclass(frozen=True)
+class SlowRanks:
+    """A routed cost on ranks whose computation takes longer. slowness: by rank, how many times as long."""
+
+    routed: RoutedCost
+    slowness: tuple[float, ...]
+
+    def __call__(self, task: Task) -> Seconds:
+        seconds = self.routed(task)
+        return seconds * np.array(self.slowness) if task.lane.computes else seconds

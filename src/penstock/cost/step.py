@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -88,6 +88,10 @@ class StepCost:
         """load: how many times as many rows as with even routing."""
         seconds: float = self._transfer_s(task, self.work(task), load)
         return seconds
+
+    def carried_s(self, task: Task, load: float) -> float:
+        """Seconds of a transfer with `load` times its bytes, whether or not they follow rows."""
+        return self._transfer_s(task, replace(self.work(task), follows_rows=True), load)
 
     def compute_s(self, task: Task) -> float:
         seconds: float = self._computed_s(task, 1.0)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self, get_args
 
 from penstock.config import Within, check_bounds
 from penstock.config.bounds import MOST_STEPS
-from penstock.decision.field import Asked, Field
+from penstock.decision.field import Asked, Field, Movable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,8 +35,13 @@ def _experts(asked: Asked, choice: Decision) -> Sequence[str]:
 
 
 def _may_move(asked: Asked, choice: Decision) -> bool:
-    """Where rows meet all shards of their experts at once, samples and experts stay."""
+    """Where rows are sent to all shards of their experts at once, samples and experts stay."""
     return any(asked.shape.moe_layers) and (asked.shape.sharing.is_none or choice.form == "gather")
+
+
+def must_move(asked: Asked) -> bool:
+    """Whether every plan has to move samples, or experts."""
+    return "none" not in asked.movable.samples or "none" not in asked.movable.experts
 
 
 def _guest_slots(asked: Asked, choice: Decision) -> Sequence[int]:
@@ -88,6 +93,24 @@ class PlacementConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+
+    @property
+    def movable(self) -> Movable:
+        """What a search may choose from before anything is known of loads: "auto" waits for evidence."""
+        return Movable(
+            samples=("none" if self.samples == "auto" else self.samples,),
+            experts=("none" if self.experts == "auto" else self.experts,),
+            guest_slots=(self.guest_slots,),
+        )
+
+    @property
+    def weighed(self) -> Movable:
+        """What is compared once loads are known."""
+        return Movable(
+            samples=get_args(SampleMoves) if self.samples == "auto" else (self.samples,),
+            experts=get_args(ExpertMoves) if self.experts == "auto" else (self.experts,),
+            guest_slots=(self.guest_slots,),
+        )
 
     def applied(self, choice: Decision) -> Decision:
         """`choice` with what this section decides; what it leaves open stays where it is."""

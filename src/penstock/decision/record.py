@@ -24,6 +24,7 @@ from penstock.decision.moving import (
     GuestSlots,
     PlacementConfig,
     SampleMoves,
+    must_move,
 )
 from penstock.decision.partition import Partition
 from penstock.dispatch import DISPATCHES
@@ -69,7 +70,7 @@ ORDERS = {
 
 def _forms(asked: Asked, dispatches: Sequence[str]) -> tuple[ExpertForm, ...]:
     """The forms of experts' shards that differ here. All but the first send rows to all shards at once."""
-    shared = any(asked.shape.moe_layers) and "flat" in dispatches
+    shared = any(asked.shape.moe_layers) and "flat" in dispatches and not must_move(asked)
     return asked.shape.sharing.forms if shared else ("gather",)
 
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.config import ConfigError
-from penstock.cost import ClusterConfig, StepCost, UnevenRanks, Workload
+from penstock.cost import ClusterConfig, RoutedCost, SlowRanks, StepCost, UnevenRanks, Workload
+from penstock.cost.placed import Evidence, Placed, SampleMover, expert_costs, planned_hostings, rank_loads
 from penstock.decision import Decision, GradientBytes, Movable
 from penstock.decision.field import NOTHING_MOVES
 from penstock.dispatch import DISPATCHES
 from penstock.mesh import Group, Mesh
+from penstock.placement import Hosting
 from penstock.schedule import Cost, StepPlan, cut, plan_step
 from penstock.schedule.system import least_chunk_bytes
 from penstock.simulate import LowerBound, Timeline, lower_bound, simulate
@@ -25,7 +27,7 @@ class Problem:
     shape: uncut, of any dispatch. dispatches: those that the ranks can run.
     slowness: by rank, how many times longer its computation takes than the cluster says; empty = none.
     load: by rank, how many times as many tokens its experts get as with even routing; empty = even.
-    movable: samples and experts, as far as they may move.
+    movable: samples and experts, as far as they may move. evidence: how steps are routed; none = evenly.
     """
 
     shape: StepShape
@@ -35,6 +37,7 @@ class Problem:
     slowness: tuple[float, ...] = ()
     load: tuple[float, ...] = ()
     movable: Movable = NOTHING_MOVES
+    evidence: Evidence | None = None
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -104,7 +107,35 @@ class Problem:
 
     def _new_cost(self, choice: Decision, cut: StepShape) -> Cost:
         even = StepCost(cut, self.workload_of(choice), self.cluster)
+        if self.evidence is not None:
+            placed = self.placed(choice, cut)
+            routed = RoutedCost(cut, even.workload, self.cluster, self.evidence.now_DBYE, placed=placed)
+            return SlowRanks(routed, self.slowness) if self.slowness else routed
         return UnevenRanks(even, self.slowness, self.load) if self.slowness or self.load else even
+
+    def placed(self, choice: Decision, cut: StepShape) -> Placed | None:
+        """Where the samples and guests of the known steps would be; none = nothing moves."""
+        if self.evidence is None or choice.samples == choice.experts == "none":
+            return None
+        key = choice.samples, choice.experts, choice.guests, cut.microbatches, cut.slices, cut.expert_form
+        if key not in self._known_placed:
+            self._known_placed[key] = self._place(self.evidence, choice, cut)
+        return self._known_placed[key]
+
+    @cached_property
+    def _known_placed(self) -> dict[object, Placed]:
+        return {}
+
+    def _place(self, evidence: Evidence, choice: Decision, cut: StepShape) -> Placed:
+        work = self.workload_of(choice)
+        hostings: tuple[Hosting, ...] = ()
+        if choice.guests:
+            loads_YPE = rank_loads(evidence.before_DBYE, cut, work)
+            costs = expert_costs(StepCost(cut, work, self.cluster))
+            hostings = planned_hostings(loads_YPE, choice.experts, choice.guests, work.placement, costs)
+        if choice.samples == "none":
+            return Placed.still(evidence.now_DBYE, hostings)
+        return SampleMover(work=work, shape=cut).placed(evidence.now_DBYE, hostings)
 
     def plan(self, choice: Decision) -> StepPlan:
         """The graph and the frozen order that a choice means."""
@@ -129,9 +160,11 @@ class Problem:
 
     def only(self, layers: tuple[int, ...]) -> Problem:
         """The same step of a model that has only these layers."""
-        work, shape = self.workload, self.shape
+        work, shape, evidence = self.workload, self.shape, self.evidence
+        moe_layers = [sum(shape.moe_layers[:layer]) for layer in layers if shape.moe_layers[layer]]
         return replace(
             self,
+            evidence=None if evidence is None else evidence.of_layers(moe_layers),
             shape=replace(
                 shape,
                 moe_layers=tuple(shape.moe_layers[layer] for layer in layers),

@@ -9,6 +9,8 @@ from typing import Annotated
 from penstock.config import ConfigError, Within, check_bounds, check_name
 from penstock.config.bounds import MOST_RANKS, Ranks
 from penstock.cost import ClusterFile, ProfiledCluster, Workload
+from penstock.decision import Movable, PlacementConfig
+from penstock.decision.field import NOTHING_MOVES
 from penstock.dispatch import DISPATCHES
 from penstock.mesh import group_sizes, holders, ranks_per_node
 from penstock.placement import ExpertPlacement
@@ -66,13 +68,17 @@ class Overrides:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A problem with words for people. notes: what they have to know about the numbers."""
+    """A problem with words for people. notes: what they have to know about the numbers.
+
+    movable: what may be weighed against a known routing.
+    """
 
     title: str
     cluster_name: str
     problem: Problem
     memory_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    movable: Movable = NOTHING_MOVES
 
     @property
     def step(self) -> str:
@@ -131,6 +137,7 @@ def published_problem(name: str, file: ClusterFile, overrides: Overrides | None 
         problem=_problem(model, changes, nodes, per_node, ProfiledCluster.build(file)),
         memory_bytes=file.memory_bytes,
         notes=tuple(notes),
+        movable=NOTHING_MOVES if model.capacity_factor is not None else PlacementConfig().weighed,
     )
 
 

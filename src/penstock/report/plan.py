@@ -10,6 +10,7 @@ from penstock.config import to_dict
 from penstock.decision import Field
 from penstock.decision.record import FIELDS
 from penstock.plan import Candidate, Explanation, FoundPlan, PlanFile, Subject
+from penstock.plan.moving import Weighed
 from penstock.plan.plan_file import PlanSizes
 from penstock.words import change, folded, gib, milliseconds
 
@@ -18,13 +19,17 @@ LEGEND = "R: microbatches; chunks: forward/backward; bound: lower bound for any 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """A search that has ended. seconds: its duration; saved: the file of the plan."""
+    """A search that has ended. seconds: its duration; saved: the file of the plan.
+
+    weighed: the best plan with and without moving, where a routing was given.
+    """
 
     subject: Subject
     found: FoundPlan
     explanation: Explanation
     seconds: float
     saved: str | None = None
+    weighed: Weighed | None = None
 
     def to_text(self, width: int) -> str:
         """The text for a terminal of `width` columns."""
@@ -34,6 +39,7 @@ class PlanReport:
             heading(self.subject, width),
             "\n".join(folded(line, width) for line in self.explanation.lines),
             _table(candidates, width, dispatches=dispatches),
+            *([] if self.weighed is None else [self._moving(self.weighed, width)]),
             folded("Search   " + self._search(), width),
         ]
         return "\n\n".join(parts) + "\n"
@@ -52,12 +58,19 @@ class PlanReport:
         return {
             **file,
             "why": self.explanation.to_dict(),
+            "moving": None if self.weighed is None else _weighed(self.weighed),
             "notes": list(subject.notes),
             "others": [_plain(candidate) for candidate in found.others],
             "complete": found.searched.complete,
             "search_s": self.seconds,
             "saved": self.saved,
         }
+
+    def _moving(self, weighed: Weighed, width: int) -> str:
+        """What moving would bring with the given routing, and the plan that follows from it."""
+        lines = weighed.lines or ("Moving   nothing may move: rows have slots of a fixed number",)
+        plan = f"Placed   {weighed.best.choice.words}" if weighed.moves else "Placed   nothing is to move"
+        return "\n".join(folded(line, width) for line in (*lines, plan))
 
     def _search(self) -> str:
         saved = "" if self.saved is None else f"; saved to {self.saved}"
@@ -102,6 +115,12 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
         "lower_bound_s": candidate.bound_s,
         "memory_bytes": candidate.memory_bytes,
     }
+
+
+def _weighed(weighed: Weighed) -> dict[str, Any]:
+    """Plain data: with the given routing the best plan without moves, and the best of all."""
+    plans = {"still": _plain(weighed.still), "best": _plain(weighed.best)}
+    return {"lines": list(weighed.lines), "pays": weighed.moves, **plans}
 
 
 def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> str:

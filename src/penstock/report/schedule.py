@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.config import ConfigError, check_name
 from penstock.cost import ClusterConfig, StepCost, Workload
-from penstock.decision import Decision, GradientBytes
+from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.mesh import holders
 from penstock.report.timeline import duration_text, render_timeline
 from penstock.schedule import SCHEDULES, StepPlan, System, plan_step
@@ -131,6 +131,8 @@ class ScheduleDescription:
             yield "sharing", _sharing_text(shape)
         yield "cluster", _cluster_text(self.cluster, nodes=not shape.sharing.is_none)
         yield "pieces", _pieces_text(shape)
+        if shape.moves_samples or shape.guest_slots:
+            yield "placement", _placement_text(shape)
         yield from (("note", note) for note in self.notes)
 
     def _result(self) -> Iterator[tuple[str, str]]:
@@ -170,13 +172,15 @@ def describe_schedule(
     all_reduce_chunks: int,
     sharing: Sharing | None = None,
     expert_form: ExpertForm | None = None,
+    placement: PlacementConfig | None = None,
     cluster: ClusterConfig | None = None,
     width: int = 110,
 ) -> ScheduleDescription:
     """Plan and simulate schedule `name` on a small representative step. Without `cluster`, a slow link.
 
     chunks: None = the schedule's usual; backward_chunks: None = as many as forward. sharing: on two nodes, as
-    many ranks of each as it needs; None = `usual_sharing`. Raises ConfigError for what this step cannot have.
+    many ranks of each as it needs; None = `usual_sharing`. placement: what moves; None = nothing. Raises
+    ConfigError for what this step cannot have.
     """
     sharing = usual_sharing(name) if sharing is None else sharing
     counts = {
@@ -197,11 +201,13 @@ def describe_schedule(
         backward_chunks=backward_chunks,
         expert_form=expert_form,
     )
+    asked = asked if placement is None else placement.applied(asked)
     workload = _workload(layers, microbatches, sharing, asked.form)
     size = -(-workload.all_reduce_bytes[0] // all_reduce_chunks)
     asked = replace(asked, all_reduce_chunk_bytes=size)
     run = _run(asked, workload, cluster, sharing)
-    baseline = _run(replace(asked, schedule=BASELINE), workload, cluster, sharing)
+    still = replace(asked, schedule=BASELINE, samples="none", experts="none")
+    baseline = _run(still, workload, cluster, sharing)
     return ScheduleDescription(
         name=name,
         about=_about(SCHEDULES[name]),
@@ -343,6 +349,12 @@ def _cluster_text(cluster: ClusterConfig, *, nodes: bool) -> str:
         f"{duration_text(cluster.link_latency_s)}; per rank {cluster.flops_per_s / 1e9:g} GFLOP/s, "
         f"memory {cluster.memory_bytes_per_s / 1e9:g} GB/s"
     )
+
+
+def _placement_text(shape: StepShape) -> str:
+    samples = ["samples get new homes in every MoE layer"] if shape.moves_samples else []
+    slots = f"every rank hosts up to {counted(shape.guest_slots, 'expert')} of others per MoE layer"
+    return "; ".join([*samples, *([slots] if shape.guest_slots else [])])
 
 
 def _pieces_text(shape: StepShape) -> str:

@@ -7,17 +7,20 @@ from functools import partial
 import torch
 
 from penstock.cost import StepCost, Workload
-from penstock.decision import GradientBytes
+from penstock.cost.placed import expert_costs
+from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.dispatch import DISPATCHES
 from penstock.models import GPT, ModelConfig
 from penstock.models.gpt import MakeLayer, TensorShard
 from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
 from penstock.moe.experts.base import ExpertShard
+from penstock.placing import find_planner
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.checks.layers import shape_of, sharing_of
 from penstock.runtime.gradients.assignment import sizes_bytes
 from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
+from penstock.runtime.moving import ExpertMoving
 from penstock.runtime.sample_moving import NetMoE, SampleMoving
 from penstock.runtime.transport import build_transports
 from penstock.schedule import StepPlan, plan_step
@@ -50,11 +53,13 @@ def build_stack(
     dtype: torch.dtype = torch.float32,
     make_moe: MakeLayer | None = None,
     plan: StepPlan | None = None,
+    moving: ExpertMoving | None = None,
 ) -> PipelinedStack:
     """The model of `config` on this rank, initialised from its seed, with its first plan.
 
     make_moe: makes MoE layers that `config.moe` has no words for. plan: the first plan; None = what section
-    [schedule] says.
+    [schedule] says. moving: how guests are planned where experts move; None = with the costs of section
+    [cluster].
     """
     layout = machinery.layout
     model = model_of(config.model, config.moe, layout, make_moe)
@@ -71,6 +76,25 @@ def build_stack(
         seed=config.train.seed,
         sample_moving=SampleMoving(NetMoE(placement.solver), placement.prediction),
         gathers_loads=base_shape(config, layout).gathers_loads,
+        moving=moving or _assumed_moving(config, layout),
+    )
+
+
+def expert_moving(placement: PlacementConfig, choice: Decision, cost: StepCost) -> ExpertMoving | None:
+    """How the guests of the next step are planned; none where experts stay. cost: of a step of any cut."""
+    if choice.experts == "none":
+        return None
+    planner = find_planner(choice.experts)
+    return ExpertMoving(planner=planner, costs=expert_costs(cost), every=placement.every)
+
+
+def _assumed_moving(config: RunConfig, layout: Layout) -> ExpertMoving | None:
+    choice = config.schedule.decision(dispatch_of(config.moe), config.placement)
+    if choice.experts == "none":
+        return None
+    sizes = workload(config, layout, gradient_bytes(config.model, config.moe, layout))
+    return expert_moving(
+        config.placement, choice, StepCost(base_shape(config, layout), sizes, config.cluster)
     )
 
 

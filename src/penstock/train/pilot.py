@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from penstock.runtime import Machinery, PipelinedStack
+from penstock.runtime.moving import ExpertMoving
 from penstock.schedule import StepPlan
 from penstock.topology import Control
 from penstock.trace import TaskRecord
@@ -30,6 +31,10 @@ class Pilot(Protocol):
     @property
     def plan(self) -> StepPlan:
         """The plan in use."""
+
+    @property
+    def moving(self) -> ExpertMoving | None:
+        """How the guests of the next step are planned; None where experts stay."""
 
     @property
     def settled(self) -> bool:

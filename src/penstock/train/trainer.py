@@ -87,7 +87,7 @@ class Trainer:
         self.source = open_source(config, self.layout, control, scans=info.local_rank == 0)
         self.pilot = make_pilot(config, machinery, self.resumption, say)
         config = self.pilot.config
-        self.stack = build_stack(config, machinery, plan=self.pilot.plan)
+        self.stack = build_stack(config, machinery, plan=self.pilot.plan, moving=self.pilot.moving)
         self.pilot.take_over(self.stack)
         self.guard = StepGuard(self.control, config.train.max_skipped_steps)
         self.optimizer = build_adamw(self.stack.model.named_parameters(), config.optimizer)

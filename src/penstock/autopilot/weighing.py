@@ -1,0 +1,81 @@
+"""Whether moving samples or experts pays in this run: asked after a few steps, by what was seen in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from penstock.autopilot.deciding import Beat, decided_slowly
+from penstock.autopilot.observing import Observer
+from penstock.autopilot.planned import Order, Planned
+from penstock.decision import Decision
+from penstock.decision.field import NOTHING_MOVES, Movable
+from penstock.plan.moving import weigh
+from penstock.runtime import PipelinedStack
+from penstock.train.config import RunConfig
+
+LEAST_STEPS = 20
+"""A run with fewer steps is not told of placement: the measuring would be most of it."""
+
+
+def is_open(config: RunConfig, planned: Planned) -> bool:
+    """Whether it is left open what moves, in a step in which something may, and costs were measured."""
+    long = config.train.steps >= LEAST_STEPS
+    return planned.file is not None and long and _movable(config, planned) != NOTHING_MOVES
+
+
+def _movable(config: RunConfig, planned: Planned) -> Movable:
+    placement, work = config.placement, planned.problem.workload
+    open_ = placement.samples == "auto" or placement.experts == "auto"
+    dropless = config.moe.order_name == "sort" and not config.moe.one_copy_per_rank
+    if not (open_ and dropless and work.ep_size > 1 and any(planned.problem.shape.moe_layers)):
+        return NOTHING_MOVES
+    by_rank = config.moe.aux_loss_group == "microbatch"  # its value depends on who shares a rank
+    return replace(placement.weighed, samples=("none",)) if by_rank else placement.weighed
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Verdict:
+    """The decision of rank 0. choice, order: of the plan with moves; None = nothing is to move."""
+
+    lines: tuple[str, ...]
+    choice: Decision | None = None
+    order: Order | None = None
+
+
+class Weighing:
+    """Observes two steps and weighs moving against them. All ranks make and ask it together."""
+
+    def __init__(self, stack: PipelinedStack, config: RunConfig) -> None:
+        self._stack, self._config = stack, config
+        self._observer = Observer(stack)
+
+    def end_step(self) -> bool:
+        """After every step; whether it is time to decide."""
+        return self._observer.end_step()
+
+    def decide(self, planned: Planned, *, adopts: bool) -> Planned:
+        """The plan with lines that say what moving would bring; with moves, if they pay and `adopts`."""
+        evidence = self._observer.close()
+        problem = planned.problem
+        if evidence is None or evidence.now_DBYE.shape[1] != problem.batch:
+            return planned
+        problem = replace(problem, evidence=evidence, movable=_movable(self._config, planned))
+        verdict = decided_slowly(
+            self._stack.machinery.control,
+            lambda beat: _weighed(replace(planned, problem=problem), adopts, beat),
+            "weighing what moving samples and experts would bring",
+            self._config.parallel.timeout_s,
+        )
+        noted = planned.noting(*verdict.lines)
+        if verdict.choice is None or verdict.order is None:
+            return noted
+        number = planned.plans + 1
+        return replace(noted, choice=verdict.choice, plan=verdict.order.plan, number=number, plans=number)
+
+
+def _weighed(planned: Planned, adopts: bool, beat: Beat) -> _Verdict:
+    found = weigh(planned.problem, [planned.choice], beat)
+    if not (adopts and found.moves):
+        return _Verdict(lines=found.lines)
+    choice = replace(found.best.choice, priority=planned.choice.priority)
+    return _Verdict(lines=found.lines, choice=choice, order=Order.of(planned.problem.plan(choice)))

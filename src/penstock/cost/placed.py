@@ -1,0 +1,273 @@
+"""Where samples and experts are in one step, layer by layer, once they move. No torch.
+
+Shapes: D groups of ranks with the same samples, B samples of such a group, I samples of an expert group, V
+its devices (groups of ranks with the same samples), Y MoE layers, E experts, P ranks of the world, R
+microbatches, C slices, H positions of an expert group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from penstock.cost.rows import cut_rows
+from penstock.cost.step import StepCost
+from penstock.cost.workload import Workload, split_sizes
+from penstock.graph import Phase
+from penstock.mesh import Axes, Group, node_of
+from penstock.ops import Op
+from penstock.placement import SPLIT, ExpertPlacement, Hosting
+from penstock.placing import (
+    ExpertCosts,
+    ExpertProblem,
+    Links,
+    Nearness,
+    assign,
+    find_planner,
+    sample_problem,
+)
+from penstock.step import StepShape
+from penstock.workloads import Counts
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Samples and experts of one step.
+
+    held_YDB: [Y + 1, D, B], which sample is at every place before each MoE layer, and after the last one;
+    samples are numbered group by group, as the batch has them. hostings: by MoE layer, the same in all expert
+    groups; () = experts stay.
+    """
+
+    held_YDB: Counts
+    hostings: tuple[Hosting, ...] = ()
+
+    def leaving(self, counts_DBYE: Counts) -> Counts:
+        """Counts of the samples that are at every place when rows leave for the experts of a layer."""
+        return _seen(counts_DBYE, self.held_YDB[:-1])
+
+    def arriving(self, counts_DBYE: Counts) -> Counts:
+        """Counts of the samples that are at every place when a layer's rows have come home."""
+        return _seen(counts_DBYE, self.held_YDB[1:])
+
+    def moved(self, moe_layer: int, first: int, last: int) -> Counts:
+        """How many samples of places `first` to `last` go from group to group in a layer, [D, D]."""
+        before_DB, after_DB = self.held_YDB[moe_layer : moe_layer + 2, :, first:last]
+        groups, samples = after_DB.shape
+        origin = np.empty(self.held_YDB[0].size, np.int64)
+        origin[before_DB] = np.arange(groups)[:, None]
+        found = np.zeros((groups, groups), np.int64)
+        np.add.at(found, (origin[after_DB].ravel(), np.repeat(np.arange(groups), samples)), 1)
+        return found
+
+    @staticmethod
+    def still(counts_DBYE: Counts, hostings: tuple[Hosting, ...] = ()) -> Placed:
+        """Every sample where the batch has it."""
+        groups, samples, layers, _ = counts_DBYE.shape
+        places_DB = np.arange(groups * samples).reshape(groups, samples)
+        return Placed(np.broadcast_to(places_DB, (layers + 1, groups, samples)), hostings)
+
+
+def _seen(counts_DBYE: Counts, held_YDB: Counts) -> Counts:
+    groups, samples, layers, experts = counts_DBYE.shape
+    by_sample = counts_DBYE.reshape(groups * samples, layers, experts)
+    return np.stack([by_sample[held_DB, y] for y, held_DB in enumerate(held_YDB)], axis=2)
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """How two steps were routed that follow each other: token copies [D, B, Y, E] of samples for experts.
+
+    before: of the step from whose loads guests are planned. now: of the step that is priced.
+    """
+
+    before_DBYE: Counts
+    now_DBYE: Counts
+
+    def of_layers(self, moe_layers: Sequence[int]) -> Evidence:
+        """The same of some of the MoE layers."""
+        kept = list(moe_layers)
+        return Evidence(self.before_DBYE[:, :, kept], self.now_DBYE[:, :, kept])
+
+
+# ---- samples -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleMover:
+    """Gives samples their homes, as NetMoE's tasks do. predicts: whether the next layer counts."""
+
+    work: Workload
+    shape: StepShape
+    solver: str = "network_simplex"
+    predicts: bool = True
+
+    def placed(self, counts_DBYE: Counts, hostings: tuple[Hosting, ...] = ()) -> Placed:
+        """Where samples of these counts are before and after every layer.
+
+        The next layer's gate is taken to foretell exactly what samples will ask of it.
+        """
+        groups, samples, layers, experts = counts_DBYE.shape
+        by_sample = counts_DBYE.reshape(groups * samples, layers, experts)
+        held = [np.arange(groups * samples).reshape(groups, samples)]
+        for layer in range(layers):
+            now_DB = held[-1].copy()
+            hosting, following = (_hosting_of(hostings, y, self.work) for y in (layer, layer + 1))
+            for devices in device_groups(self.work):
+                for places in self._chunks():
+                    cells = np.ix_(np.array(devices), np.arange(places.start, places.stop))
+                    here_I = now_DB[cells].reshape(-1)
+                    ahead = by_sample[here_I, layer + 1] if self.predicts and layer + 1 < layers else None
+                    homes_I = self._homes(by_sample[here_I, layer], ahead, devices, hosting, following)
+                    order = np.argsort(homes_I, kind="stable")
+                    now_DB[cells] = here_I[order].reshape(len(devices), -1)
+            held.append(now_DB)
+        return Placed(np.stack(held), hostings)
+
+    def _homes(
+        self,
+        counts_IE: Counts,
+        ahead_IE: Counts | None,
+        devices: Sequence[int],
+        hosting: Hosting,
+        following: Hosting,
+    ) -> Counts:
+        mesh = self.work.mesh
+        ranks = [mesh.groups(Group.TENSOR)[device][0] for device in devices]
+        places_V = np.array([mesh.place(rank, Group.EXPERT) for rank in ranks])
+        node_V = nodes_of(self.work, ranks)
+        homes_I = np.repeat(np.arange(len(devices)), len(counts_IE) // len(devices))
+        problem = sample_problem(
+            counts=_by_position(counts_IE, places_V[homes_I], hosting),
+            homes=homes_I,
+            moved_rows=np.full(len(homes_I), round(self.work.seq_len * row_weight(self.work))),
+            node_of_device=node_V,
+            predictions=ahead_IE,
+            following=None if ahead_IE is None else Nearness.of(following, node_V),
+        )
+        return assign(problem, self.solver)
+
+    def _chunks(self) -> Iterator[range]:
+        """Places of a group's samples that stay together: those of a slice of a microbatch."""
+        start = 0
+        for microbatch in split_sizes(self.work.batch, self.shape.microbatches):
+            for size in split_sizes(microbatch, self.shape.slices):
+                yield range(start, start + size)
+                start += size
+
+
+def row_weight(work: Workload) -> float:
+    """How many rows under way weigh as much as what follows one token of a moved sample beside them."""
+    shared_bytes = work.hidden_bytes(1) if work.shared_ffn_hidden_size else 0
+    return (FLOAT32_BYTES * work.hidden_size + shared_bytes) / work.wire_bytes(1)
+
+
+def device_groups(work: Workload) -> list[list[int]]:
+    """By group of ranks that holds all experts, the groups of ranks with the same samples in it."""
+    mesh = work.mesh
+    axes = counting_axes(work)
+    return [list(dict.fromkeys(mesh.place(r, Group.DATA) for r in ranks)) for ranks in mesh.groups(axes)]
+
+
+def counting_axes(work: Workload) -> Axes:
+    """The ranks that hold all experts of a layer between them."""
+    return Group.EXPERT if work.esp_size == 1 else Group.EXPERT_SHARDS
+
+
+def nodes_of(work: Workload, ranks: Sequence[int]) -> Counts:
+    """The node of every one of these ranks, counted from 0."""
+    per_node = work.devices_per_node or work.ranks_per_node * work.esp_size
+    nodes = [node_of(rank, per_node) for rank in ranks]
+    return np.unique(nodes, return_inverse=True)[1].astype(np.int64)
+
+
+def _by_position(counts_IE: Counts, places_I: Counts, hosting: Hosting) -> Counts:
+    """Rows of every sample by the position that computes them, [I, H]. places: in the expert group."""
+    rows_IEH = counts_IE[:, :, None] * shares(hosting)[places_I]
+    by_position: Counts = rows_IEH.sum(axis=1) // SPLIT
+    return by_position
+
+
+def _hosting_of(hostings: tuple[Hosting, ...], layer: int, work: Workload) -> Hosting:
+    return hostings[layer] if layer < len(hostings) else Hosting.none(work.placement, 0)
+
+
+# ---- experts -----------------------------------------------------------------------------------------------
+
+
+def expert_costs(even: StepCost) -> ExpertCosts:
+    """What a planner of guests must know of a step's sizes and its cluster; slack as Eq 8 has it."""
+    work, cluster = even.workload, even.cluster
+    nodes = nodes_of(work, work.mesh.groups(Group.EXPERT)[0])
+    tokens = work.tokens(0, 1)
+    forward = partial(cluster.compute_s, phase=Phase.FORWARD, moved_bytes=0.0)
+    rows_s = [forward(Op.EXPERTS, flops=work.expert_flops(n)) for n in (0, tokens)]
+    parameter_bytes = work.expert_matrices * work.hidden_size * work.ffn_hidden_size * FLOAT32_BYTES
+    return ExpertCosts(
+        links=Links(
+            nodes=tuple(nodes.tolist()),
+            across_s_per_byte=1 / cluster.link_bytes_per_s,
+            inside_s_per_byte=1 / cluster.intra_bytes_per_s,
+            card_per_rank=cluster.link_rate_of == "device",
+        ),
+        row_s=(rows_s[1] - rows_s[0]) / tokens,
+        row_bytes=work.wire_bytes(1),
+        parameter_bytes=parameter_bytes / work.esp_size,
+        gradient_bytes=parameter_bytes / work.esp_size,
+        other_s=forward(Op.ATTENTION, flops=work.attention_flops(tokens)),
+    )
+
+
+def planned_hostings(
+    loads_YPE: Counts, planner: str, guest_slots: int, placement: ExpertPlacement, costs: ExpertCosts
+) -> tuple[Hosting, ...]:
+    """What every layer hosts by a planner's name, from the loads of the step before."""
+    plan = find_planner(planner)
+    return tuple(
+        plan(ExpertProblem(placement=placement, guest_slots=guest_slots, loads=loads_PE, costs=costs))
+        for loads_PE in loads_YPE
+    )
+
+
+def rank_loads(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:
+    """Rows by place in an expert group, of all such groups together, [Y, ranks of an expert group, E]."""
+    rows_PYE = cut_rows(counts_DBYE, shape, work).sum(axis=(1, 2))
+    places = [work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size)]
+    found = np.zeros((work.ep_size, *rows_PYE.shape[1:]), np.int64)
+    np.add.at(found, places, rows_PYE)
+    return found.transpose(1, 0, 2)
+
+
+def shares(hosting: Hosting) -> Counts:
+    """Parts of SPLIT of the rows from a rank for an expert that go to every position, [ranks, E, H]."""
+    placement = hosting.placement
+    found = np.zeros((placement.ranks, placement.num_experts, hosting.positions), np.int64)
+    for rank, splits in enumerate(hosting.splits):
+        for expert, parts in enumerate(splits):
+            for part in parts:
+                found[rank, expert, part.position] += part.parts
+    return found
+
+
+def seated(rows_PE: Counts, hosting: Hosting, work: Workload) -> Counts:
+    """Rows by position instead of by expert, [P, H]."""
+    places = [work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size)]
+    upto_PEH = np.cumsum(shares(hosting)[places], axis=2) * rows_PE[:, :, None] // SPLIT  # loses no row
+    found: Counts = np.diff(upto_PEH, axis=2, prepend=0).sum(axis=1)
+    return found
+
+
+def copies(hosting: Hosting) -> Counts:
+    """Experts that a place of an expert group sends to another as guests, [place, place]."""
+    ranks = hosting.placement.ranks
+    found = np.zeros((ranks, ranks), np.int64)
+    for rank, guests in enumerate(hosting.guests):
+        for expert in guests:
+            if expert >= 0:
+                found[hosting.placement.owners[expert], rank] += 1
+    return found

@@ -1,0 +1,150 @@
+"""Whether it pays to move samples or experts: good plans priced once more, with measured routing.
+
+A search prices even routing, with which nothing is gained by moving. Here the best plans are compared with
+themselves: samples moved, experts moved by each planner, both. What moving costs (solving, counts,
+residuals, weights, gradients) is in the simulated step as tasks, so one number decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from penstock.cost import RoutedCost, routing_sizes
+from penstock.cost.placed import Evidence
+from penstock.decision import Decision, Movable
+from penstock.decision.record import FIELDS
+from penstock.graph import ScheduleError
+from penstock.plan.problem import Problem
+from penstock.plan.search import Candidate, evaluate
+from penstock.words import change, counted, milliseconds
+from penstock.workloads import RoutingConfig, routing_of
+
+WORTH = 0.97
+"""What moves must shorten a step to less than this part; predictions err by about as much."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighed:
+    """A plan with and without moving. still, best: without, and the fastest of all where that is worth it.
+
+    lines: one on samples and one on experts, as far as they may move, with the reasons.
+    """
+
+    still: Candidate
+    best: Candidate
+    lines: tuple[str, ...]
+
+    @property
+    def moves(self) -> bool:
+        """Whether moving pays."""
+        return self.best.choice != self.still.choice
+
+
+def with_routing(problem: Problem, routing: RoutingConfig, movable: Movable) -> Problem:
+    """The problem of a step that is routed like the second of a workload's steps, after its first."""
+    sizes = routing_sizes(problem.workload, sum(problem.shape.moe_layers))
+    found = routing_of(routing, sizes)
+    return replace(problem, evidence=Evidence(found.counts(0), found.counts(1)), movable=movable)
+
+
+def weigh(
+    problem: Problem, choices: Sequence[Decision], progress: Callable[[], None] = lambda: None
+) -> Weighed:
+    """Compare the best of `choices` with itself moving. problem: with evidence, and what may move.
+
+    progress: called before every simulation.
+    """
+    assert problem.evidence is not None, "without it nothing is known of routing"
+
+    def price(tried: Iterable[Decision]) -> list[Candidate]:
+        found = []
+        for choice in tried:
+            progress()
+            with suppress(ScheduleError):  # a pass refuses it, such as samples that chunks would cut
+                found.append(evaluate(problem, choice))
+        return found
+
+    still = _least(price(map(_settled, choices)))
+    samples = price(_moving_samples(problem, still.choice))
+    experts = price(_moving_experts(problem, still.choice))
+    alone = [_least(each) for each in (samples, experts) if each]
+    both = price(_joined(alone)) if len(alone) > 1 else []
+    best = _least([still, *samples, *experts, *both])
+    worth = best.predicted_s < WORTH * still.predicted_s
+    lines = [_line(problem, "Samples", still, samples)] if samples else []
+    lines += [_line(problem, "Experts", still, experts)] if experts else []
+    lines += [_line(problem, "Both   ", still, both)] if both else []
+    return Weighed(still=still, best=best if worth else still, lines=tuple(lines))
+
+
+def _settled(choice: Decision) -> Decision:
+    """Without moves, and by a quick rule, so that like is compared with like."""
+    quick = "critical_path" if choice.reads("priority") else choice.priority
+    return replace(choice, samples="none", experts="none", guest_slots=1, priority=quick)
+
+
+def _moving_samples(problem: Problem, choice: Decision) -> Iterator[Decision]:
+    for samples in FIELDS["samples"].values(problem, choice):
+        if samples != "none":
+            yield replace(choice, samples=samples)
+
+
+def _moving_experts(problem: Problem, choice: Decision) -> Iterator[Decision]:
+    for experts in FIELDS["experts"].values(problem, choice):
+        moving = replace(choice, experts=experts)
+        for slots in FIELDS["guest_slots"].values(problem, moving):
+            if experts != "none":
+                yield replace(moving, guest_slots=slots)
+
+
+def _joined(alone: Sequence[Candidate]) -> Iterator[Decision]:
+    samples, experts = (each.choice for each in alone)
+    yield replace(experts, samples=samples.samples)
+
+
+def _least(candidates: Sequence[Candidate]) -> Candidate:
+    return min(candidates, key=lambda each: each.predicted_s)
+
+
+# ---- words -------------------------------------------------------------------------------------------------
+
+
+def _line(problem: Problem, what: str, still: Candidate, moving: Sequence[Candidate]) -> str:
+    """Whether the best of some moves pays: the step with it and without, and what it saves."""
+    best = _least(moving)
+    verdict = "pays" if best.predicted_s < WORTH * still.predicted_s else "does not pay"
+    saved = _saved(problem, still, best) if best.choice.samples != "none" else _evened(problem, still, best)
+    return f"{what}  moving {verdict}: {_words(best)} {_against(best, still)}; {saved}"
+
+
+def _words(candidate: Candidate) -> str:
+    choice = candidate.choice
+    slots = f"{choice.experts} with {counted(choice.guests, 'guest slot')}" if choice.guests else ""
+    samples = "" if choice.samples == "none" else choice.samples
+    return " and ".join(word for word in (samples, slots) if word)
+
+
+def _against(moving: Candidate, still: Candidate) -> str:
+    now, then = milliseconds(moving.predicted_s), milliseconds(still.predicted_s)
+    return f"would take {now} per step, {then} without ({change(moving.predicted_s, still.predicted_s)})"
+
+
+def _saved(problem: Problem, still: Candidate, moving: Candidate) -> str:
+    before, after = (_routed(problem, each).crossing_rows(each.plan.graph.tasks) for each in (still, moving))
+    where = "nodes" if problem.workload.nodes > 1 else "ranks"
+    share = 0.0 if not before else 100 * (before - after) / before
+    return f"it saves {share:.0f} % of what crosses {where}"
+
+
+def _evened(problem: Problem, still: Candidate, moving: Candidate) -> str:
+    before, after = (_routed(problem, each).imbalance(each.plan.graph.tasks) for each in (still, moving))
+    return f"the busiest rank has {before:.2f} times the mean load, {after:.2f} with it"
+
+
+def _routed(problem: Problem, candidate: Candidate) -> RoutedCost:
+    assert problem.evidence is not None
+    work, shape = problem.workload_of(candidate.choice), candidate.plan.shape
+    placed = problem.placed(candidate.choice, shape)
+    return RoutedCost(shape, work, problem.cluster, problem.evidence.now_DBYE, placed=placed)

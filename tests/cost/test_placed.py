@@ -1,0 +1,167 @@
+"""Steps whose samples and experts move: who has which sample, where rows go, and what links carry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cost import ClusterConfig, RoutedCost, Workload, routing_sizes, split_sizes
+from penstock.cost.links import NodeLinks
+from penstock.cost.placed import Placed, SampleMover, copies, device_groups, rank_loads, seated
+from penstock.graph import Task
+from penstock.mesh import Group
+from penstock.ops import Op
+from penstock.placement import EMPTY, ExpertPlacement, Hosting
+from penstock.step import StepShape, build_graph
+from penstock.workloads import Counts, Routing, RoutingConfig, routing_of
+from tests.workloads.strategies import CLUSTER, steps
+
+Step = tuple[StepShape, Workload, Routing]
+WORK = Workload(
+    batch=4,
+    seq_len=16,
+    hidden_size=8,
+    ffn_hidden_size=12,
+    vocab_size=50,
+    num_experts=8,
+    top_k=2,
+    expert_matrices=2,
+    capacity_factor=None,
+    min_capacity=1,
+    world_size=8,
+    ep_size=8,
+    element_bytes=4,
+    all_reduce_bytes=(400,) * 3,
+    expert_all_reduce_bytes=(0,) * 3,
+    node_size=2,
+)
+SHAPE = StepShape(moe_layers=(True, False, True))
+
+
+def counts_of(text: str, work: Workload = WORK, step: int = 0) -> Counts:
+    return routing_of(RoutingConfig.parse(text), routing_sizes(work, 2)).counts(step)
+
+
+def transfers(shape: StepShape = SHAPE) -> list[Task]:
+    return [task for task in build_graph(shape).tasks if task.op in (Op.DISPATCH, Op.COMBINE)]
+
+
+# ---- samples -----------------------------------------------------------------------------------------------
+
+
+@given(steps(capacity=False))
+def test_what_stays_costs_what_it_costs_without_a_word_of_placement(step: Step) -> None:
+    shape, work, routing = step
+    counts = routing.counts(0)
+    plain = RoutedCost(shape, work, CLUSTER, counts)
+    still = replace(plain, placed=Placed.still(counts))
+    for task in build_graph(shape).tasks:
+        assert (plain(task) == still(task)).all(), task
+
+
+@given(steps(capacity=False))
+def test_every_rank_keeps_as_many_samples_of_every_slice_and_none_is_lost(step: Step) -> None:
+    shape, work, routing = step
+    held_YDB = SampleMover(work=work, shape=shape).placed(routing.counts(0)).held_YDB
+    first_DB = held_YDB[0]
+    groups = device_groups(work)
+    start = 0
+    for microbatch in split_sizes(work.batch, shape.microbatches):
+        for size in split_sizes(microbatch, shape.slices):
+            places = np.arange(start, start + size)
+            for group in groups:
+                cells = np.ix_(np.array(group), places)
+                for now_DB in held_YDB:
+                    assert sorted(now_DB[cells].ravel()) == sorted(first_DB[cells].ravel())
+            start += size
+
+
+def test_rows_come_home_to_where_the_next_layer_finds_its_samples() -> None:
+    counts = counts_of("dirichlet,dirichlet_concentration=0.1")
+    placed = SampleMover(work=WORK, shape=SHAPE).placed(counts)
+    leaving, arriving = placed.leaving(counts), placed.arriving(counts)
+    assert (leaving[:, :, 0] == counts[:, :, 0]).all()
+    assert (leaving.sum(axis=(0, 1)) == arriving.sum(axis=(0, 1))).all()
+    samples_before = placed.held_YDB[1]
+    assert (leaving.reshape(32, 2, 8)[:, 1] == counts.reshape(32, 2, 8)[samples_before.ravel(), 1]).all()
+    for layer in range(2):
+        assert placed.moved(layer, 0, WORK.batch).sum() == 32
+        assert (placed.moved(layer, 0, WORK.batch).sum(axis=0) == WORK.batch).all()
+
+
+@pytest.mark.parametrize("predicts", [False, True])
+def test_moved_samples_send_less_across_nodes_where_they_have_favourites(predicts: bool) -> None:
+    counts = counts_of("dirichlet,dirichlet_concentration=0.05")
+    work = replace(WORK, wire_row_bytes=8 * 4 * 4)  # rows weigh more than what moves beside them
+    plain = RoutedCost(SHAPE, work, CLUSTER, counts)
+    moved = SampleMover(work=work, shape=SHAPE, predicts=predicts).placed(counts)
+    assert replace(plain, placed=moved).crossing_rows(transfers()) < 0.9 * plain.crossing_rows(transfers())
+
+
+# ---- experts -----------------------------------------------------------------------------------------------
+
+
+def halved() -> Hosting:
+    """The first expert is a guest of the last rank, which computes its own rows of it."""
+    placement = ExpertPlacement.even(8, 8)
+    return Hosting.local(placement, [*[[EMPTY]] * 7, [0]])
+
+
+def test_rows_by_position_are_all_rows_where_hostings_send_them() -> None:
+    rows_PE = np.arange(64).reshape(8, 8)
+    none = seated(rows_PE, Hosting.none(ExpertPlacement.even(8, 8), 1), WORK).reshape(8, 8, 2)
+    assert (none[:, :, 0] == rows_PE).all() and not none[:, :, 1].any()
+    some = seated(rows_PE, halved(), WORK).reshape(8, 8, 2)
+    assert some[7, 7, 1] == rows_PE[7, 0] and some[7, 0, 0] == 0
+    assert (some[:7] == none[:7]).all()
+
+
+def test_guests_take_load_off_their_owners_and_their_parameters_cross_links() -> None:
+    shape = replace(SHAPE, guest_slots=1)
+    counts = counts_of("hot_expert,hot_share=0.5")
+    plain = RoutedCost(shape, WORK, CLUSTER, counts)
+    loads = rank_loads(counts, shape, WORK)
+    assert loads.shape == (2, 8, 8) and loads.sum() == counts.sum()
+    hot = int(loads[0].sum(axis=0).argmax())
+    guests = [[EMPTY] if rank == hot else [hot] for rank in range(8)]
+    hosting = Hosting.local(ExpertPlacement.even(8, 8), guests)
+    assert copies(hosting)[hot].sum() == copies(hosting).sum() == 7
+    hosted = replace(plain, placed=Placed.still(counts, (hosting, Hosting.none(hosting.placement, 1))))
+    tasks = build_graph(shape).tasks
+    first = [task for task in tasks if task.layer == 0]
+    assert hosted.imbalance(first) < 1.2
+    assert plain.imbalance(first) > 3
+    for op in (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS):
+        busy, idle = (next(t for t in tasks if (t.op, t.layer) == (op, layer)) for layer in (0, 2))
+        assert hosted(busy)[hot] > plain(busy)[0] and not hosted(idle).any()
+
+
+# ---- links -------------------------------------------------------------------------------------------------
+
+
+@given(
+    nodes=st.sampled_from([1, 2, 4]),
+    per_node=st.sampled_from([1, 2, 4]),
+    inside=st.sampled_from([1.0, 8.0]),
+    shared=st.booleans(),
+)
+def test_even_tables_are_even_buffers(nodes: int, per_node: int, inside: float, shared: bool) -> None:
+    ranks = nodes * per_node
+    work = replace(WORK, world_size=ranks, ep_size=ranks, node_size=per_node, devices_per_node=per_node)
+    cluster = ClusterConfig(intra_bytes_per_s=inside * 1e9, link_rate_of="node" if shared else "device")
+    argument = NodeLinks(work, cluster).argument(np.full((ranks, ranks), 3.0))
+    assert argument == pytest.approx(0.0 if ranks == 1 else 3.0 * ranks)
+
+
+def test_rows_inside_a_node_do_not_wait_for_its_card() -> None:
+    cluster = ClusterConfig(link_bytes_per_s=1e6, intra_bytes_per_s=1e9, link_rate_of="node")
+    links, near, far = NodeLinks(WORK, cluster), np.zeros((8, 8)), np.zeros((8, 8))
+    near[0, 1], far[0, 2] = 1.0, 1.0
+    assert links.argument(near).max() < 0.01 * links.argument(far).max()
+    assert (links.crossing(near), links.crossing(far)) == (0.0, 1.0)
+    assert links.argument(far)[1] == links.argument(far)[0] > 0  # one card for both
+    assert WORK.mesh.groups(Group.EXPERT) == (tuple(range(8)),)

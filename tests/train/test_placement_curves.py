@@ -1,0 +1,139 @@
+"""Training in which samples and experts move follows the losses of training in which nothing moves."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from penstock.config import load
+from penstock.topology import Layout
+from penstock.train.assemble import build_machinery, build_stack
+from penstock.train.clip import clip_grad_norm
+from penstock.train.config import RunConfig
+from penstock.train.optimizer import build_adamw, initialise_state
+from tests.support.ranks import Pools
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = [
+    "model.num_layers=3",
+    "model.hidden_size=16",
+    "model.num_heads=2",
+    "model.seq_len=12",
+    "model.vocab_size=256",
+    "moe.num_experts=8",
+    "moe.top_k=4",
+    "moe.moe_ffn_hidden_size=24",
+    "data.batch_per_device=6",
+    "schedule.name=flowmoe",
+    "schedule.microbatches=2",
+    "schedule.all_reduce_chunk_bytes=2048",
+    "cluster.flops_per_s=1e7",  # so slow that guests pay
+    "optimizer.lr=1e-2",
+]
+BOTH = ["placement.samples=netmoe", "placement.experts=planned", "placement.guest_slots=2"]
+FLAVOURS = 4
+"""Samples come in so many languages, so that they have favourite experts."""
+
+
+class Curve(NamedTuple):
+    """losses: of every step. hosted, moved: in how many steps guests were hosted, and samples away."""
+
+    losses: list[float]
+    hosted: int
+    moved: int
+
+
+def batch(config: RunConfig, layout: Layout, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Text in which the next byte follows from the one before, by a rule of the sample's language."""
+    samples, length = config.data.batch_per_device, config.model.seq_len
+    ids_B = step * samples * layout.dp_size + layout.dp_rank * samples + torch.arange(samples)
+    generator = torch.Generator().manual_seed(step * layout.dp_size + layout.dp_rank)
+    flavour_B = torch.randint(FLAVOURS, (samples, 1), generator=generator)
+    start_B = torch.randint(64, (samples, 1), generator=generator)
+    text_BL = flavour_B * 64 + (start_B + (flavour_B + 1) * torch.arange(length + 1)) % 64
+    return text_BL[:, :-1].contiguous(), text_BL[:, 1:].contiguous(), ids_B
+
+
+def curve(rank: int, world_size: int, overrides: list[str], steps: int, dtype: torch.dtype) -> Curve:
+    """Train on this rank."""
+    config = load(RunConfig, None, [*SETTINGS, *overrides]).resolved(world_size)
+    layout = Layout.build(
+        config.parallel, world_size, rank, config.moe.num_experts, node_size=world_size // 2
+    )
+    stack = build_stack(
+        config, build_machinery(layout, torch.device("cpu"), config.parallel, "float32"), dtype
+    )
+    optimizer = build_adamw(stack.model.named_parameters(), config.optimizer)
+    initialise_state(optimizer)
+    away, losses, hosted, moved = _Away(stack), [], 0, 0
+    for step in range(steps):
+        tokens_BL, labels_BL, ids_B = batch(config, layout, step)
+        hosted += any(h is not None and not h.is_empty for h in stack.host.hostings)
+        loss = stack(tokens_BL, labels_BL, ids_B)
+        loss.backward()
+        moved += away.saw(ids_B)
+        clip_grad_norm(stack, config.optimizer.clip_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    stack.close()
+    return Curve(losses, hosted, moved)
+
+
+class _Away:
+    """Notes whose samples the last layer's gate has seen."""
+
+    def __init__(self, stack: Any) -> None:
+        self._seen: set[int] = set()
+        stack.moe_layers[-1].gate.register_forward_hook(self._note)
+
+    def saw(self, ids_B: torch.Tensor) -> bool:
+        """Whether they were others than these, since the last call."""
+        seen, self._seen = self._seen, set()
+        return bool(seen - set(ids_B.tolist()))
+
+    def _note(self, gate: Any, given: Any, choice: Any) -> None:
+        del gate, choice
+        if not given[1].clean:
+            self._seen.update(given[1].keys.sample_ids_B.tolist())
+
+
+def curves(rank: int, world_size: int, runs: list[list[str]], steps: int, dtype: torch.dtype) -> list[Curve]:
+    return [curve(rank, world_size, overrides, steps, dtype) for overrides in runs]
+
+
+def largest_difference(one: Curve, other: Curve) -> float:
+    return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
+
+
+def check_double(ranks: Pools, world_size: int, steps: int) -> None:
+    found = ranks(world_size).run(curves, world_size, [[], BOTH], steps, torch.float64)
+    still, moving = found[0]
+    assert largest_difference(still, moving) < 1e-8
+    assert moving.losses[-1] < 0.9 * moving.losses[0]
+    assert (still.hosted, still.moved) == (0, 0)
+    assert moving.hosted > steps / 2
+    assert sum(each[1].moved for each in found) > steps / 2
+
+
+def test_losses_of_forty_steps_are_those_without_moves(ranks: Pools) -> None:
+    check_double(ranks, 2, 40)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_losses_of_two_hundred_steps_are_those_without_moves(ranks: Pools, world_size: int) -> None:
+    check_double(ranks, world_size, 200)
+
+
+@pytest.mark.soak
+def test_in_single_precision_losses_differ_as_they_do_when_sums_are_reordered(ranks: Pools) -> None:
+    """Controls that cut the batch otherwise, and so only add in another order, differ by as much."""
+    controls = [[f"schedule.microbatches={n}"] for n in (1, 4)] + [["schedule.name=sequential"]]
+    found = ranks(4).run(curves, 4, [[], BOTH, *controls], 200, torch.float32)[0]
+    still, moving, *others = found
+    spread = max(largest_difference(still, each) for each in others)
+    assert 0 < largest_difference(still, moving) < 3 * spread
