@@ -232,7 +232,7 @@ def cut_of(entry: Entry) -> tuple[int, int]:
 
 def tuned_by(field: VirtualField, chosen: Entry, config: BenchConfig) -> Tuned:
     """Every variant predicted again, from the same measurements."""
-    plans = [field._first_plan(variant) for variant in variants(config, chosen.name)]
+    plans = [field._first_plan(chosen.name, variant) for variant in variants(config, chosen.name)]
     tried = [field._ordered(chosen.name, plan) for plan in plans]
     return Tuned(cut_of(chosen), chosen.simulated_s, {cut_of(e): e.simulated_s for e in tried})
 

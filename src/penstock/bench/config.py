@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from penstock.bench.naming import AUTO, Named
 from penstock.config import ConfigError, Items, Within, check_bounds
 from penstock.config.bounds import Seed
 from penstock.cost import ClusterConfig
-from penstock.decision import ScheduleConfig
+from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.schedule import SCHEDULES
 from penstock.topology import ParallelConfig
 from penstock.virtual import VirtualConfig
 
@@ -19,9 +19,6 @@ Rounds = Annotated[int, Within(1, 100_000, "every round is in memory until the e
 Samples = Annotated[int, Within(1, 1 << 20, "all samples of a step are in memory at once")]
 Seconds = Annotated[float, Within(0, 86400, "measuring takes time, and has to end", above=True)]
 Names = Annotated[tuple[str, ...], Items(100, "there are fewer schedules to compare")]
-
-AUTO = "auto"
-"""Among schedules: the plan that the joint search chooses, whatever schedule that has."""
 
 PEERS = ("deepspeed", "megatron")
 """Other systems that can be compared with, installed or not."""
@@ -32,7 +29,8 @@ class CompareConfig:
     """Section `[compare]`.
 
     schedules: what runs in turns; the first is the base of all ratios. `auto` is the plan that a search
-    chooses from a profile taken before; it cannot be the first.
+    chooses from a profile taken before; it cannot be the first. A schedule may be followed by what moves in
+    its steps, as in `penstock+netmoe+planned`; virtual devices only.
     peers: other systems, each as shipped and on Penstock's transport.
     rounds: measured steps of each. warmup: steps before them.
     batch_per_device: samples per rank and step. seed: of weights and data.
@@ -62,9 +60,7 @@ class CompareConfig:
             why = "the base of all ratios must be a schedule by name, and auto may be any"
             raise ConfigError("schedules", list(self.schedules), why, "Name another one first.")
         for name in self.schedules:
-            if name not in SCHEDULES and name != AUTO:
-                hint = f"Use some of {', '.join(SCHEDULES)}, {AUTO}."
-                raise ConfigError("schedules", list(self.schedules), f"no schedule is called {name}", hint)
+            Named.of(name)
         for name in self.peers:
             if name not in PEERS:
                 hint = f"Use some of {', '.join(PEERS)}."
@@ -90,6 +86,7 @@ class BenchConfig:
         default_factory=lambda: ScheduleConfig(microbatches=4, all_reduce_chunk_bytes=4 << 20)
     )
     parallel: ParallelConfig = field(default_factory=lambda: ParallelConfig(processes=2))
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     virtual: VirtualConfig = field(default_factory=VirtualConfig)

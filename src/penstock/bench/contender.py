@@ -49,12 +49,13 @@ class Entry:
     def work(self) -> str:
         """Entries with the same work compute the same and send the same bytes, whatever their order.
 
-        Where ranks share attention or experts it is the form of the MoE part; "" for a peer, whose work is
-        that of the first entry.
+        Where ranks share attention or experts it is the form of the MoE part, and what moves beside; "" for a
+        peer, whose work is that of the first entry.
         """
-        if self.plan is None or self.plan.shape.sharing.is_none:
+        if self.plan is None:
             return ""
-        return self.plan.shape.expert_form
+        form = "" if self.plan.shape.sharing.is_none else self.plan.shape.expert_form
+        return "+".join([form, *self.name.split("+")[1:]])
 
     @property
     def label(self) -> str:

@@ -9,8 +9,9 @@ from typing import Final, Protocol
 from penstock.autopilot.profiling import profile_run, profile_schedules
 from penstock.autopilot.run_problem import run_problem
 from penstock.bench import checkout
-from penstock.bench.config import AUTO, BenchConfig
+from penstock.bench.config import BenchConfig
 from penstock.bench.contender import Entry
+from penstock.bench.naming import AUTO
 from penstock.bench.scheduled import Scheduled, Stacks, timed
 from penstock.bench.tune import variants
 from penstock.plan import Candidate, FoundPlan, Problem, evaluate, explain, find_plan

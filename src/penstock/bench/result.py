@@ -130,6 +130,11 @@ class BenchResult:
     notes: tuple[str, ...] = ()
 
     @property
+    def works_differ(self) -> bool:
+        """Whether cases may compute and send something else than the first."""
+        return bool(self.layout) or any(case.limit != self.limit for case in self.cases)
+
+    @property
     def compute_s(self) -> float:
         return self.limit.compute_s
 

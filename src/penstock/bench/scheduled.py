@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.bench.config import BenchConfig
+from penstock.bench.naming import Named
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.transport.silent import silent
 from penstock.schedule import StepPlan
@@ -91,7 +92,7 @@ def run_config_of(config: BenchConfig) -> RunConfig:
     return RunConfig(
         model=config.model,
         moe=config.moe,
-        schedule=replace(config.schedule, name=compare.schedules[0]),
+        schedule=replace(config.schedule, name=Named.of(compare.schedules[0]).schedule),
         parallel=config.parallel,
         cluster=config.cluster,
         data=DataConfig(batch_per_device=compare.batch_per_device),

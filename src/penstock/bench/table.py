@@ -21,7 +21,7 @@ HEAD = (
     "simulated ms",
 )
 SHARED_HEAD = ("intra ms", "uplink MB", "device MB", "limit ms")
-"""Beside, where ranks share attention or experts: every schedule may send something else."""
+"""Beside, where ranks share attention or experts, or something moves: each may send something else."""
 
 
 def render(result: BenchResult, width: int | None = None) -> str:
@@ -30,7 +30,7 @@ def render(result: BenchResult, width: int | None = None) -> str:
     width: of the terminal; a wider table is printed in parts, one below the other. None = a document's.
     """
     rows = [HEAD, *(_row(case) for case in result.cases)]
-    if result.layout:
+    if result.works_differ:
         own = [SHARED_HEAD, *(_shared_cells(case) for case in result.cases)]
         rows = [(*row, *cells) for row, cells in zip(rows, own, strict=True)]
     parts = [rows] if width is None else stacked(rows, width)
@@ -65,7 +65,7 @@ def _limits(result: BenchResult) -> list[str]:
         rate = f"{result.intra_rate_bit_per_s / 1e6:.0f} Mbit/s inside"
         size = f"{result.limit.device_bytes / 1e6:.1f} MB over the busiest device's link"
         lines.append(f"{rate}: {size} take {1e3 * result.limit.device_s:.0f} ms")
-    whose = f" of {result.cases[0].label}" if result.layout else ""
+    whose = f" of {result.cases[0].label}" if result.works_differ else ""
     lines.append(f"physical limit{whose} {1e3 * result.limit_s:.0f} ms")
     return lines
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 from penstock.bench.config import BenchConfig
+from penstock.bench.naming import Named
 from penstock.decision import ScheduleConfig
 
 MICROBATCHES = (2, 4)
@@ -17,7 +18,7 @@ def variants(config: BenchConfig, name: str) -> tuple[ScheduleConfig, ...]:
 
     Pieces that do not divide the batch evenly are left out, as long as any others are there.
     """
-    given = replace(config.schedule, name=name)
+    given = replace(config.schedule, name=Named.of(name).schedule)
     if not config.compare.tune:
         return (given,)
     batch = config.compare.batch_per_device

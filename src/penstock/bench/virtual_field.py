@@ -9,13 +9,14 @@ import torch
 
 from penstock.autopilot.profiling import profile_links
 from penstock.autopilot.run_problem import run_problem
-from penstock.bench.config import AUTO, BenchConfig
+from penstock.bench.config import BenchConfig
 from penstock.bench.contender import Entry
 from penstock.bench.field import chosen, layout_words
+from penstock.bench.naming import AUTO, Named
 from penstock.bench.scheduled import run_config_of
 from penstock.bench.tune import variants
 from penstock.cost import ProfiledCluster, RoutedCost
-from penstock.decision import Decision, ScheduleConfig
+from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.plan import explain
 from penstock.schedule import SCHEDULES, StepPlan
 from penstock.simulate import simulate
@@ -31,9 +32,10 @@ class Slept:
 
     stack: VirtualStack
     plan: StepPlan
+    placement: PlacementConfig
 
     def prepare(self, number: int) -> None:
-        self.stack.plan = self.plan
+        self.stack.use(self.plan, self.placement)
         self.stack.prepare(number)
 
     def step(self, number: int) -> None:
@@ -58,9 +60,11 @@ class VirtualField:
         self.control, self._transports = machinery.control, machinery.transports
         self._stack = build_virtual(self._config, config.virtual, machinery)
         self._links = profile_links(self._config, machinery)
-        self._cluster = ProfiledCluster.build(self._links)
+        self._cluster = self._stack.links = ProfiledCluster.build(self._links)
         self._first_measured = config.compare.warmup
         self.entries = tuple(self._entry(name) for name in config.compare.schedules)
+        if any(entry.plan and entry.plan.shape.moves for entry in self.entries):
+            self.notes += tuple(self._loads_of(entry) for entry in self.entries)
 
     @property
     def traffic(self) -> Counter[int]:
@@ -69,7 +73,7 @@ class VirtualField:
     def compute_alone_s(self, entry: Entry, number: int) -> float:
         """Slept seconds of this rank: nothing needs to be run to know them."""
         assert entry.plan is not None, "every entry is a schedule"
-        self._stack.plan = entry.plan
+        self._stack.use(entry.plan, self._placement(entry.name))
         alone_s = self._stack.cost(number).alone_s(entry.plan.graph.tasks)
         return float(alone_s[self._layout.rank])
 
@@ -79,10 +83,11 @@ class VirtualField:
     def _entry(self, name: str) -> Entry:
         if name == AUTO:
             return self._choice()
-        plans = {plan.shape: plan for plan in map(self._first_plan, variants(self._bench, name))}
+        tried = [self._first_plan(name, each) for each in variants(self._bench, name)]
+        plans = {plan.shape: plan for plan in tried}
         best = min((self._ordered(name, plan) for plan in plans.values()), key=lambda e: e.simulated_s or 0.0)
         assert best.plan is not None, "a schedule has a plan"
-        self._stack.adopt(best.plan)
+        self._stack.adopt(best.plan, self._placement(name))
         return best
 
     def _choice(self) -> Entry:
@@ -91,22 +96,38 @@ class VirtualField:
         problem = replace(problem, dispatches=(problem.workload.dispatch,))
         found = chosen(problem, self.control)
         self.notes = explain(problem, found).lines
-        return self._predicted(AUTO, self._stack.adopt(found.best.plan))
+        return self._predicted(AUTO, self._stack.adopt(found.best.plan, self._placement(AUTO)))
 
-    def _first_plan(self, schedule: ScheduleConfig) -> StepPlan:
-        config = replace(self._config, schedule=schedule)
+    def _loads_of(self, entry: Entry) -> str:
+        """How evenly experts are loaded in the first measured step, and what crosses nodes."""
+        assert entry.plan is not None, "every entry is a schedule"
+        tasks, cost = entry.plan.graph.tasks, self._cost(entry.name, entry.plan)
+        spread = cost.load_spread(tasks)
+        rows = cost.crossing_rows(tasks)
+        return (
+            f"{entry.label}: busiest rank {cost.imbalance(tasks):.2f} x the mean rows, standard deviation "
+            f"{100 * spread:.0f} % of it; {rows:,.0f} rows leave their node forward"
+        )
+
+    def _placement(self, name: str) -> PlacementConfig:
+        return Named.of(name).placement(self._bench.placement)
+
+    def _first_plan(self, name: str, schedule: ScheduleConfig) -> StepPlan:
+        config = replace(self._config, schedule=schedule, placement=self._placement(name))
         return first_plan(config, self._layout, self._stack.base_shape, self._stack.bucket_sizes)
 
     def _ordered(self, name: str, first: StepPlan) -> Entry:
-        order = SCHEDULES[name].order(first.graph, self._cost(first), Decision(schedule=name))
+        system = Named.of(name).schedule
+        cost = self._cost(name, first)
+        order = SCHEDULES[system].order(first.graph, cost, Decision(schedule=system))
         return self._predicted(name, replace(first, schedule=order))
 
     def _predicted(self, name: str, plan: StepPlan) -> Entry:
-        cost = self._cost(plan)
+        cost = self._cost(name, plan)
         simulated_s = simulate(plan.schedule, plan.graph, cost, self._layout.mesh).iteration_s
-        contender = Slept(self._stack, plan)
+        contender = Slept(self._stack, plan, self._placement(name))
         return Entry(name=name, transport="penstock", contender=contender, plan=plan, simulated_s=simulated_s)
 
-    def _cost(self, plan: StepPlan) -> RoutedCost:
-        self._stack.adopt(plan)
+    def _cost(self, name: str, plan: StepPlan) -> RoutedCost:
+        self._stack.adopt(plan, self._placement(name))
         return replace(self._stack.cost(self._first_measured), cluster=self._cluster)

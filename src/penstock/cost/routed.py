@@ -124,11 +124,21 @@ class RoutedCost:
 
     def imbalance(self, tasks: Iterable[Task]) -> float:
         """Rows of the busiest rank's experts over the mean, in the layer where that is largest."""
+        rows = self._expert_rows(tasks)
+        return max((float(each.max() / max(1.0, each.mean())) for each in rows), default=1.0)
+
+    def load_spread(self, tasks: Iterable[Task]) -> float:
+        """Standard deviation of ranks' rows over their mean, averaged over layers."""
+        rows = self._expert_rows(tasks)
+        return sum(float(each.std() / max(1.0, each.mean())) for each in rows) / max(1, len(rows))
+
+    def _expert_rows(self, tasks: Iterable[Task]) -> list[Seconds]:
+        """Rows that every rank's experts get in a step, by layer, [P] each."""
         rows: dict[int, Seconds] = defaultdict(lambda: self._everywhere(0.0))
         for task in tasks:
             if task.forward and task.op == Op.EXPERTS:
                 rows[task.layer] += self._moves.received(task)
-        return max((float(each.max() / max(1.0, each.mean())) for each in rows.values()), default=1.0)
+        return list(rows.values())
 
     @cached_property
     def rows(self) -> Counts:

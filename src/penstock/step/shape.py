@@ -138,6 +138,11 @@ class StepShape:
             )
 
     @property
+    def moves(self) -> bool:
+        """Whether samples or experts move."""
+        return self.moves_samples or self.guest_slots > 0
+
+    @property
     def backward_chunks(self) -> int:
         """Chunks of an MoE layer on the way back."""
         return self.degree_backward or self.chunks

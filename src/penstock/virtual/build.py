@@ -28,4 +28,5 @@ def build_virtual(config: RunConfig, virtual: VirtualConfig, machinery: Machiner
         routing_of(virtual, routing_sizes(work, sum(shape.moe_layers))),
         machinery,
         partial(first_plan, config, layout),
+        config.placement,
     )

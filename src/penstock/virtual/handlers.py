@@ -19,6 +19,7 @@ from penstock.runtime.checks.marks import FIELDS
 from penstock.runtime.handlers import NOTHING, Handler, Handlers, Inputs, Outputs
 from penstock.runtime.statistics import HEADER
 from penstock.runtime.transport import Transports
+from penstock.virtual.placed_moves import PLACEMENT_MOVES, PlacementMoves
 
 COMMUNICATION_LANES = (Lane.INTER, Lane.INTRA)
 MOVES = (*ROW_MOVES, *TOKEN_MOVES)
@@ -28,7 +29,8 @@ MOVES = (*ROW_MOVES, *TOKEN_MOVES)
 class RankStep:
     """What one rank does in one step, worked out before it begins.
 
-    seconds: of computation, and of copies by tasks that move nothing. counts: int64, sent and to be received.
+    seconds: of computation, of the host's work, and of copies by tasks that move nothing. counts: int64, sent
+    and to be received.
     """
 
     seconds: Mapping[Task, float]
@@ -36,13 +38,20 @@ class RankStep:
     counts: Mapping[Task, tuple[Tensor, Tensor]]
 
     @staticmethod
-    def build(cost: RoutedCost, graph: Graph, rank: int) -> RankStep:
-        """Look everything up in the cost; takes milliseconds, which a step should not pay."""
+    def build(cost: RoutedCost, graph: Graph, rank: int, host_s: Mapping[str, float]) -> RankStep:
+        """Look everything up in the cost; takes milliseconds, which a step should not pay.
+
+        host_s: of the host's tasks, by op.
+        """
         counts = {t: cost.exchanged_counts(t, rank) for t in graph.tasks if t.op == Op.COUNTS}
         moves = {t: cost.move(t, rank) for t in graph.tasks if t.op in MOVES}
+        if cost.placed is not None:
+            placing = PlacementMoves(cost, cost.placed, rank)
+            moves |= {t: placing.of(t) for t in graph.tasks if t.op in PLACEMENT_MOVES}
         slept = [t for t in graph.tasks if t.lane.computes or (t in moves and not moves[t].collective)]
+        solved = {t: host_s[t.op] for t in graph.tasks if t.lane is Lane.HOST}
         return RankStep(
-            seconds={t: float(cost(t)[rank]) for t in slept},
+            seconds={t: float(cost(t)[rank]) for t in slept} | solved,
             moves=moves,
             counts={t: (torch.tensor(sent), torch.tensor(got)) for t, (sent, got) in counts.items()},
         )
@@ -145,7 +154,7 @@ def virtual_handlers() -> Handlers:
     """What virtual devices do for every op: its methods take a VirtualHandlers as their context."""
     by_op: dict[str, Handler] = {
         Op.COUNTS: VirtualHandlers.exchange_counts,
-        **dict.fromkeys(MOVES, VirtualHandlers.move),
+        **dict.fromkeys((*MOVES, *PLACEMENT_MOVES), VirtualHandlers.move),
         Op.STATISTICS: VirtualHandlers.reduce_statistics,
         Op.LOADS: VirtualHandlers.gather_loads,
         **dict.fromkeys(REDUCTIONS, VirtualHandlers.reduce_gradients),

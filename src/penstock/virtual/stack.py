@@ -6,11 +6,13 @@ stack.step(number)      # forward and backward tasks, transfers of real bytes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.cost import ClusterConfig, RoutedCost, Workload
-from penstock.decision import GradientBytes
+from penstock.cost.placed import Placed
+from penstock.decision import GradientBytes, PlacementConfig
+from penstock.ops import Op
 from penstock.runtime.checks.agree import check_agreement
 from penstock.runtime.executor import Execution
 from penstock.runtime.program import Programs
@@ -19,14 +21,16 @@ from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.trace import TaskRecord
 from penstock.virtual.handlers import Buffers, RankStep, VirtualHandlers, virtual_handlers
+from penstock.virtual.placement import Movement
 from penstock.workloads import Counts, Routing
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Step `number` under `plan`."""
+    """Step `number` under `plan`, with what moves."""
 
     plan: StepPlan
+    movement: Movement
     number: int
     handlers: VirtualHandlers
 
@@ -35,7 +39,8 @@ class VirtualStack:
     """One virtual device: real lanes, executor and transport; nothing is computed. `plan` may be exchanged.
 
     workload: its gradients are those that are moved. cluster: the rates of the devices that are imitated.
-    routing: must be the same on all ranks.
+    routing: must be the same on all ranks. placement: how samples and guests are placed by plans that move
+    them.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class VirtualStack:
         routing: Routing,
         machinery: Machinery,
         make_plan: Callable[[StepShape, GradientBytes], StepPlan],
+        placement: PlacementConfig,
     ) -> None:
         assert machinery.device.type == "cpu", "a sleep of the host holds up no stream of a GPU"
         self.base_shape, self.workload, self.cluster = base_shape, workload, cluster
@@ -53,8 +59,13 @@ class VirtualStack:
         self.execution: Execution | None = None
         self._prepared: _Prepared | None = None
         self._counts: tuple[int, Counts] | None = None
+        self._placed: dict[tuple[Movement, int], Placed | None] = {}
         self._buffers = Buffers(workload, sum(base_shape.moe_layers))
         self._programs = Programs(virtual_handlers(), machinery.layout.mesh.silent)
+        self._movements: dict[tuple[StepShape, PlacementConfig], Movement] = {}
+        self._host_s: dict[Movement, Mapping[str, float]] = {}
+        self.links = cluster
+        self.placement = placement
         self.plan = self.adopt(make_plan(base_shape, self.bucket_sizes))
 
     @property
@@ -62,8 +73,11 @@ class VirtualStack:
         """Bytes of every layer's gradients, as `Gradients.sizes_bytes`."""
         return self.workload.gradient_bytes
 
-    def adopt(self, plan: StepPlan) -> StepPlan:
-        """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ."""
+    def adopt(self, plan: StepPlan, placement: PlacementConfig | None = None) -> StepPlan:
+        """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ.
+
+        placement: how it moves samples and guests; None = as the plan before.
+        """
         pieces, batch = plan.shape.microbatches, self.workload.batch
         if batch < pieces:
             raise ValueError(
@@ -73,14 +87,41 @@ class VirtualStack:
         plan.schedule.check(plan.graph)
         check_agreement(plan, self.machinery.control)
         self.machinery.transports.open((task.lane, task.axes) for task in plan.graph.tasks if task.axes)
-        self.plan = plan
+        self.use(plan, placement or self.placement)
+        self._time_host()
         return plan
+
+    def use(self, plan: StepPlan, placement: PlacementConfig) -> None:
+        """Use a plan that was adopted before."""
+        self.plan, self.placement = plan, placement
+
+    @property
+    def movement(self) -> Movement:
+        """What moves under the plan of now."""
+        key = self.plan.shape, self.placement
+        if key not in self._movements:
+            self._movements[key] = Movement(
+                self.plan.shape, self.workload, self.routing, self.placement, self.links
+            )
+        return self._movements[key]
+
+    def _time_host(self) -> None:
+        """How long the host's tasks take, the same on all ranks: the slowest one's."""
+        movement = self.movement
+        if movement.is_none or movement in self._host_s:
+            return
+        homes_s, plan_s = self.machinery.control.largest(movement.host_s(), "timing the host's tasks")
+        self._host_s[movement] = {Op.SAMPLE_PLACES: homes_s, Op.PLAN_GUESTS: plan_s}
 
     def cost(self, number: int) -> RoutedCost:
         """What every task of step `number` costs on every rank under the plan of now, for the simulator."""
         if self._counts is None or self._counts[0] != number:
             self._counts = number, self.routing.counts(number)
-        return RoutedCost(self.plan.shape, self.workload, self.cluster, self._counts[1])
+        key = self.movement, number
+        if key not in self._placed:
+            self._placed = {key: self.movement.placed(number)}
+        counts_DBYE, placed = self._counts[1], self._placed[key]
+        return RoutedCost(self.plan.shape, self.workload, self.cluster, counts_DBYE, placed=placed)
 
     def prepare(self, number: int) -> None:
         """Draw the routing of step `number` and work out its sizes and durations, before the step is timed.
@@ -111,10 +152,12 @@ class VirtualStack:
 
     def _ready(self, number: int) -> _Prepared:
         found = self._prepared
-        if found is None or found.plan is not self.plan or found.number != number:
-            cost = self.cost(number)
-            step = RankStep.build(cost, self.plan.graph, self.machinery.layout.rank)
+        movement = self.movement
+        known = found is not None and found.plan is self.plan and found.movement is movement
+        if found is None or not known or found.number != number:
+            cost, host_s = self.cost(number), self._host_s.get(movement, {})
+            step = RankStep.build(cost, self.plan.graph, self.machinery.layout.rank, host_s)
             self._buffers.grow(step, cost)
             handlers = VirtualHandlers(step, cost, self.machinery.transports, self._buffers)
-            found = self._prepared = _Prepared(self.plan, number, handlers)
+            found = self._prepared = _Prepared(self.plan, movement, number, handlers)
         return found

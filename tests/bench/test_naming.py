@@ -1,0 +1,38 @@
+"""Names of contenders: a schedule, and what moves in its steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.bench.config import CompareConfig
+from penstock.bench.naming import Named
+from penstock.config import ConfigError
+from penstock.decision import PlacementConfig
+
+
+def test_a_name_says_what_moves() -> None:
+    named = Named.of("penstock+planned+netmoe")
+    assert named == Named(schedule="penstock", samples="netmoe", experts="planned")
+    placement = named.placement(PlacementConfig(guest_slots=3))
+    assert (placement.samples, placement.experts, placement.guest_slots) == ("netmoe", "planned", 3)
+
+
+def test_without_a_plus_everything_stays() -> None:
+    placement = Named.of("sequential").placement(PlacementConfig(samples="netmoe", experts="planned"))
+    assert (placement.samples, placement.experts) == ("none", "none")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("penstok", "no schedule is called penstok"),
+        ("penstock+netmo", "nothing is moved by 'netmo'"),
+        ("penstock+", "nothing is moved by ''"),
+        ("penstock+netmoe+netmoe", "samples can be moved in one way only"),
+        ("penstock+planned+shadowing", "samples can be moved in one way only, and experts too"),
+        ("auto+netmoe", "no schedule is called auto"),
+    ],
+)
+def test_what_is_no_name_is_refused(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        CompareConfig(schedules=("sequential", name))
