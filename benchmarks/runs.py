@@ -86,6 +86,22 @@ def _virtual(shape: str, experts: int, pieces: str, note: str) -> Run:
     return Run(name=name, title=title, arguments=arguments, note=note, seconds=65)
 
 
+def _skewed(name: str, settings: tuple[str, ...], title: str, note: str) -> Run:
+    """Small steps with uneven routing: what every rank computes and sends is priced rank by rank."""
+    sizes = ("model.num_layers=2", "model.seq_len=128", "moe.num_experts=8", "moe.capacity_factor=none")
+    routing = (f"virtual.routing={name}", *settings)
+    pieces = ("schedule.microbatches=2", "compare.rounds=3")
+    schedules = ("--schedules", "sequential,flowmoe,penstock")
+    return Run(
+        name=f"virtual-4x2-{name.replace('_', '-')}",
+        title=f"Uneven routing, virtual: {title}",
+        arguments=("--virtual", *_cluster("4x2", "400mbit"), *schedules, *sizes, *pieces, *routing),
+        note=note,
+        seconds=90,
+        drawn=False,
+    )
+
+
 def _collectives(shape: str, experts: int, note: str) -> Run:
     arguments = (*_cluster(shape, "400mbit"), f"moe.num_experts={experts}")
     title = f"Collectives alone, {_title(shape, '400mbit')}"
@@ -234,6 +250,12 @@ SUITE: Final = (
         seconds=45,
         drawn=False,
     ),
+    _skewed("even", (), "even up to chance", "Predictions rank by rank, from links measured before."),
+    _skewed(
+        "zipf", (), "zipf, exponent 1", "The busiest experts get most of the rows, and their ranks wait."
+    ),
+    _skewed("hot_rank", ("virtual.hot_share=0.4",), "a hot rank", "40 % of all rows go to one rank of 8."),
+    _skewed("dirichlet", (), "each sample by itself", "Every sample has experts of its own."),
     _collectives("2x1", 2, "How near the transport comes to the wire; 0.99 is a wire that is never idle."),
     _collectives("4x1", 4, "The same with four ranks."),
     _dispatch(
