@@ -90,14 +90,14 @@ def _skewed(name: str, settings: tuple[str, ...], title: str, note: str) -> Run:
     """Small steps with uneven routing: what every rank computes and sends is priced rank by rank."""
     sizes = ("model.num_layers=2", "model.seq_len=128", "moe.num_experts=8", "moe.capacity_factor=none")
     routing = (f"virtual.routing={name}", *settings)
-    pieces = ("schedule.microbatches=2", "compare.rounds=3")
+    pieces = ("schedule.microbatches=2", "compare.rounds=3", "compare.profile_s=20")
     schedules = ("--schedules", "sequential,flowmoe,penstock")
     return Run(
-        name=f"virtual-4x2-{name.replace('_', '-')}",
+        name=f"virtual-2x2-{name.replace('_', '-')}",
         title=f"Uneven routing, virtual: {title}",
-        arguments=("--virtual", *_cluster("4x2", "400mbit"), *schedules, *sizes, *pieces, *routing),
+        arguments=("--virtual", *_cluster("2x2", "400mbit"), *schedules, *sizes, *pieces, *routing),
         note=note,
-        seconds=90,
+        seconds=60,
         drawn=False,
     )
 
@@ -254,7 +254,7 @@ SUITE: Final = (
     _skewed(
         "zipf", (), "zipf, exponent 1", "The busiest experts get most of the rows, and their ranks wait."
     ),
-    _skewed("hot_rank", ("virtual.hot_share=0.4",), "a hot rank", "40 % of all rows go to one rank of 8."),
+    _skewed("hot_rank", ("virtual.hot_share=0.6",), "a hot rank", "60 % of all rows go to one rank of 4."),
     _skewed("dirichlet", (), "each sample by itself", "Every sample has experts of its own."),
     _collectives("2x1", 2, "How near the transport comes to the wire; 0.99 is a wire that is never idle."),
     _collectives("4x1", 4, "The same with four ranks."),
