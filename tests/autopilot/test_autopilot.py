@@ -121,6 +121,19 @@ def test_a_long_run_tries_the_best_plans(ranks: Pools, tmp_path: Path) -> None:
     assert " ".join(weighed[0].split()) in " ".join(told[0].said.split())
 
 
+def test_a_run_moves_experts_where_that_pays(ranks: Pools, given: Path, tmp_path: Path) -> None:
+    """On devices so slow that a slightly busier rank counts; the losses stay those of a run without moves."""
+    folder = folder_of(tmp_path, "run", RANKS)
+    file = ClusterFile.read(folder / "cluster.json")
+    replace(file, rates=replace(file.rates, flops_per_s=1e6), tasks=()).save(folder / "cluster.json")
+    told = run(ranks, folder, *auto(folder), "plan.trials=1", "plan.watch=false", "train.steps=24")
+    assert told[0].plans == told[1].plans
+    paper = PlanFile.read(folder / "run" / "plan.json")
+    assert "Experts  moving pays" in " ".join(paper.why) and "changing to plan 2: " in told[0].said
+    assert paper.choice.guests == 1 and paper.choice.experts != "none"
+    assert losses(folder) == pytest.approx(losses(given)[:24], rel=1e-4)
+
+
 def test_a_plan_file_runs_as_it_is(ranks: Pools, planned: tuple[Path, list[Told]], tmp_path: Path) -> None:
     """Also in a run that would freeze its order again: the very order in the file, to the last step."""
     folder, before = planned

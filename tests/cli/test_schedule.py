@@ -32,6 +32,16 @@ def test_ranks_that_share_are_drawn_on_the_lane_inside_nodes(capsys: pytest.Capt
     assert "intra " not in capsys.readouterr().out
 
 
+def test_what_moves_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    moves = ["--samples", "netmoe", "--experts", "planned", "--guest-slots", "2"]
+    assert main(["schedule", "flowmoe", "--microbatches", "1", *moves]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "SP new homes of all samples" in text and "GP parameters of experts" in text
+    assert "samples get new homes in every MoE layer; every rank hosts up to 2 experts of others" in text
+    with pytest.raises(SystemExit):
+        main(["schedule", "flowmoe", "--samples", "somehow"])
+
+
 def test_sizes_that_the_drawn_step_cannot_have_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "parm_s1", "--esp-size", "5"]) == 2
     assert "esp_size = 5" in (error := capsys.readouterr().err) and "Nearest valid: 4" in error

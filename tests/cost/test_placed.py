@@ -18,6 +18,7 @@ from penstock.ops import Op
 from penstock.placement import EMPTY, ExpertPlacement, Hosting
 from penstock.step import StepShape, build_graph
 from penstock.workloads import Counts, Routing, RoutingConfig, routing_of
+from tests.support.draws import draws
 from tests.workloads.strategies import CLUSTER, steps
 
 Step = tuple[StepShape, Workload, Routing]
@@ -63,6 +64,7 @@ def test_what_stays_costs_what_it_costs_without_a_word_of_placement(step: Step) 
         assert (plain(task) == still(task)).all(), task
 
 
+@draws(20)  # each solves an assignment for every layer, microbatch and slice
 @given(steps(capacity=False))
 def test_every_rank_keeps_as_many_samples_of_every_slice_and_none_is_lost(step: Step) -> None:
     shape, work, routing = step

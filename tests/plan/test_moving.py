@@ -9,8 +9,9 @@ import pytest
 from penstock.cost import routing_sizes
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision, Movable
-from penstock.plan import Problem
-from penstock.plan.moving import WORTH, weigh
+from penstock.plan import Problem, Subject, explain, find_plan
+from penstock.plan.moving import WORTH, weigh, with_routing
+from penstock.report.plan import PlanReport
 from penstock.workloads import RoutingConfig, routing_of
 from tests.plan.problems import problem
 
@@ -51,3 +52,18 @@ def test_a_step_is_priced_by_how_it_is_routed_and_layers_keep_their_own() -> Non
     assert (alone.cost(CHOICE, alone.cut(CHOICE))(first) == each.cost(CHOICE, shape)(task)).all()
     slow = replace(each, slowness=(1.0, 2.0, 1.0, 1.0))
     assert slow.cost(CHOICE, shape)(task)[1] == 2 * each.cost(CHOICE, shape)(task)[1]
+
+
+def test_a_report_says_what_follows_from_a_routing() -> None:
+    each = with_routing(problem(), RoutingConfig.parse("hot_expert"), Movable(experts=("none", "planned")))
+    weighed = weigh(each, [CHOICE])
+    found = find_plan(problem(), budget=0.01, effort="low")
+    subject = Subject(title="a model", cluster_name="a cluster", problem=problem())
+    report = PlanReport(
+        subject=subject, found=found, explanation=explain(problem(), found), seconds=1.0, weighed=weighed
+    )
+    text = " ".join(report.to_text(200).split())
+    assert weighed.lines[0].removeprefix("Experts").strip() in text
+    assert f"Placed {weighed.best.choice.words}" in text
+    moving = report.to_dict()["moving"]
+    assert moving["pays"] and moving["best"]["experts"] == "planned" and moving["still"]["experts"] == "none"
