@@ -8,13 +8,18 @@ not pass the experts follows by itself (`SM`).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penstock.graph.task import Task
+from penstock.mesh import Group
 from penstock.ops.base import Backward, Kind, OpSpec, register
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
 
 COUNT_BYTES = 4
+TABLE_BYTES = 8
 DIGEST_BYTES = 8
+SOLVER_PASSES = 100
 
 
 def _counting(task: Task, sizes: Sizes) -> Work:
@@ -29,9 +34,12 @@ def _exchange(task: Task, sizes: Sizes) -> Work:
 
 
 def _solving(task: Task, sizes: Sizes) -> Work:
-    """It runs under dispatch and experts, beside the lanes that are priced."""
-    del task, sizes
-    return Work()
+    """As many passes over the table of all samples, at the speed at which this machine copies.
+
+    Measured: 1.3 ms for 384 samples of 16 ranks and 16 experts, 150 ms for 4,096 of 128.
+    """
+    samples = sizes.samples(task) * sizes.members(replace(task, axes=Group.EXPERT))
+    return Work(copied_bytes=SOLVER_PASSES * samples * 2 * sizes.num_experts * TABLE_BYTES)
 
 
 def _comparing(task: Task, sizes: Sizes) -> Work:

@@ -160,6 +160,10 @@ class EqualSizes:
         return int(largest), int(longest)
 
 
+Shape = tuple[int, int, bool]
+"""Of a rank's batch: samples, their length, whether padding is marked."""
+
+
 class SharedSizes:
     """Every rank runs what it has, and knows how many samples the ranks have that it exchanges some with."""
 
@@ -173,18 +177,26 @@ class SharedSizes:
         on some ranks only.
         """
         del largest_batch
-        mine = (*samples.tokens_BL.shape, samples.valid_BL is not None)
-        everyone = self._control.gather(mine, "comparing the sizes of batches")
+        batch, length = samples.tokens_BL.shape
+        everyone = self._gathered((batch, length, samples.valid_BL is not None))
         for ranks in self._layout.mesh.groups(counted_by(self._layout)):
             _check_alike({rank: everyone[rank] for rank in ranks})
         members = self._layout.mesh.members(self._layout.rank, counted_by(self._layout))
-        lengths = [length for samples, length, _ in (everyone[rank] for rank in members) if samples]
+        lengths = [everyone[rank][1] for rank in members if everyone[rank][0]]
         companions = tuple(everyone[rank][0] for rank in members)
-        return replace(samples, companions=companions).of_length(lengths[0] if lengths else mine[1])
+        return replace(samples, companions=companions).of_length(lengths[0] if lengths else length)
+
+    def _gathered(self, mine: Shape) -> list[Shape]:
+        """Those of every rank, by one small sum: each is the largest at its own place."""
+        ranks, size = self._layout.world_size, len(mine)
+        numbers = [0.0] * (ranks * size)
+        numbers[self._layout.rank * size : (self._layout.rank + 1) * size] = map(float, mine)
+        found = iter(self._control.largest(numbers, "comparing the sizes of batches"))
+        return [(int(next(found)), int(next(found)), bool(next(found))) for _ in range(ranks)]
 
 
-def _check_alike(shapes: Mapping[int, tuple[int, int, bool]]) -> None:
-    """Samples of one length, all with marks of padding or all without. shapes: samples, length, marks."""
+def _check_alike(shapes: Mapping[int, Shape]) -> None:
+    """Samples of one length, all with marks of padding or all without."""
     found = {rank: shape for rank, shape in shapes.items() if shape[0]}
     for rank, (_, length, marked) in found.items():
         first, (_, wanted, marks) = next(iter(found.items()))
