@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.placement import Hosting
 from penstock.placing.draft import Draft
-from penstock.placing.integers import Floats
+from penstock.placing.integers import Floats, Ints
 from penstock.placing.problem import ExpertProblem
 
 NEGLIGIBLE = 0.005
@@ -109,20 +109,24 @@ def _scores(draft: Draft, exposed: bool) -> Floats:
 
 def _evened(draft: Draft) -> Floats:
     """Rows above the mean of an expert's hosts that fit below the mean of a rank, [E, P]."""
-    mean, computed = draft.problem.mean_rows, np.array(draft.computed)
-    surplus = np.zeros(len(draft.hosts))
-    for expert, (hosts, rows) in enumerate(zip(draft.hosts, draft.rows, strict=True)):
-        surplus[expert] = np.minimum(rows, np.maximum(0, computed[hosts] - mean)).sum()
-    return np.minimum(surplus[:, None], np.maximum(0, mean - computed))
+    mean = draft.problem.mean_rows
+    above = [max(0.0, computed - mean) for computed in draft.computed]
+    surplus = [
+        sum(min(count, above[host]) for host, count in zip(hosts, rows, strict=True))
+        for hosts, rows in zip(draft.hosts, draft.rows, strict=True)
+    ]
+    room = np.maximum(0, mean - np.array(draft.computed))
+    return np.minimum(np.array(surplus)[:, None], room)
 
 
-def _kept(draft: Draft) -> Floats:
-    """Rows that a guest would keep from crossing to the owner: its node's where that has no host, else its
-    own, [E, P]."""
+def _kept(draft: Draft) -> Ints:
+    """Rows that a guest would keep from crossing to the owner, [E, P].
+
+    Its node's where that has no host, else its own.
+    """
     problem = draft.problem
     nodes = np.array(problem.costs.links.nodes)
-    kept = problem.node_loads.T[:, nodes].astype(np.float64)
+    hosted_EN = np.zeros(problem.node_loads.T.shape, bool)
     for expert, hosts in enumerate(draft.hosts):
-        hosting = np.isin(nodes, nodes[hosts])
-        kept[expert, hosting] = problem.loads[hosting, expert]
-    return kept
+        hosted_EN[expert, nodes[hosts]] = True
+    return np.where(hosted_EN[:, nodes], problem.loads.T, problem.node_loads.T[:, nodes])
