@@ -31,6 +31,10 @@ RATIO: Final = 0.5
 RATIOS: Final = (0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 DRIFTS: Final = (0.0, 0.02, 0.1, 0.3, 1.0)
 NONE: Final = "none"
+AIM: Final = 0.94
+"""Share of forced balance's throughput that newer systems with fast links reach."""
+PAYS: Final = 1.05
+"""Speed-up from which on moving experts is worth its trouble."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +176,8 @@ def render_planners(result: PlannersResult) -> str:
             "",
             *markdown_table(_ratio_rows(result.by_ratio)),
             "",
+            *_where_it_pays([row for row in result.by_ratio if row.planner == "planned"]),
+            "",
             "Speed-up, and max / mean, by drift, one guest slot; of the plans those dropped:",
             "",
             *markdown_table(_drift_rows(result.by_drift)),
@@ -216,6 +222,20 @@ def _ratio_rows(rows: Sequence[Planned]) -> list[list[str]]:
         speedups = [f"{each[name].speedup:.2f}x" for name in PLANNERS]
         found.append([f"{ratio:g}", f"{each[NONE].layer_ms:.1f}", *speedups, *ends])
     return [head, *found]
+
+
+def _where_it_pays(rows: Sequence[Planned]) -> list[str]:
+    """Up to which ratio `planned` does what it aims at, and from which one it gains next to nothing."""
+    reached = [row.ratio for row in rows if row.of_even >= AIM]
+    idle = [row.ratio for row in rows if row.speedup < PAYS]
+    lines = (
+        [f"- planned has {100 * AIM:.0f} % of forced balance up to link / device {max(reached):g}"]
+        if reached
+        else []
+    )
+    return lines + (
+        [f"- it gains less than {100 * (PAYS - 1):.0f} % from link / device {min(idle):g} on"] if idle else []
+    )
 
 
 def _drift_rows(rows: Sequence[Planned]) -> list[list[str]]:

@@ -127,3 +127,12 @@ def test_refusals() -> None:
             loads=np.zeros((2, 3), np.int64),
             costs=costs_of((0, 1)),
         )
+
+
+@given(problem=expert_problems())
+def test_the_best_plan_is_never_slower_than_an_even_one(problem: ExpertProblem) -> None:
+    """Also where links are so slow that no single guest pays, and all together do."""
+    best_s, even_s = (
+        layer_seconds(problem, find_planner(name)(problem)).total_s for name in ("planned", "least_loaded")
+    )
+    assert best_s <= 1.001 * even_s

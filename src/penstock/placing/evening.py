@@ -22,11 +22,15 @@ PATIENCE = 4
 def least_loaded(problem: ExpertProblem) -> Hosting:
     """Surplus rows of the most loaded rank go to the least loaded one, which gets the weights; no price is
     asked."""
+    return _evened_out(problem).hosting()
+
+
+def _evened_out(problem: ExpertProblem) -> Draft:
     draft = Draft(problem)
     while (pair := _surplus(draft)) is not None:
         draft.add(*pair)
         draft.level()
-    return draft.hosting()
+    return draft
 
 
 def _surplus(draft: Draft) -> tuple[int, int] | None:
@@ -67,17 +71,19 @@ def planned(problem: ExpertProblem) -> Hosting:
             time = draft.seconds()
             if time.total_s < best_s:
                 best, best_s, waited = draft.copy(), time.total_s, 0
-    return _between(best, best_s).hosting()
+    evened = _evened_out(problem)  # where no guest pays before many have come
+    plans = (best, _between(best), evened, _between(evened))
+    return min(plans, key=lambda plan: plan.seconds().total_s).hosting()
 
 
-def _between(best: Draft, best_s: float) -> Draft:
-    """The plan with its rows half way between near and levelled, if that is faster."""
-    half = best.copy()
+def _between(draft: Draft) -> Draft:
+    """The plan with its rows half way between near and levelled."""
+    half = draft.copy()
     half.near()
     near = [list(rows) for rows in half.rows]
     half.level()
     half.blend(near)
-    return half if half.seconds().total_s < best_s else best
+    return half
 
 
 def _promising(draft: Draft, exposed: bool) -> tuple[int, int] | None:
@@ -116,7 +122,8 @@ def _evened(draft: Draft) -> Floats:
         for hosts, rows in zip(draft.hosts, draft.rows, strict=True)
     ]
     room = np.maximum(0, mean - np.array(draft.computed))
-    return np.minimum(np.array(surplus)[:, None], room)
+    evened: Floats = np.minimum(np.array(surplus)[:, None], room)
+    return evened
 
 
 def _kept(draft: Draft) -> Ints:
