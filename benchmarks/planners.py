@@ -161,11 +161,11 @@ def render_planners(result: PlannersResult) -> str:
     first = result.planners[0]
     return "\n".join(
         [
-            f"- {result.ranks} ranks with one expert each, nodes of 4; means of {result.steps} steps",
-            "- link / device: four transfers of evenly routed rows over the experts' computation",
-            "- drift: share of the rows that follow another distribution one step later",
-            "- max / mean: of the loads of ranks; std: their standard deviation over the mean",
-            "- dropped: steps in which the plan of the step before would have been slower than none",
+            f"{result.ranks} ranks with one expert each, nodes of 4; means of {result.steps} steps",
+            "link / device: four transfers of evenly routed rows over the experts' computation",
+            "drift: share of the rows that follow another distribution one step later",
+            "max / mean: of the loads of ranks; std: their standard deviation over the mean",
+            "dropped: steps in which the plan of the step before would have been slower than none",
             "",
             f"link / device {first.ratio:g}, drift {first.drift:g}, "
             f"which leaves {100 * first.overlap:.0f} % of the rows where they were:",
@@ -229,12 +229,12 @@ def _where_it_pays(rows: Sequence[Planned]) -> list[str]:
     reached = [row.ratio for row in rows if row.of_even >= AIM]
     idle = [row.ratio for row in rows if row.speedup < PAYS]
     lines = (
-        [f"- planned has {100 * AIM:.0f} % of forced balance up to link / device {max(reached):g}"]
+        [f"planned has {100 * AIM:.0f} % of forced balance up to link / device {max(reached):g}"]
         if reached
         else []
     )
     return lines + (
-        [f"- it gains less than {100 * (PAYS - 1):.0f} % from link / device {min(idle):g} on"] if idle else []
+        [f"it gains less than {100 * (PAYS - 1):.0f} % from link / device {min(idle):g} on"] if idle else []
     )
 
 

@@ -173,12 +173,12 @@ def render_solvers(result: SolversResult) -> str:
     """Both tables, in Markdown."""
     return "\n".join(
         [
-            "- assignment of samples, costs and both stages: processor time, median [10 %, 90 %] of rounds",
-            f"- of what hides it: the median over dispatch + experts of the paper; aim: 1/{HIDDEN}",
+            "assignment of samples, costs and both stages: processor time, median [10 %, 90 %] of rounds",
+            f"of what hides it: the median over dispatch + experts of the paper; aim: 1/{HIDDEN}",
             "",
             *markdown_table(_solved_rows(result.solved)),
             "",
-            "- planners of guests for one layer, one expert on each rank; the same",
+            "planners of guests for one layer, one expert on each rank; the same",
             "",
             *markdown_table(_planned_rows(result.planned)),
         ]
