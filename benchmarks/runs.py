@@ -57,6 +57,7 @@ SHARED: Final = (
 )
 """Links inside nodes are eight times as fast as those between them."""
 
+FEW: Final = ("compare.batch_per_device=1", "moe.top_k=1", "moe.capacity_factor=1.0")
 SMALL: Final = ("model.num_layers=2", "model.seq_len=128")
 
 
@@ -199,29 +200,24 @@ SUITE: Final = (
     ),
     _layout(
         "s2",
-        "many experts, few tokens",
+        "fewer tokens than slots",
         (
-            *(
-                "model.num_layers=2",
-                "model.hidden_size=128",
-                "model.seq_len=64",
-                "compare.batch_per_device=1",
-            ),
-            *("moe.num_experts=64", "moe.top_k=1", "moe.capacity_factor=1.0", "moe.moe_ffn_hidden_size=2048"),
-            *("compare.profile_s=20", "compare.rounds=15"),
+            *(*FEW, "model.num_layers=2", "model.hidden_size=128", "model.seq_len=64"),
+            *("moe.num_experts=16", "moe.min_capacity=32", "moe.moe_ffn_hidden_size=2048"),
+            *("compare.profile_s=15", "compare.rounds=9"),
         ),
-        "By the models `parm_s2` wins. An expert has at least four slots (`moe.min_capacity`): for the "
-        "tokens of each rank where those are split at the gate, for those of both together in `parm_s2`, "
-        "which therefore sends and computes half as many rows.",
+        "By the models `parm_s2` wins. An expert has at least 32 slots, more than it gets tokens: for the "
+        "tokens of each rank where those are split at the gate, for those of both ranks together in "
+        "`parm_s2`, which therefore sends and computes half as many rows.",
         70,
     ),
     _layout(
         "s1",
         "one small block",
         (
-            *("model.num_layers=1", "model.hidden_size=64", "model.seq_len=16", "compare.batch_per_device=1"),
-            *("moe.num_experts=2", "moe.top_k=1", "moe.capacity_factor=1.0", "moe.min_capacity=1"),
-            *("moe.moe_ffn_hidden_size=256", "compare.profile_s=20", "compare.rounds=100"),
+            *(*FEW, "model.num_layers=1", "model.hidden_size=64", "model.seq_len=16"),
+            *("moe.num_experts=2", "moe.min_capacity=1", "moe.moe_ffn_hidden_size=256"),
+            *("compare.profile_s=20", "compare.rounds=100"),
         ),
         "By the models `parm_s1` wins, by a few percent: start-ups are all that counts, and it has two "
         "transfers fewer than `fsmoe`. One block, because with more of them `fsmoe` hides gradients.",
