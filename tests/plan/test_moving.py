@@ -67,3 +67,13 @@ def test_a_report_says_what_follows_from_a_routing() -> None:
     assert f"Placed {weighed.best.choice.words}" in text
     moving = report.to_dict()["moving"]
     assert moving["pays"] and moving["best"]["experts"] == "planned" and moving["still"]["experts"] == "none"
+
+
+def test_ranks_wait_as_their_loads_differ() -> None:
+    """The hot rank of a layer has 40 % of the rows of four: the others wait for it, and it for nobody."""
+    one = routed("hot_rank,hot_share=0.4", Movable()).only((0,))
+    first, *others = sorted(one.paces, reverse=True)
+    assert first == pytest.approx(4 * 0.4, rel=0.1)
+    assert others == pytest.approx([4 * 0.2] * 3, rel=0.2)
+    slow = replace(one, slowness=(2.0,) * 4)
+    assert slow.paces == pytest.approx([2 * pace for pace in one.paces])

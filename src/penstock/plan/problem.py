@@ -68,9 +68,21 @@ class Problem:
     @property
     def paces(self) -> tuple[float, ...]:
         """A number by rank: those with the same are taken to wait alike. Empty: all do."""
-        if self.slowness and self.load:
-            return tuple(slow * load for slow, load in zip(self.slowness, self.load, strict=True))
-        return self.slowness or self.load
+        load = self.load if self.evidence is None else self._known_load
+        if self.slowness and load:
+            return tuple(slow * each for slow, each in zip(self.slowness, load, strict=True))
+        return self.slowness or load
+
+    @cached_property
+    def _known_load(self) -> tuple[float, ...]:
+        """By rank, rows of its experts over the mean, of all layers together, where nothing moves."""
+        assert self.evidence is not None, "else nothing is known"
+        work = self.workload
+        received_E = rank_loads(self.evidence.now_DBYE, self.shape, work).sum(axis=(0, 1))
+        rows = [received_E[list(work.placement.held(place))].sum() for place in range(work.ep_size)]
+        mean = max(1.0, sum(rows) / len(rows))
+        places = (work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size))
+        return tuple(float(rows[place] / mean) for place in places)
 
     def with_imbalance(self, ratio: float) -> Problem:
         """The same with one popular rank in every expert group, whose experts get `ratio` times the mean.
