@@ -246,12 +246,10 @@ SUITE: Final = (
         seconds=45,
         drawn=False,
     ),
-    _skewed("even", (), "even up to chance", "Predictions rank by rank, from links measured before."),
     _skewed(
         "zipf", (), "zipf, exponent 1", "The busiest experts get most of the rows, and their ranks wait."
     ),
     _skewed("hot_rank", ("virtual.hot_share=0.6",), "a hot rank", "60 % of all rows go to one rank of 4."),
-    _skewed("dirichlet", (), "each sample by itself", "Every sample has experts of its own."),
     _collectives("2x1", 2, "How near the transport comes to the wire; 0.99 is a wire that is never idle."),
     _collectives("4x1", 4, "The same with four ranks."),
     _dispatch(
