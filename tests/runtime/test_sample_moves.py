@@ -179,10 +179,14 @@ def test_any_case(ranks: Pools) -> None:
     check()
 
 
-def test_dropout_follows_the_samples(ranks: Pools) -> None:
-    """Masks are keyed by sample: a step with moves draws those of a step without."""
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_masks_and_compressed_rows_are_those_of_samples_that_stay(
+    ranks: Pools, compression: Literal["int8"] | None
+) -> None:
+    """Dropout is keyed by sample, and a row is rounded for itself."""
     step = case(4, "penstock")
-    step = replace(step, model=replace(step.model, dropout=0.3))
+    rounded = replace(step.moe, compression=compression)
+    step = replace(step, model=replace(step.model, dropout=0.3), moe=rounded)
     still, moved = (merge(ranks(4).run(run_step, each)) for each in (replace(step, placer=None), step))
     assert abs(still.loss - reference_step(replace(step, model=replace(step.model, dropout=0))).loss) > 1e-6
     assert abs(still.loss - moved.loss) <= 1e-10 * still.loss
