@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config import ConfigError, load, to_toml
 from penstock.cost import ClusterConfig
-from penstock.decision import ScheduleConfig
+from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.models import PRESETS, ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import PlanConfig, given_schedule
@@ -135,12 +135,13 @@ OTHER = RunConfig(
     model=ModelConfig(preset="GPT2-Tiny-MoE", num_layers=3, moe_layers=(0, 2), dropout=0.1),
     moe=MoEConfig(num_experts=6, expert="gelu", capacity_factor=1.5, norm_topk_prob=False),
     schedule=ScheduleConfig(name="penstock", microbatches=3, refine_after=0),
+    placement=PlacementConfig(samples="netmoe", experts="planned", guest_slots=2, prediction="none"),
     plan=PlanConfig(source="some plan.json", tuner="grid", watch=False, drift_threshold=0.3),
     parallel=ParallelConfig(processes=2, ep_size=1, timeout_s=2.5),
     data=DataConfig(path='a "quoted" folder', batch_per_device=3, suffixes=(".txt",)),
     optimizer=OptimizerConfig(lr=1e-5, clip_grad_norm=None),
     train=TrainConfig(steps=3, seed=9, resume=True, precision="bfloat16"),
-    output=OutputConfig(dir=Path("some where"), tensorboard=False, trace_steps=0),
+    output=OutputConfig(dir=Path("some where"), tensorboard=False, trace_steps=0, loads=False),
     cluster=ClusterConfig(flops_per_s=2.5e12),
 )
 
