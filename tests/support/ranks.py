@@ -101,24 +101,24 @@ class RankPool:
             self._pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """Results by rank; AssertionError with the traceback of every rank that failed."""
         for pipe in self._pipes:
             send(pipe, (function, arguments))
-        results = [self._receive(rank) for rank in range(self.world_size)]
+        results = [self._receive(rank, timeout_s) for rank in range(self.world_size)]
         failures = [r.text for r in results if isinstance(r, RankFailed)]
         if failures:
             self.close()
             raise AssertionError("\n".join(failures))
         return results
 
-    def _receive(self, rank: int) -> Any:
+    def _receive(self, rank: int, timeout_s: float) -> Any:
         try:
-            if self._pipes[rank].poll(TIMEOUT_S):
+            if self._pipes[rank].poll(timeout_s):
                 return receive(self._pipes[rank])
         except (EOFError, ConnectionResetError):
             return RankFailed(f"rank {rank} died with exit code {self.processes[rank].exitcode}")
-        return RankFailed(f"rank {rank} did not answer within {TIMEOUT_S} s")
+        return RankFailed(f"rank {rank} did not answer within {timeout_s} s")
 
     @property
     def crowded(self) -> bool:
