@@ -124,7 +124,11 @@ def _add_moving(schedule: argparse.ArgumentParser) -> None:
         "--samples", choices=get_args(SampleMoves), default="none", help="how samples move (none)"
     )
     schedule.add_argument(
-        "--experts", choices=get_args(ExpertMoves), default="none", help="how experts move (none)"
+        "--experts",
+        choices=get_args(ExpertMoves),
+        default="none",
+        metavar="PLANNER",
+        help=f"how experts move: {', '.join(get_args(ExpertMoves))} (none)",
     )
     schedule.add_argument(
         "--guest-slots",
