@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, RoutedCost, Workload, routing_sizes, split_sizes
 from penstock.cost.links import NodeLinks
-from penstock.cost.placed import Placed, SampleMover, copies, device_groups, rank_loads, seated
+from penstock.cost.placed import Placed, SampleMover, device_groups, rank_loads, seated
 from penstock.graph import Task
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.placement import EMPTY, ExpertPlacement, Hosting
+from penstock.placing import copies_of
 from penstock.step import StepShape, build_graph
 from penstock.workloads import Counts, Routing, RoutingConfig, routing_of
 from tests.support.draws import draws
@@ -131,7 +132,7 @@ def test_guests_take_load_off_their_owners_and_their_parameters_cross_links() ->
     hot = int(loads[0].sum(axis=0).argmax())
     guests = [[EMPTY] if rank == hot else [hot] for rank in range(8)]
     hosting = Hosting.local(ExpertPlacement.even(8, 8), guests)
-    assert copies(hosting)[hot].sum() == copies(hosting).sum() == 7
+    assert copies_of(hosting)[hot].sum() == copies_of(hosting).sum() == 7
     hosted = replace(plain, placed=Placed.still(counts, (hosting, Hosting.none(hosting.placement, 1))))
     tasks = build_graph(shape).tasks
     first = [task for task in tasks if task.layer == 0]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.cost import ClusterConfig, RoutedCost, routing_sizes
+from penstock.cost.placed_moves import PLACEMENT_MOVES
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.graph import Lane
 from penstock.mesh import Group
@@ -19,7 +20,6 @@ from penstock.schedule import StepPlan
 from penstock.topology import Layout
 from penstock.train.assemble import base_shape, first_plan, gradient_bytes, workload
 from penstock.virtual import VirtualConfig, build_virtual
-from penstock.virtual.placed_moves import PLACEMENT_MOVES, PlacementMoves
 from penstock.virtual.placement import Movement
 from penstock.workloads import routing_of
 from tests.support.parity import Case, machinery_of
@@ -67,12 +67,7 @@ def test_ranks_expect_what_others_send(ep_size: int, number: int) -> None:
             continue
         seen.add(task.op)
         for group in cost.workload.mesh.groups(task.axes):
-            moves = {
-                rank: PlacementMoves(cost, cost.placed, rank).of(task)
-                if task.op in PLACEMENT_MOVES
-                else cost.move(task, rank)
-                for rank in group
-            }
+            moves = {rank: cost.move(task, rank) for rank in group}
             for (i, a), (j, b) in product(enumerate(group), repeat=2):
                 sent = moves[a].input_splits[0 if moves[a].collective == "all_gather" else j]
                 assert sent == moves[b].output_splits[i], (task, a, b)
@@ -89,12 +84,12 @@ def test_guests_take_the_bytes_of_an_expert_and_leave_owners_alone() -> None:
             continue
         hosting = cost.placed.hostings[sum(plan.shape.moe_layers[: task.layer])]
         for rank in range(4):
-            move = PlacementMoves(cost, cost.placed, rank).of(task)
+            move = cost.move(task, rank)
             here = sum(expert >= 0 for expert in hosting.guests[rank])
             assert sum(move.output_splits) == here
             assert move.output_splits[cost.workload.mesh.place(rank, Group.EXPERT)] == 0
     pieces = [t for t in plan.graph.tasks if t.op == Op.GUEST_PARAMETERS and t.layer == 0]
-    moves = [PlacementMoves(cost, cost.placed, 0).of(task).row_bytes for task in pieces]
+    moves = [cost.move(task, 0).row_bytes for task in pieces]
     assert sum(moves) == cost.workload.expert_bytes
 
 
@@ -128,3 +123,14 @@ def test_steps_run_on_real_ranks(ranks: Pools, ep_size: int) -> None:
     for steps in ranks(4).run(run_moving, case, BOTH):
         assert all(kept for kept, _ in steps)
         assert all(host_s > 0 for _, host_s in steps)
+
+
+def test_guests_are_planned_as_seldom_as_is_asked_for() -> None:
+    """With `every` = 3 steps 1 to 3 have the guests that step 0 asked for, as far as they pay."""
+    seldom = PlacementConfig(experts="least_loaded", guest_slots=1, every=3)
+    hosted = []
+    for number in range(1, 5):
+        _, cost = planned(case_of(), seldom, number)
+        assert cost.placed is not None
+        hosted.append([h.guests for h in cost.placed.hostings if not h.is_empty])
+    assert hosted[0] and all(guests in hosted[0] for later in hosted[1:3] for guests in later)

@@ -207,7 +207,6 @@ def expert_costs(even: StepCost) -> ExpertCosts:
     tokens = work.tokens(0, 1)
     forward = partial(cluster.compute_s, phase=Phase.FORWARD, moved_bytes=0.0)
     rows_s = [forward(Op.EXPERTS, flops=work.expert_flops(n)) for n in (0, tokens)]
-    parameter_bytes = work.expert_matrices * work.hidden_size * work.ffn_hidden_size * FLOAT32_BYTES
     return ExpertCosts(
         links=Links(
             nodes=tuple(nodes.tolist()),
@@ -217,8 +216,8 @@ def expert_costs(even: StepCost) -> ExpertCosts:
         ),
         row_s=(rows_s[1] - rows_s[0]) / tokens,
         row_bytes=work.wire_bytes(1),
-        parameter_bytes=parameter_bytes / work.esp_size,
-        gradient_bytes=parameter_bytes / work.esp_size,
+        parameter_bytes=work.expert_bytes,
+        gradient_bytes=work.expert_bytes,
         other_s=forward(Op.ATTENTION, flops=work.attention_flops(tokens)),
     )
 
@@ -259,15 +258,4 @@ def seated(rows_PE: Counts, hosting: Hosting, work: Workload) -> Counts:
     places = [work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size)]
     upto_PEH = np.cumsum(shares(hosting)[places], axis=2) * rows_PE[:, :, None] // SPLIT  # loses no row
     found: Counts = np.diff(upto_PEH, axis=2, prepend=0).sum(axis=1)
-    return found
-
-
-def copies(hosting: Hosting) -> Counts:
-    """Experts that a place of an expert group sends to another as guests, [place, place]."""
-    ranks = hosting.placement.ranks
-    found = np.zeros((ranks, ranks), np.int64)
-    for rank, guests in enumerate(hosting.guests):
-        for expert in guests:
-            if expert >= 0:
-                found[hosting.placement.owners[expert], rank] += 1
     return found

@@ -5,20 +5,29 @@ Shapes: those of `penstock.cost.placed`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
 
 import numpy as np
 
-from penstock.cost.moves import RowMoves, Rows
-from penstock.cost.placed import Placed, copies, device_groups, row_weight, seated
-from penstock.cost.workload import split_sizes
+from penstock.cost.moves import Move, RowMoves, Rows
+from penstock.cost.placed import FLOAT32_BYTES, Placed, device_groups, row_weight, seated
+from penstock.cost.workload import part_sizes, split_sizes
 from penstock.graph import Task
-from penstock.mesh import Group
+from penstock.mesh import Axes, Group
 from penstock.ops import Op
+from penstock.ops.samples import COUNT_BYTES, DIGEST_BYTES
 from penstock.ops.transfers import outward
+from penstock.placing import copies_of
 from penstock.workloads import Counts
 
-PLACED_MOVES = (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS, Op.SAMPLE_MOVE)
+PLACED_MOVES: Final = (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS, Op.SAMPLE_MOVE)
+"""What follows samples and experts that move: as many bytes as there are of these."""
+PLACEMENT_MOVES: Final = (*PLACED_MOVES, Op.SAMPLE_LOADS, Op.SAMPLE_HOMES, Op.COMPARE_GUESTS)
+"""The same, and what ranks tell each other of it."""
+INTEGER_BYTES: Final = 8
 SOLVING_S, SOLVING_S_PER_CELL = 1e-3, 3e-7
 """What finding new homes takes, per sample and device beside a fixed part: twice what a 2 GHz core needs."""
 
@@ -32,6 +41,11 @@ class PlacedMoves(RowMoves):
 
     arriving_PRCYE: Counts
     placed: Placed
+
+    def move(self, task: Task, rank: int) -> Move:
+        """What a rank hands to the transport."""
+        own = self._own_moves.get(task.op)
+        return super().move(task, rank) if own is None else own(task, rank)
 
     def load(self, task: Task) -> Rows:
         """How many times as much as its work says a transfer takes, by the links of every rank, [P]."""
@@ -53,7 +67,7 @@ class PlacedMoves(RowMoves):
     def _guest_load(self, task: Task) -> Rows:
         mesh, sent = self.even.workload.mesh, np.zeros((self.even.workload.world_size,) * 2)
         if self.placed.hostings:
-            here = copies(self.placed.hostings[self._moe_layer(task)])
+            here = copies_of(self.placed.hostings[self._moe_layer(task)])
             for ranks in mesh.groups(Group.EXPERT):
                 sent[np.ix_(ranks, ranks)] = here if task.forward else here.T
         return self._links.argument(sent)
@@ -91,3 +105,71 @@ class PlacedMoves(RowMoves):
         rows_PH = seated(rows_PE, hosting, work)
         ranks = hosting.placement.ranks
         return rows_PH.reshape(-1, ranks, work.esp_size, ranks, hosting.slots)
+
+    # ---- of one rank, beside the rows ----------------------------------------------------------------------
+
+    @cached_property
+    def _own_moves(self) -> Mapping[str, Callable[[Task, int], Move]]:
+        hashes, guests = self._hashes, self._guests
+        return {
+            Op.SAMPLE_LOADS: self._sample_counts,
+            Op.SAMPLE_HOMES: hashes,
+            Op.COMPARE_GUESTS: hashes,
+            Op.SAMPLE_MOVE: self._with_samples,
+            Op.GUEST_PARAMETERS: guests,
+            Op.GUEST_GRADIENTS: guests,
+        }
+
+    def _sample_counts(self, task: Task, rank: int) -> Move:
+        """Every sample's rows by position, and what it is expected to want of the next layer."""
+        experts, layer = self.even.workload.num_experts, self._moe_layer(task)
+        here = self.placed.hostings[layer].positions if self.placed.hostings else experts
+        last = layer + 1 == sum(self.even.shape.moe_layers)
+        row_bytes = COUNT_BYTES * (here + (0 if last else experts))
+        return self._gathered(task, rank, len(self._samples(task)), row_bytes)
+
+    def _hashes(self, task: Task, rank: int) -> Move:
+        """Of what every rank has found."""
+        return self._gathered(task, rank, 1, DIGEST_BYTES)
+
+    def _with_samples(self, task: Task, rank: int) -> Move:
+        """What follows a sample: its residual, gate weights, labels and so on; their gradients back."""
+        samples = self._samples(task)
+        moved_DD = self.placed.moved(self._moe_layer(task), samples.start, samples.stop)
+        return self._exchanged(task, rank, moved_DD, Group.DATA, self._sample_bytes(task, rank))
+
+    def _guests(self, task: Task, rank: int) -> Move:
+        """A piece of every guest's parameters to its host, or of its gradients to its owner."""
+        assert task.piece is not None, task
+        elements = round(self.even.workload.expert_bytes) // FLOAT32_BYTES
+        piece_bytes = part_sizes(elements, task.cut.parts)[task.piece] * FLOAT32_BYTES
+        sent = copies_of(self.placed.hostings[self._moe_layer(task)])
+        return self._exchanged(task, rank, sent, Group.EXPERT, piece_bytes)
+
+    def _gathered(self, task: Task, rank: int, rows: int, row_bytes: int) -> Move:
+        members = len(self._members(task, rank))
+        return Move("all_gather", task.axes, (rows,), (rows,) * members, row_bytes)
+
+    def _exchanged(self, task: Task, rank: int, sent: Counts, along: Axes, row_bytes: int) -> Move:
+        """sent: forward, from place to place along these axes; what stays is not handed over."""
+        mesh, table = self.even.workload.mesh, sent if task.forward else sent.T
+        mine = mesh.place(rank, along)
+        places = [mesh.place(member, along) for member in self._members(task, rank)]
+        there, back = (
+            tuple(0 if place == mine else int(row[place]) for place in places)
+            for row in (table[mine], table[:, mine])
+        )
+        return Move("all_to_all", task.axes, there, back, row_bytes)
+
+    def _sample_bytes(self, task: Task, rank: int) -> int:
+        """Of what follows a sample from this rank: of its part of the tokens, where ranks share those."""
+        work = self.even.workload
+        tokens = split_sizes(work.seq_len, work.mp_size)[work.mesh.place(rank, Group.TENSOR)]
+        streams = 2 if work.shared_ffn_hidden_size else 1
+        values_bytes = (streams * work.hidden_size + work.top_k) * FLOAT32_BYTES
+        if not task.forward:
+            return tokens * values_bytes
+        return tokens * (values_bytes + (work.top_k + 1) * INTEGER_BYTES) + INTEGER_BYTES
+
+    def _members(self, task: Task, rank: int) -> Sequence[int]:
+        return self.even.workload.mesh.members(rank, task.axes)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.cost.cluster import ClusterConfig
-from penstock.cost.moves import ROW_MOVES, Move, RowMoves, TokenMoves
+from penstock.cost.moves import ROW_MOVES, TOKEN_MOVES, Move, RowMoves, TokenMoves
 from penstock.cost.placed import Placed
 from penstock.cost.placed_moves import PLACED_MOVES, PlacedMoves
 from penstock.cost.rows import cut_rows
@@ -104,7 +104,7 @@ class RoutedCost:
 
     def move(self, task: Task, rank: int) -> Move:
         """What a task that moves rows or tokens hands to the transport on one rank."""
-        return (self._moves if task.op in ROW_MOVES else self._tokens).move(task, rank)
+        return (self._tokens if task.op in TOKEN_MOVES else self._moves).move(task, rank)
 
     def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
         """What a COUNTS task sends and is to receive on one rank, see `RowMoves.exchanged_counts`."""

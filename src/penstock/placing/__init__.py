@@ -1,7 +1,7 @@
 """Which samples and experts move where: assignment of samples to devices, planners of guests. No torch."""
 
 from penstock.placing.experts import PLANNERS, Planner, find_planner, overlap, pays
-from penstock.placing.model import LayerLoad, LayerSeconds, layer_seconds
+from penstock.placing.model import LayerLoad, LayerSeconds, copies_of, layer_seconds
 from penstock.placing.prediction import ConditionalTable
 from penstock.placing.problem import ExpertCosts, ExpertProblem, Links
 from penstock.placing.rows import Nearness, SampleProblem, sample_problem
@@ -21,6 +21,7 @@ __all__ = [
     "Planner",
     "SampleProblem",
     "assign",
+    "copies_of",
     "find_planner",
     "find_solver",
     "layer_seconds",

@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.placement import EMPTY, SPLIT, Hosting, Part
 from penstock.placing.integers import Ints
-from penstock.placing.model import LayerLoad, LayerSeconds, seconds_of
+from penstock.placing.model import LayerLoad, LayerSeconds, copies_to, seconds_of
 from penstock.placing.problem import ExpertProblem
 
 PASSES = 6
@@ -100,16 +100,13 @@ class Draft:
     def load(self) -> LayerLoad:
         """What it asks of ranks and links."""
         ranks = self.problem.ranks
-        traffic, copies = np.zeros((ranks, ranks)), np.zeros((ranks, ranks), np.int64)
+        traffic = np.zeros((ranks, ranks))
         for expert, hosts in enumerate(self.hosts):
             if len(hosts) == 1:
                 traffic[:, hosts[0]] += self.problem.loads[:, expert]
             else:
                 traffic[:, hosts] += self.flows(expert)
-        for rank, guests in enumerate(self.guests):
-            for expert in guests:
-                copies[self.problem.placement.owners[expert], rank] += 1
-        return LayerLoad(traffic=traffic, copies=copies)
+        return LayerLoad(traffic=traffic, copies=copies_to(self.guests, self.problem.placement))
 
     def seconds(self) -> LayerSeconds:
         """The time of the layer, by rank and link."""

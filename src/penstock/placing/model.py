@@ -5,13 +5,14 @@ Shapes: P ranks of the expert group, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
-from penstock.placement import EMPTY, SPLIT, Hosting
+from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Hosting
 from penstock.placing.integers import Floats, Ints
 from penstock.placing.problem import ExpertCosts, ExpertProblem
 
@@ -66,11 +67,16 @@ class LayerLoad:
 
 def copies_of(hosting: Hosting) -> Ints:
     """Experts of which rank p sends the parameters to rank r, [P, P]."""
-    copies = np.zeros((hosting.placement.ranks,) * 2, np.int64)
-    for rank, guests in enumerate(hosting.guests):
-        for expert in guests:
+    return copies_to(hosting.guests, hosting.placement)
+
+
+def copies_to(guests: Sequence[Sequence[int]], placement: ExpertPlacement) -> Ints:
+    """The same for guests by rank that are not yet a hosting, [P, P]. EMPTY slots get nothing."""
+    copies = np.zeros((placement.ranks,) * 2, np.int64)
+    for rank, here in enumerate(guests):
+        for expert in here:
             if expert != EMPTY:
-                copies[hosting.placement.owners[expert], rank] += 1
+                copies[placement.owners[expert], rank] += 1
     return copies
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.placement import EMPTY, Hosting
 from penstock.placing.integers import Floats
-from penstock.placing.model import Equation, LayerLoad, paper_seconds
+from penstock.placing.model import Equation, LayerLoad, copies_to, paper_seconds
 from penstock.placing.problem import ExpertProblem
 
 BALANCED = 0.5
@@ -122,13 +122,10 @@ class Guests:
 
     def load(self) -> LayerLoad:
         """What it asks of ranks and links."""
-        ranks, owners = self.problem.ranks, self.problem.placement.owners
+        ranks = self.problem.ranks
         cells = np.arange(ranks)[:, None] * ranks + self.targets
         traffic = np.bincount(cells.ravel(), self.problem.loads.ravel(), ranks * ranks).astype(np.float64)
-        copies = np.zeros((ranks, ranks), np.int64)
-        for rank, held in enumerate(self.held):
-            for expert in held:
-                copies[owners[expert], rank] += 1
+        copies = copies_to(self.held, self.problem.placement)
         return LayerLoad(traffic=traffic.reshape(ranks, ranks), copies=copies)
 
     def hosting(self) -> Hosting:

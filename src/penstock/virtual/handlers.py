@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.cost import RoutedCost, Workload
 from penstock.cost.moves import ROW_MOVES, TOKEN_MOVES, Move
+from penstock.cost.placed_moves import PLACEMENT_MOVES
 from penstock.graph import Graph, Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import OPS, Kind, Op
@@ -19,10 +20,9 @@ from penstock.runtime.checks.marks import FIELDS
 from penstock.runtime.handlers import NOTHING, Handler, Handlers, Inputs, Outputs
 from penstock.runtime.statistics import HEADER
 from penstock.runtime.transport import Transports
-from penstock.virtual.placed_moves import PLACEMENT_MOVES, PlacementMoves
 
 COMMUNICATION_LANES = (Lane.INTER, Lane.INTRA)
-MOVES = (*ROW_MOVES, *TOKEN_MOVES)
+MOVES = (*ROW_MOVES, *TOKEN_MOVES, *PLACEMENT_MOVES)
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,6 @@ class RankStep:
         """
         counts = {t: cost.exchanged_counts(t, rank) for t in graph.tasks if t.op == Op.COUNTS}
         moves = {t: cost.move(t, rank) for t in graph.tasks if t.op in MOVES}
-        if cost.placed is not None:
-            placing = PlacementMoves(cost, cost.placed, rank)
-            moves |= {t: placing.of(t) for t in graph.tasks if t.op in PLACEMENT_MOVES}
         slept = [t for t in graph.tasks if t.lane.computes or (t in moves and not moves[t].collective)]
         solved = {t: host_s[t.op] for t in graph.tasks if t.lane is Lane.HOST}
         return RankStep(
@@ -154,7 +151,7 @@ def virtual_handlers() -> Handlers:
     """What virtual devices do for every op: its methods take a VirtualHandlers as their context."""
     by_op: dict[str, Handler] = {
         Op.COUNTS: VirtualHandlers.exchange_counts,
-        **dict.fromkeys((*MOVES, *PLACEMENT_MOVES), VirtualHandlers.move),
+        **dict.fromkeys(MOVES, VirtualHandlers.move),
         Op.STATISTICS: VirtualHandlers.reduce_statistics,
         Op.LOADS: VirtualHandlers.gather_loads,
         **dict.fromkeys(REDUCTIONS, VirtualHandlers.reduce_gradients),

@@ -1,4 +1,4 @@
-"""Where samples and guests are in the steps of virtual devices, as real ranks would find it. No torch.
+"""Where samples and guests are in the steps of virtual devices, as real ranks would find it.
 
 Nothing is exchanged: every rank knows the routing of all, works out the same homes and hostings, and takes
 as long for it as it took to find them.
@@ -7,16 +7,18 @@ as long for it as it took to find them.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.cost import ClusterConfig, StepCost, Workload
-from penstock.cost.placed import Placed, SampleMover, expert_costs, planned_hostings, rank_loads
+from penstock.cost.placed import Placed, SampleMover, expert_costs, rank_loads
 from penstock.decision import PlacementConfig
 from penstock.placement import Hosting
-from penstock.placing import ExpertCosts, ExpertProblem, pays
+from penstock.placing import find_planner
+from penstock.runtime.moving import ExpertMoving, Plans
 from penstock.step import StepShape
-from penstock.workloads import Counts, Routing
+from penstock.workloads import Routing
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,78 +41,70 @@ class Movement:
 
     def placed(self, number: int) -> Placed | None:
         """Samples and experts of step `number`; None where nothing moves."""
-        if self.is_none:
-            return None
-        counts_DBYE, hostings = self.routing.counts(number), self.hostings(number)
-        if not self.shape.moves_samples:
-            return Placed.still(counts_DBYE, hostings)
-        return self._mover.placed(counts_DBYE, hostings)
-
-    def hostings(self, number: int) -> tuple[Hosting, ...]:
-        """By MoE layer, what was planned from the step before; none in the first one, and none where the
-        plan of the step before that had become slower than no guests at all."""
-        if not self.shape.guest_slots:
-            return ()
-        empty = Hosting.none(self.workload.placement, self.shape.guest_slots)
-        if number == 0:
-            return (empty,) * sum(self.shape.moe_layers)
-        now, before = self._plan(number - 1), self._plan(number - 2) if number > 1 else ()
-        lasted = [
-            before[y].is_empty or pays(self._problem(loads_PE), before[y]) if before else True
-            for y, loads_PE in enumerate(self._loads(number - 1))
-        ]
-        return tuple(plan if holds else empty for plan, holds in zip(now, lasted, strict=True))
+        return None if self.is_none else self._placed(number, self._plans(number))
 
     def host_s(self) -> tuple[float, float]:
         """Processor seconds of this machine to find homes for a microbatch in one layer, and to plan guests
         of all layers; 0 for what does not move. The processor's, because virtual ranks share it."""
-        layers = max(1, sum(self.shape.moe_layers))
         homes_s = plan_s = 0.0
         if self.shape.moves_samples:
             counts_DBYE = self.routing.counts(0)
             self._mover.placed(counts_DBYE)  # what is made once does not count
-            start_s = time.thread_time()
-            self._mover.placed(counts_DBYE)
-            homes_s = (time.thread_time() - start_s) / (layers * self.shape.microbatches)
+            homes_s = _processor_s(lambda: self._mover.placed(counts_DBYE))
+            homes_s /= max(1, self._layers) * self.shape.microbatches
         if self.shape.guest_slots:
-            start_s = time.thread_time()
-            self._made(0)
-            plan_s = time.thread_time() - start_s
+            plan_s = _processor_s(lambda: self._after(0, self._known[0]))
         return homes_s, plan_s
 
-    def _plan(self, number: int) -> tuple[Hosting, ...]:
-        """From the loads of step `number`. Two steps are remembered, for the next one asks for them again."""
-        if number not in self._planned:
-            self._planned[number] = self._made(number)
-            for old in [each for each in self._planned if each < number - 1]:
-                del self._planned[old]
-        return self._planned[number]
+    def _plans(self, number: int) -> Plans:
+        """What ranks have planned before step `number`, from the loads of all steps before it."""
+        known = max(step for step in self._known if step <= number)
+        for step in range(known, number):
+            self._known[step + 1] = self._after(step, self._known[step])
+        for step in [step for step in self._known if 0 < step < number]:
+            del self._known[step]
+        return self._known[number]
 
-    def _made(self, number: int) -> tuple[Hosting, ...]:
-        slots, where = self.shape.guest_slots, self.workload.placement
-        return planned_hostings(self._loads(number), self.placement.experts, slots, where, self._costs)
+    def _after(self, number: int, plans: Plans) -> Plans:
+        """What they plan at the end of step `number`."""
+        if not self.shape.guest_slots:
+            return plans
+        counts_DBYE = self._placed(number, plans).leaving(self.routing.counts(number))
+        return plans.after(tuple(rank_loads(counts_DBYE, self.shape, self.workload)), self._moving)
 
-    def _loads(self, number: int) -> Counts:
-        return rank_loads(self.routing.counts(number), self.shape, self.workload)
+    def _placed(self, number: int, plans: Plans) -> Placed:
+        counts_DBYE, hostings = self.routing.counts(number), plans.hostings
+        if not self.shape.moves_samples:
+            return Placed.still(counts_DBYE, hostings)
+        return self._mover.placed(counts_DBYE, hostings)
 
-    def _problem(self, loads_PE: Counts) -> ExpertProblem:
-        return ExpertProblem(
-            placement=self.workload.placement,
-            guest_slots=self.shape.guest_slots,
-            loads=loads_PE,
-            costs=self._costs,
+    @property
+    def _layers(self) -> int:
+        """MoE layers."""
+        return sum(self.shape.moe_layers)
+
+    @cached_property
+    def _known(self) -> dict[int, Plans]:
+        """By step; of the first one always, since a run may begin again."""
+        slots = self.shape.guest_slots
+        hosted = (Hosting.none(self.workload.placement, slots),) * self._layers if slots else ()
+        return {0: Plans.none(hosted)}
+
+    @cached_property
+    def _moving(self) -> ExpertMoving:
+        costs = expert_costs(StepCost(self.shape, self.workload, self.cluster))
+        return ExpertMoving(
+            planner=find_planner(self.placement.experts), costs=costs, every=self.placement.every
         )
-
-    @cached_property
-    def _planned(self) -> dict[int, tuple[Hosting, ...]]:
-        return {}
-
-    @cached_property
-    def _costs(self) -> ExpertCosts:
-        return expert_costs(StepCost(self.shape, self.workload, self.cluster))
 
     @cached_property
     def _mover(self) -> SampleMover:
         how = self.placement
         predicts = how.prediction != "none"
         return SampleMover(work=self.workload, shape=self.shape, solver=how.solver, predicts=predicts)
+
+
+def _processor_s(work: Callable[[], object]) -> float:
+    start_s = time.thread_time()
+    work()
+    return time.thread_time() - start_s

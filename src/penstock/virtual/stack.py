@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.cost import ClusterConfig, RoutedCost, Workload
-from penstock.cost.placed import Placed
 from penstock.decision import GradientBytes, PlacementConfig
 from penstock.ops import Op
 from penstock.runtime.checks.agree import check_agreement
@@ -59,7 +58,6 @@ class VirtualStack:
         self.execution: Execution | None = None
         self._prepared: _Prepared | None = None
         self._counts: tuple[int, Counts] | None = None
-        self._placed: dict[tuple[Movement, int], Placed | None] = {}
         self._buffers = Buffers(workload, sum(base_shape.moe_layers))
         self._programs = Programs(virtual_handlers(), machinery.layout.mesh.silent)
         self._movements: dict[tuple[StepShape, PlacementConfig], Movement] = {}
@@ -117,10 +115,7 @@ class VirtualStack:
         """What every task of step `number` costs on every rank under the plan of now, for the simulator."""
         if self._counts is None or self._counts[0] != number:
             self._counts = number, self.routing.counts(number)
-        key = self.movement, number
-        if key not in self._placed:
-            self._placed = {key: self.movement.placed(number)}
-        counts_DBYE, placed = self._counts[1], self._placed[key]
+        counts_DBYE, placed = self._counts[1], self.movement.placed(number)
         return RoutedCost(self.plan.shape, self.workload, self.cluster, counts_DBYE, placed=placed)
 
     def prepare(self, number: int) -> None:
