@@ -1,10 +1,11 @@
 """All-to-alls in which pairs of ranks send different amounts, over links inside nodes and cards between them.
 
-Shapes: P ranks of the world, N nodes.
+Shapes: P ranks of the world.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,8 +15,27 @@ import numpy.typing as npt
 from penstock.cost.cluster import ClusterConfig
 from penstock.cost.workload import Workload
 from penstock.mesh import Group, node_of
+from penstock.placing import Links
+from penstock.workloads import Counts
 
 Amounts = npt.NDArray[np.float64]
+
+
+def nodes_of(work: Workload, ranks: Sequence[int]) -> Counts:
+    """The node of every one of these ranks, counted from 0."""
+    per_node = work.devices_per_node or work.ranks_per_node * work.esp_size
+    nodes = [node_of(rank, per_node) for rank in ranks]
+    return np.unique(nodes, return_inverse=True)[1].astype(np.int64)
+
+
+def links_of(work: Workload, cluster: ClusterConfig, ranks: Sequence[int]) -> Links:
+    """The links between these ranks, by the cluster's rates."""
+    return Links(
+        nodes=tuple(nodes_of(work, ranks).tolist()),
+        across_s_per_byte=1 / cluster.link_bytes_per_s,
+        inside_s_per_byte=1 / cluster.intra_bytes_per_s,
+        card_per_rank=cluster.link_rate_of == "device",
+    )
 
 
 @dataclass(frozen=True)
@@ -34,20 +54,15 @@ class NodeLinks:
 
         sent_PP: from rank to rank, in any unit; what stays on a rank takes no time.
         """
-        inside_PP, across_PP = sent_PP * self._inside_PP, sent_PP * self._across_PP
-        card_P = _busier(across_PP)
-        if self.cluster.link_rate_of == "node":
-            card_P = self._of_node_NP.T @ _busier(self._of_node_NP @ across_PP @ self._of_node_NP.T)
         if not self._even_s:  # one rank, which sends nothing
             return np.zeros(len(sent_PP))
-        inside_s, card_s = 1 / self.cluster.intra_bytes_per_s, 1 / self.cluster.link_bytes_per_s
-        argument: Amounts = np.maximum(_busier(inside_PP) * inside_s, card_P * card_s) / self._even_s
+        argument: Amounts = self._links.rank_seconds(sent_PP) / self._even_s
         return argument
 
     def crossing(self, sent_PP: Amounts) -> float:
         """What leaves its node, or its rank where there is one node."""
-        several = self._of_node_NP.shape[0] > 1
-        return float((sent_PP * (self._across_PP if several else self._inside_PP)).sum())
+        links = self._links
+        return float((sent_PP * (links.across if max(links.nodes) else links.inside)).sum())
 
     @cached_property
     def _even_s(self) -> float:
@@ -56,28 +71,5 @@ class NodeLinks:
         return even.beta_s_per_byte
 
     @cached_property
-    def _of_node_NP(self) -> Amounts:  # noqa: N802  # the suffix is its shape
-        """1 where a rank is in a node."""
-        nodes = np.array([node_of(rank, self._per_node) for rank in range(self.work.world_size)])
-        found: Amounts = np.equal.outer(np.arange(nodes.max() + 1), nodes).astype(np.float64)
-        return found
-
-    @cached_property
-    def _across_PP(self) -> Amounts:  # noqa: N802
-        """1 where two ranks are in different nodes."""
-        return 1.0 - self._of_node_NP.T @ self._of_node_NP
-
-    @cached_property
-    def _inside_PP(self) -> Amounts:  # noqa: N802
-        """1 where two different ranks are in one node."""
-        return 1.0 - self._across_PP - np.eye(self.work.world_size)
-
-    @property
-    def _per_node(self) -> int:
-        return self.work.devices_per_node or self.work.ranks_per_node * self.work.esp_size
-
-
-def _busier(sent: Amounts) -> Amounts:
-    """By row what is sent or received, whichever is more."""
-    busier: Amounts = np.maximum(sent.sum(axis=1), sent.sum(axis=0))
-    return busier
+    def _links(self) -> Links:
+        return links_of(self.work, self.cluster, range(self.work.world_size))

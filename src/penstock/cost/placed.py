@@ -13,17 +13,17 @@ from functools import partial
 
 import numpy as np
 
+from penstock.cost.links import links_of, nodes_of
 from penstock.cost.rows import cut_rows
 from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload, split_sizes
 from penstock.graph import Phase
-from penstock.mesh import Axes, Group, node_of
+from penstock.mesh import Axes, Group
 from penstock.ops import Op
 from penstock.placement import SPLIT, ExpertPlacement, Hosting
 from penstock.placing import (
     ExpertCosts,
     ExpertProblem,
-    Links,
     Nearness,
     assign,
     find_planner,
@@ -179,13 +179,6 @@ def counting_axes(work: Workload) -> Axes:
     return Group.EXPERT if work.esp_size == 1 else Group.EXPERT_SHARDS
 
 
-def nodes_of(work: Workload, ranks: Sequence[int]) -> Counts:
-    """The node of every one of these ranks, counted from 0."""
-    per_node = work.devices_per_node or work.ranks_per_node * work.esp_size
-    nodes = [node_of(rank, per_node) for rank in ranks]
-    return np.unique(nodes, return_inverse=True)[1].astype(np.int64)
-
-
 def _by_position(counts_IE: Counts, places_I: Counts, hosting: Hosting) -> Counts:
     """Rows of every sample by the position that computes them, [I, H]. places: in the expert group."""
     rows_IEH = counts_IE[:, :, None] * shares(hosting)[places_I]
@@ -203,17 +196,11 @@ def _hosting_of(hostings: tuple[Hosting, ...], layer: int, work: Workload) -> Ho
 def expert_costs(even: StepCost) -> ExpertCosts:
     """What a planner of guests must know of a step's sizes and its cluster; slack as Eq 8 has it."""
     work, cluster = even.workload, even.cluster
-    nodes = nodes_of(work, work.mesh.groups(Group.EXPERT)[0])
     tokens = work.tokens(0, 1)
     forward = partial(cluster.compute_s, phase=Phase.FORWARD, moved_bytes=0.0)
     rows_s = [forward(Op.EXPERTS, flops=work.expert_flops(n)) for n in (0, tokens)]
     return ExpertCosts(
-        links=Links(
-            nodes=tuple(nodes.tolist()),
-            across_s_per_byte=1 / cluster.link_bytes_per_s,
-            inside_s_per_byte=1 / cluster.intra_bytes_per_s,
-            card_per_rank=cluster.link_rate_of == "device",
-        ),
+        links=links_of(work, cluster, work.mesh.groups(Group.EXPERT)[0]),
         row_s=(rows_s[1] - rows_s[0]) / tokens,
         row_bytes=work.wire_bytes(1),
         parameter_bytes=work.expert_bytes,

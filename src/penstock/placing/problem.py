@@ -32,15 +32,23 @@ class Links:
 
         Links are full duplex, and those inside nodes work while cards do.
         """
-        inside, across = self._inside * sent_PP, self._across * sent_PP
-        if not self.card_per_rank:
-            across = self.members @ across @ self.members.T
-        return max(self.inside_s_per_byte * _busiest(inside), self.across_s_per_byte * _busiest(across))
+        return float(self.rank_seconds(sent_PP).max(initial=0.0))
+
+    def rank_seconds(self, sent_PP: Ints | Floats) -> Floats:
+        """The same for the links that each rank's bytes pass, [P]."""
+        across_PP = self.across * sent_PP
+        if self.card_per_rank:
+            card_P = _busier(across_PP)
+        else:
+            card_P = self.members.T @ _busier(self.members @ across_PP @ self.members.T)
+        inside_P = _busier(self.inside * sent_PP)
+        found: Floats = np.maximum(self.inside_s_per_byte * inside_P, self.across_s_per_byte * card_P)
+        return found
 
     @cached_property
     def pair_s_per_byte(self) -> Floats:
-        """Seconds per byte from rank to rank when nobody else sends, [P, P]."""
-        return self.across_s_per_byte * self._across + self.inside_s_per_byte * self._inside
+        """Seconds per byte from rank to rank while all other ranks are silent, [P, P]."""
+        return self.across_s_per_byte * self.across + self.inside_s_per_byte * self.inside
 
     @cached_property
     def mean_s_per_byte(self) -> float:
@@ -56,16 +64,16 @@ class Links:
         return members
 
     @cached_property
-    def _across(self) -> Floats:
-        """1 where two ranks are in different nodes."""
+    def across(self) -> Floats:
+        """1 where two ranks are in different nodes, [P, P]."""
         nodes = np.array(self.nodes)
         across: Floats = np.not_equal.outer(nodes, nodes).astype(np.float64)
         return across
 
     @cached_property
-    def _inside(self) -> Floats:
-        """1 where two different ranks are in one node."""
-        return 1.0 - self._across - np.eye(len(self.nodes))
+    def inside(self) -> Floats:
+        """1 where two different ranks are in one node, [P, P]."""
+        return 1.0 - self.across - np.eye(len(self.nodes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +146,7 @@ class ExpertProblem:
         return float(self.loads.sum() / self.ranks)
 
 
-def _busiest(sent: Floats) -> float:
-    """The largest number of bytes that anybody sends or receives."""
-    return max(float(sent.sum(axis=0).max(initial=0.0)), float(sent.sum(axis=1).max(initial=0.0)))
+def _busier(sent: Floats) -> Floats:
+    """By row what is sent or received, whichever is more."""
+    busier: Floats = np.maximum(sent.sum(axis=1), sent.sum(axis=0))
+    return busier
