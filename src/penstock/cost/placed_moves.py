@@ -18,8 +18,9 @@ from penstock.cost.workload import part_sizes, split_sizes
 from penstock.graph import Task
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
-from penstock.ops.samples import COUNT_BYTES, DIGEST_BYTES
+from penstock.ops.samples import COUNT_BYTES
 from penstock.ops.transfers import outward
+from penstock.ops.work import DIGEST_BYTES
 from penstock.placing import copies_of
 from penstock.workloads import Counts
 

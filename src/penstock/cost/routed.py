@@ -87,7 +87,7 @@ class RoutedCost:
         return self._by_load(task, load)
 
     def _by_load(self, task: Task, load: Seconds) -> Seconds:
-        """Seconds of a transfer with so many times its bytes on every rank, [P]."""
+        """Seconds of a transfer on every rank, [P], when it carries `load` times its usual bytes there."""
         found, where = np.unique(load, return_inverse=True)
         seconds = np.array([self._even.carried_s(task, each) for each in found.tolist()])
         return seconds[where]

@@ -79,9 +79,10 @@ class PlacementConfig:
     samples: "netmoe" = every MoE layer gives samples the homes that save the most traffic between nodes.
     experts: by which planner popular experts get guests on other ranks. "auto" = "none", unless
     plan.source=auto finds in measured loads that moving pays.
-    guest_slots: experts of other ranks that every rank has room for, per MoE layer. every: experts are
-    planned after so many steps each. solver: what assigns samples. prediction: what samples are expected to
-    want of the next layer: its gate on the present input, a table of which experts follow which, or nothing.
+    guest_slots: experts of other ranks that every rank has room for, per MoE layer. every: the
+    number of steps from one plan of experts to the next. solver: what assigns samples. prediction: what
+    samples are expected to want of the next layer: its gate on the present input, a table of which experts
+    follow which, or nothing.
     """
 
     samples: Literal["auto", "none", "netmoe"] = "auto"

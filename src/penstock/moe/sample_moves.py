@@ -298,6 +298,6 @@ def _row_order(
 
 
 def _chunk_of(samples: int, chunks: int) -> Counts:
-    """The chunk of every one of so many samples, cut as `split_sizes` cuts."""
+    """The chunk of each of `samples` samples, cut as `split_sizes` cuts."""
     least, more = divmod(samples, chunks)
     return np.repeat(np.arange(chunks), [least + (c < more) for c in range(chunks)])

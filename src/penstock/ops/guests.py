@@ -6,7 +6,7 @@ from penstock.graph.task import Task
 from penstock.ops.base import Backward, Kind, OpSpec, register
 from penstock.ops.loads import LOAD_BYTES
 from penstock.ops.names import Op
-from penstock.ops.work import Sizes, Work
+from penstock.ops.work import Sizes, Work, compared
 
 GUESTS = "guest gradients of L{layer}"
 """State: the gradients of the experts that a rank hosts for a step."""
@@ -19,17 +19,10 @@ def _guests(task: Task, sizes: Sizes) -> Work:
     return Work(collective="all_to_all", sent_bytes=sizes.guest_bytes * parts[task.piece] / sum(parts))
 
 
-HASH_BYTES = 8
-
-
 def _planning(task: Task, sizes: Sizes) -> Work:
     """The loads that are read. The planner's own time is not known here."""
     del task
     return Work(copied_bytes=sum(sizes.moe_layers) * sizes.num_experts * LOAD_BYTES)
-
-
-def _comparing(task: Task, sizes: Sizes) -> Work:
-    return Work(collective="all_gather", sent_bytes=sizes.members(task) * HASH_BYTES)
 
 
 register(
@@ -61,7 +54,7 @@ register(
         name=Op.COMPARE_GUESTS,
         title="comparison of what ranks will host",
         kind=Kind.COLLECTIVE,
-        work=_comparing,
+        work=compared,
         backward=Backward.NONE,
         indices="",
     ),

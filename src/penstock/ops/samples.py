@@ -14,11 +14,10 @@ from penstock.graph.task import Task
 from penstock.mesh import Group
 from penstock.ops.base import Backward, Kind, OpSpec, register
 from penstock.ops.names import Op
-from penstock.ops.work import Sizes, Work
+from penstock.ops.work import Sizes, Work, compared
 
 COUNT_BYTES = 4
 TABLE_BYTES = 8
-DIGEST_BYTES = 8
 SOLVER_PASSES = 100
 
 
@@ -40,10 +39,6 @@ def _solving(task: Task, sizes: Sizes) -> Work:
     """
     samples = sizes.samples(task) * sizes.members(replace(task, axes=Group.EXPERT))
     return Work(copied_bytes=SOLVER_PASSES * samples * 2 * sizes.num_experts * TABLE_BYTES)
-
-
-def _comparing(task: Task, sizes: Sizes) -> Work:
-    return Work(collective="all_gather", sent_bytes=DIGEST_BYTES * sizes.members(task))
 
 
 def _moving(task: Task, sizes: Sizes) -> Work:
@@ -82,7 +77,7 @@ register(
         name=Op.SAMPLE_HOMES,
         title="comparison of the new homes",
         kind=Kind.COLLECTIVE,
-        work=_comparing,
+        work=compared,
         backward=Backward.NONE,
     ),
     OpSpec(

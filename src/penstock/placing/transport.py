@@ -105,7 +105,7 @@ def _emd() -> Callable[..., Any]:
 
 @contextmanager
 def _without_backends() -> Iterator[None]:
-    """Keep POT from loading tensor libraries that nobody has loaded: it is given numpy arrays alone."""
+    """Keep POT from importing tensor libraries that are not loaded yet: it is given numpy arrays alone."""
     added = [key for module, key in BACKENDS.items() if module not in sys.modules and key not in os.environ]
     os.environ.update(dict.fromkeys(added, "1"))
     try:

@@ -183,15 +183,13 @@ def describe_schedule(
     ConfigError for what this step cannot have.
     """
     sharing = usual_sharing(name) if sharing is None else sharing
-    counts = {
-        "layers": layers,
-        "microbatches": microbatches,
-        "chunks": chunks,
-        "backward_chunks": backward_chunks,
-    }
-    for key, value in {**counts, "all_reduce_chunks": all_reduce_chunks}.items():
-        if value is not None and value < 1:
-            raise ConfigError(key, value, "must be at least 1", "Use 1 or more.")
+    _check_counts(
+        layers=layers,
+        microbatches=microbatches,
+        chunks=chunks,
+        backward_chunks=backward_chunks,
+        all_reduce_chunks=all_reduce_chunks,
+    )
     _check_sharing(sharing)
     cluster = cluster or ClusterConfig(link_bytes_per_s=SLOW_LINK_BYTES_PER_S)
     asked = Decision(
@@ -225,6 +223,12 @@ def describe_schedule(
         exposed_communication_s=run.occupation.exposed_s,
         width=width,
     )
+
+
+def _check_counts(**counts: int | None) -> None:
+    for key, value in counts.items():
+        if value is not None and value < 1:
+            raise ConfigError(key, value, "must be at least 1", "Use 1 or more.")
 
 
 def _about(system: System) -> str:

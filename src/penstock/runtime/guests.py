@@ -107,7 +107,7 @@ class LayerGuests:
 
     @cached_property
     def _gradients(self) -> tuple[Sequence[Flats], Sequence[Flats]]:
-        """Of own experts and of guests, where nobody else changes them any more."""
+        """The gradients of own experts and of guests, after the last task that adds to them."""
         return _by_slot(self.own, _kept), _by_slot(self.guests, _left)
 
     def forget(self) -> None:
@@ -155,7 +155,7 @@ def _left(parameter: nn.Parameter) -> Tensor:
 
 
 def _kept(parameter: nn.Parameter) -> Tensor:
-    """An own expert's gradient, to be added to; of a frozen one, what nobody will read."""
+    """Return an own expert's gradient, to be added to; for a frozen one, a buffer that is thrown away."""
     if not parameter.requires_grad:
         return torch.zeros_like(parameter)
     if parameter.grad is None:

@@ -84,7 +84,7 @@ class Lodging:
 class Host:
     """Lends every step the guests that its ranks host at that time, and plans what they host next.
 
-    moving: how that is planned; None: what is hosted stays until somebody says otherwise.
+    moving: how that is planned; None: the hosting stays until `use` is called.
     """
 
     def __init__(self, layout: Layout, device: torch.device, moving: ExpertMoving | None = None) -> None:
@@ -105,7 +105,7 @@ class Host:
         return found
 
     def open(self, layers: Layers, guest_slots: int) -> None:
-        """Make so many slots per layer, at first empty; what is hosted stays where there were as many."""
+        """Make `guest_slots` slots per layer, empty unless as many are in use already."""
         if guest_slots == next((h.guest_slots for h in self.hostings if h is not None), 0):
             return
         self._free.clear()

@@ -44,7 +44,7 @@ class LoadHistory:
         self.of_samples: LayerLoads = ()
 
     def add(self, loads_PYE: Tensor, of_samples: LayerLoads = ()) -> None:
-        """The loads of one more step. They stay on their device until somebody reads them."""
+        """The loads of one more step. They stay on their device until they are first read."""
         self._kept.append(loads_PYE)
         self.of_samples = of_samples
         self.steps += 1

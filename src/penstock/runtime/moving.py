@@ -28,7 +28,7 @@ class ExpertMoving:
     """How a stack decides which experts are whose guests.
 
     planner: from the loads of a layer to what its ranks host. costs: what rows and weights cost, the same on
-    all ranks. every: a new plan after so many steps; the plan is judged after each.
+    all ranks. every: the number of steps from one plan to the next; plans are judged after each.
     """
 
     planner: Planner

@@ -20,8 +20,8 @@ STAYS = 0
 class HotSpot:
     """The experts of one spot together get `share` of what is chosen, the others the rest, evenly.
 
-    spots_SN: the places where it can be. first_Y: where it is in every layer at the beginning. period: after
-    so many steps it is at the next spot; 0 = it stays.
+    spots_SN: the places where it can be. first_Y: where it is in every layer at the beginning. period: the
+    number of steps that it stays at a spot; 0 = for good.
     """
 
     spots_SN: Counts
@@ -40,7 +40,7 @@ class HotSpot:
         return logits
 
     def _heat(self, experts: int) -> float:
-        """The logit at which so many experts get their share, where the others have 0."""
+        """The logit at which `experts` experts together get `share`, while all others have 0."""
         others = self.num_experts - experts
         return math.log(self.share / (1 - self.share) * others / experts) if others else 0.0
 
