@@ -124,7 +124,7 @@ def gain(result: BenchResult) -> str:
     found = two.speedup
     text = f"two lanes over one: measured {found.median:.3f} [{found.low:.3f}, {found.high:.3f}]"
     assert one.simulated_s is not None and two.simulated_s is not None, "both are predicted"
-    return f"- {text}, simulated {one.simulated_s / two.simulated_s:.3f}"
+    return f"{text}, simulated {one.simulated_s / two.simulated_s:.3f}"
 
 
 if __name__ == "__main__":

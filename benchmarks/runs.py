@@ -2,52 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import shlex
-from dataclasses import dataclass
 from typing import Final
 
+from benchmarks.placement_runs import PLACEMENT
+from benchmarks.run import Run
 from benchmarks.views import rate_text
 from penstock.emulate.config import parse_rate
-
-OVERVIEW: Final = {
-    "rates": "Overlap efficiency by link rate",
-    "prediction": "Predicted against measured iteration",
-}
-"""Figures over several runs, by the name of their file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One call of `penstock bench`, or of a benchmark of its own.
-
-    name: of its files: letters, digits, `-` and `_`. arguments: of `penstock bench`, unless `benchmark` names
-    a module of `benchmarks`. note: why it is here. seconds: roughly what it takes. drawn: whether its cases
-    are in figures.
-    """
-
-    name: str
-    title: str
-    arguments: tuple[str, ...]
-    note: str
-    seconds: float
-    drawn: bool = True
-    benchmark: str = ""
-
-    def __post_init__(self) -> None:
-        assert re.fullmatch(r"[\w-]+", self.name) and self.name not in OVERVIEW, self.name
-
-    @property
-    def module(self) -> tuple[str, ...]:
-        """What Python runs: the module and all its arguments."""
-        program = (f"benchmarks.{self.benchmark}",) if self.benchmark else ("penstock", "bench")
-        return (*program, *self.arguments)
-
-    @property
-    def command(self) -> str:
-        """As a person types it."""
-        return shlex.join(("python", "-m", *self.module) if self.benchmark else self.module)
-
 
 ALL: Final = ("--schedules", "sequential,moe_pipeline,flowmoe,penstock")
 ENDS: Final = ("--schedules", "sequential,penstock")
@@ -252,6 +212,7 @@ SUITE: Final = (
         "zipf", (), "zipf, exponent 1", "The busiest experts get most of the rows, and their ranks wait."
     ),
     _skewed("hot_rank", ("virtual.hot_share=0.6",), "a hot rank", "60 % of all rows go to one rank of 4."),
+    *PLACEMENT,
     _collectives("2x1", 2, "How near the transport comes to the wire; 0.99 is a wire that is never idle."),
     _collectives("4x1", 4, "The same with four ranks."),
     _dispatch(

@@ -17,7 +17,8 @@ from benchmarks.document import Section, put_section, write_document
 from benchmarks.machine import Machine
 from benchmarks.page import write_page
 from benchmarks.plot import draw
-from benchmarks.runs import OVERVIEW, SUITE, Run
+from benchmarks.run import OVERVIEW, Run
+from benchmarks.runs import SUITE
 from benchmarks.text import text_of
 from penstock.cli.run import exit_code
 from penstock.config import check_name
@@ -222,7 +223,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.suite",
         description="Runs all that BENCHMARKS.md shows and writes it. Linux, root, an idle machine, an hour "
-        "and a quarter.",
+        "and a half.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="where BENCHMARKS.md and docs/bench go")
     parser.add_argument(

@@ -63,7 +63,7 @@ def test_the_gain_is_told_as_measured_and_as_simulated() -> None:
     cases = case("fsmoe_one_lane", 1.1, base_s=1.1), case("fsmoe", 1.0, base_s=1.1)
     assert (
         gain(restore(result(cases=cases)))
-        == "- two lanes over one: measured 1.100 [0.950, 1.050], simulated 1.100"
+        == "two lanes over one: measured 1.100 [0.950, 1.050], simulated 1.100"
     )
 
 

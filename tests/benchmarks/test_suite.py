@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import suite
 from benchmarks.collectives import CollectiveTimes, render_collectives, summarise_collectives
-from benchmarks.runs import SUITE, Run
+from benchmarks.run import Run
+from benchmarks.runs import SUITE
 from benchmarks.suite import Outcome, run_one, run_some, run_suite, write_all
 from benchmarks.text import text_of
 from benchmarks.uplinks import Uplinks
@@ -128,7 +129,7 @@ def tmp_folder(folder: Path) -> Path:
 
 def test_the_default_list_has_names_of_its_own_and_takes_less_than_it_says() -> None:
     assert len({run.name for run in SUITE}) == len({run.title for run in SUITE}) == len(SUITE)
-    assert sum(run.seconds for run in SUITE) < 75 * 60
+    assert sum(run.seconds for run in SUITE) < 90 * 60
 
 
 def test_a_name_that_is_no_file_name_is_refused() -> None:

@@ -18,6 +18,7 @@ from penstock.bench.tune import variants
 from penstock.cost import ProfiledCluster, RoutedCost
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.plan import explain
+from penstock.plan.memory import estimate_memory
 from penstock.schedule import SCHEDULES, StepPlan
 from penstock.simulate import simulate
 from penstock.topology import Layout
@@ -55,6 +56,7 @@ class VirtualField:
         self.label: str | None = config.virtual.label
         self.layout = layout_words(layout)
         self.notes: tuple[str, ...] = ()
+        self._memory_bytes: dict[str, int] = {}
         self._bench, self._config, self._layout = config, run_config_of(config), layout
         machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
         self.control, self._transports = machinery.control, machinery.transports
@@ -83,12 +85,19 @@ class VirtualField:
     def _entry(self, name: str) -> Entry:
         if name == AUTO:
             return self._choice()
-        tried = [self._first_plan(name, each) for each in variants(self._bench, name)]
-        plans = {plan.shape: plan for plan in tried}
-        best = min((self._ordered(name, plan) for plan in plans.values()), key=lambda e: e.simulated_s or 0.0)
+        tried = {self._first_plan(name, each).shape: each for each in variants(self._bench, name)}
+        ordered = [(self._ordered(name, self._first_plan(name, each)), each) for each in tried.values()]
+        best, schedule = min(ordered, key=lambda pair: pair[0].simulated_s or 0.0)
         assert best.plan is not None, "a schedule has a plan"
         self._stack.adopt(best.plan, self._placement(name))
+        self._memory_bytes[name] = self._estimated_bytes(name, schedule)
         return best
+
+    def _estimated_bytes(self, name: str, schedule: ScheduleConfig) -> int:
+        """Memory of a device that computes, by formula: a virtual one holds only what it sends."""
+        problem = run_problem(self._config, self._layout, self._links)
+        choice = schedule.decision(problem.workload.dispatch, self._placement(name))
+        return estimate_memory(problem, choice).total_bytes
 
     def _choice(self) -> Entry:
         """What the joint search finds, on links as measured and devices as imitated, with even routing."""
@@ -96,6 +105,7 @@ class VirtualField:
         problem = replace(problem, dispatches=(problem.workload.dispatch,))
         found = chosen(problem, self.control)
         self.notes = explain(problem, found).lines
+        self._memory_bytes[AUTO] = found.best.memory_bytes
         return self._predicted(AUTO, self._stack.adopt(found.best.plan, self._placement(AUTO)))
 
     def _loads_of(self, entry: Entry) -> str:
@@ -106,7 +116,8 @@ class VirtualField:
         rows = cost.crossing_rows(tasks)
         return (
             f"{entry.label}: busiest rank {cost.imbalance(tasks):.2f} x the mean rows, standard deviation "
-            f"{100 * spread:.0f} % of it; {rows:,.0f} rows leave their node forward"
+            f"{100 * spread:.0f} % of it; {rows:,.0f} rows leave their node forward; a device that computes "
+            f"takes {self._memory_bytes[entry.name] / 2**20:,.0f} MiB (estimated)"
         )
 
     def _placement(self, name: str) -> PlacementConfig:

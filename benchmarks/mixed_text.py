@@ -1,0 +1,128 @@
+"""`python -m benchmarks.mixed_text FILE`: how a small model routes samples of very different texts.
+
+Trains the model on Python, C++ headers, English documentation and messages in other languages, as far as this
+machine has them, and keeps what its last steps chose for every sample. `benchmarks/data/mixed-text.jsonl` is
+such a file; runs that replay it need no training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import struct
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from penstock.cli.run import exit_code
+from penstock.config import ConfigError
+
+RECORDED: Final = Path("benchmarks", "data", "mixed-text.jsonl")
+"""What runs of the suite replay."""
+
+KIND_BYTES: Final = 1 << 20
+"""Of each kind of text, or what there is of it."""
+
+LEAST_KINDS: Final = 4
+LANGUAGES: Final = ("ar", "de", "el", "fr", "he", "hi", "ja", "ko", "ru", "th", "uk", "zh_CN")
+CATALOGUES: Final = Path("/usr/share/locale")
+ENGLISH: Final = Path("/usr/share/doc")
+CATALOGUE_MAGIC: Final = 0x950412DE
+HEAD, ENTRY = struct.Struct("<5I"), struct.Struct("<2I")
+
+KEPT_STEPS: Final = 8
+CONFIG: Final = RECORDED.with_suffix(".toml")
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Kinds of text that this machine has, each with its name."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    headers = Path(torch.__file__).parent / "include"
+    yield "python", _files(sorted(library.glob("*.py")))
+    yield "headers", _files(sorted(headers.rglob("*.h")))
+    yield "english", _files([library / "pydoc_data" / "topics.py", *sorted(ENGLISH.rglob("*.md"))])
+    for language in LANGUAGES:
+        yield language, _messages(sorted((CATALOGUES / language).glob("LC_MESSAGES/*.mo")))
+
+
+def _files(paths: Iterable[Path]) -> str:
+    return _joined(path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file())
+
+
+def _messages(catalogues: Iterable[Path]) -> str:
+    """What programs say in one language."""
+    return _joined("\n".join(_catalogue(path)) for path in catalogues)
+
+
+def _catalogue(path: Path) -> Iterator[str]:
+    """The translations in a compiled catalogue of GNU gettext, but not its header; other files have none."""
+    data = path.read_bytes()
+    magic, _, count, _, table = HEAD.unpack_from(data) if len(data) >= HEAD.size else (0,) * 5
+    if magic != CATALOGUE_MAGIC:
+        return
+    for entry in range(1, count):
+        length, start = ENTRY.unpack_from(data, table + entry * ENTRY.size)
+        yield data[start : start + length].decode("utf-8", errors="replace").replace("\0", "\n")
+
+
+def _joined(parts: Iterable[str]) -> str:
+    """The first parts, KIND_BYTES characters or all."""
+    found, size = [], 0
+    for part in parts:
+        found.append(part[: KIND_BYTES - size])
+        size += len(found[-1])
+        if size >= KIND_BYTES:
+            break
+    return "\n".join(found)
+
+
+def write_texts(folder: Path) -> tuple[str, ...]:
+    """One file for each kind; returns the names of those that there are. Raises ConfigError for too few."""
+    names = []
+    for name, text in texts():
+        encoded = text.encode()[:KIND_BYTES]
+        if len(encoded) >= KIND_BYTES // 8:
+            (folder / f"{name}.txt").write_bytes(encoded)
+            names.append(name)
+    if len(names) < LEAST_KINDS:
+        why = f"this machine has {len(names)} kinds of text only"
+        raise ConfigError("FILE", ", ".join(names), why, f"Replay {RECORDED}, or record elsewhere.")
+    return tuple(names)
+
+
+def record(target: Path, steps: int) -> None:
+    """Train for so many steps and write the last KEPT_STEPS of its recording."""
+    with tempfile.TemporaryDirectory() as folder:
+        corpus, run = Path(folder, "texts"), Path(folder, "run")
+        corpus.mkdir()
+        print("texts:", ", ".join(write_texts(corpus)), file=sys.stderr)
+        places = (f"data.path={corpus}", f"output.dir={run}", f"train.steps={steps}")
+        command = (sys.executable, "-m", "penstock", "train", str(CONFIG), *places)
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        lines = (run / "routing.jsonl").read_text(encoding="utf-8").splitlines()
+    kept = [lines[0], *islice(lines[1:], max(0, len(lines) - 1 - KEPT_STEPS), None)]
+    target.write_text("\n".join(kept) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """As a command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mixed_text", description=__doc__)
+    parser.add_argument("file", type=Path, help="what is written")
+    parser.add_argument("--steps", type=int, default=150)
+    options = parser.parse_args()
+
+    def command() -> int:
+        record(options.file, options.steps)
+        return 0
+
+    return exit_code(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
