@@ -95,5 +95,14 @@ PLACEMENT: Final = (
         "node has. `baseline_esp` is DeepSpeed-MoE's order.",
         250,
     ),
+    Run(
+        name="placement-trained",
+        title="Placement in real training, 2 nodes of 1 device, 200 Mbit/s",
+        benchmark="trained",
+        arguments=(),
+        note="Real computation and real routing: a model that has learnt texts of 15 kinds without a balance "
+        "loss trains on, with samples and experts that stay or move.",
+        seconds=420,
+    ),
 )
 """Part of the suite."""

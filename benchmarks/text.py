@@ -14,6 +14,7 @@ from benchmarks.planners import PlannersResult, render_planners
 from benchmarks.published import PublishedResult, render_published
 from benchmarks.restore import restore
 from benchmarks.solvers import SolversResult, render_solvers
+from benchmarks.trained import TrainedResult, render_trained
 from penstock.bench.table import render
 
 RENDERERS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
@@ -25,6 +26,7 @@ RENDERERS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
     "layers": lambda plain: render_layer(LayerBenchmark.from_dict(plain)),
     "planners": lambda plain: render_planners(PlannersResult.from_dict(plain)),
     "solved": lambda plain: render_solvers(SolversResult.from_dict(plain)),
+    "trained": lambda plain: render_trained(TrainedResult.from_dict(plain)),
 }
 """By the key that only this benchmark's JSON object has."""
 
