@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cost.cluster_file import LinkModel
+from penstock.cost.cluster_file import Fit, LinkModel
 from penstock.cost.clusters import find_cluster
 from penstock.report.profile import link_bandwidth, profile_text
 from penstock.report.profile_figure import draw_profile
@@ -73,3 +73,15 @@ def test_the_figure_shows_every_line(tmp_path: Path) -> None:
     path = draw_profile(MEASURED, tmp_path / "new" / "folder")
     assert path.name == "profile.png" and path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert path.stat().st_size > 5000
+
+
+def test_a_rate_that_explains_nothing_is_not_printed() -> None:
+    noisy = replace(MEASURED.links[0].fit or Fit(r2=0, residual=0, points=()), r2=0.1)
+    file = replace(MEASURED, links=(replace(MEASURED.links[0], fit=noisy),))
+    rate = link_bandwidth(file, file.links[0])
+    assert rate is not None
+    text = profile_text(file)
+    assert f"{rate / 1e6:.1f}" not in text
+    assert "| unknown | 0.100 |" in text.replace("  ", " ")
+    assert "unknown: R2 is below 0.5" in text
+    assert "unknown" not in profile_text(MEASURED)

@@ -72,7 +72,8 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="find the fastest plan",
         description="Finds the fastest way to run a step, by simulation: schedule, microbatches, chunks, "
         "all-reduce chunks, dispatch and order. Needs neither a GPU nor the cluster.",
-        epilog="Example: penstock plan --model Mixtral-7B --cluster fsmoe-testbed-b",
+        epilog="Example: penstock plan --model Mixtral-7B --cluster fsmoe-testbed-b. `penstock list` shows "
+        "all models and clusters that come with Penstock.",
     )
     plan.add_argument(
         "config",

@@ -16,6 +16,10 @@ FIT_HEAD = ("R2", "residual", "points")
 LINK_HEAD = ("collective", "group", "lane", "ranks", "start-up us", "MB/s", *FIT_HEAD)
 TASK_HEAD = ("task", "fixed us", "factor", "contention", *FIT_HEAD)
 KERNEL_HEAD = ("kernel", "start-up us", "rate", *FIT_HEAD)
+LEAST_R2 = 0.5
+"""A line that explains less than half of the scatter says nothing of how time grows with size."""
+
+UNKNOWN = "unknown"
 EXPLANATION = (
     "start-up + bytes / bandwidth; bytes: through the link of the busiest rank, in one direction",
     "fixed + factor x its time at the rates of matmul and copy; contention: slowdown during transfers",
@@ -88,6 +92,10 @@ def _headline(file: ClusterFile) -> str:
 
 def _rest(file: ClusterFile) -> list[str]:
     lines = []
+    fits = [each.fit for models in (file.links, file.tasks, file.kernels) for each in models]
+    if not all(map(_is_line, fits)):
+        why = f"R2 is below {LEAST_R2:g}, so time hardly grew with size"
+        lines.append(f"{UNKNOWN}: {why}; measure with a larger --budget, while nothing else runs")
     if file.links:
         slower = f"{file.transfers_beside_compute:.2f} times as long"
         lines.append(f"transfers take {slower} during computation as alone")
@@ -104,20 +112,26 @@ def _rest(file: ClusterFile) -> list[str]:
 def _link_row(file: ClusterFile, links: Sequence[LinkModel]) -> tuple[str, ...]:
     link, groups = links[0], ", ".join(link.group for link in links)
     bandwidth = link_bandwidth(file, link)
-    shown = "-" if bandwidth is None else f"{bandwidth / MEGA:.1f}"
+    shown = "-" if bandwidth is None else f"{bandwidth / MEGA:.1f}" if _is_line(link.fit) else UNKNOWN
     start = _micro(link.alpha_s)
     return link_name(link), groups, link.lane, str(link.ranks), start, shown, *_fit_cells(link.fit)
 
 
 def _task_row(task: TaskModel) -> tuple[str, ...]:
     name = f"{task.op}.{task.phase}"
-    return name, _micro(task.alpha_s), f"{task.scale:.2f}", f"{task.beside:.2f}", *_fit_cells(task.fit)
+    factor = f"{task.scale:.2f}" if _is_line(task.fit) else UNKNOWN
+    return name, _micro(task.alpha_s), factor, f"{task.beside:.2f}", *_fit_cells(task.fit)
 
 
 def _kernel_row(kernel: KernelModel) -> tuple[str, ...]:
     unit = "GFLOP/s" if kernel.unit == "flop" else "GB/s"
-    rate = f"{1 / kernel.beta_s_per_unit / GIGA:.1f} {unit}"
+    rate = f"{1 / kernel.beta_s_per_unit / GIGA:.1f} {unit}" if _is_line(kernel.fit) else UNKNOWN
     return kernel.name, _micro(kernel.alpha_s), rate, *_fit_cells(kernel.fit)
+
+
+def _is_line(fit: Fit | None) -> bool:
+    """Whether the slope is a figure: measured and explained, or given by whoever wrote the file."""
+    return fit is None or fit.r2 >= LEAST_R2
 
 
 def _fit_cells(fit: Fit | None) -> tuple[str, str, str]:

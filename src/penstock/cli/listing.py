@@ -1,0 +1,102 @@
+"""`penstock list`: the names that other commands take."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from penstock.cost.clusters import find_cluster
+from penstock.cost.clusters import names as cluster_names
+from penstock.plan.models import MODELS
+from penstock.schedule import SCHEDULES
+from penstock.schedule.system import System
+from penstock.words import terminal_width
+from penstock.workloads.config import READ_BY
+
+Rows = Sequence[Mapping[str, str]]
+
+TAKEN_BY: Final[Mapping[str, str]] = {
+    "models": "penstock plan --model NAME",
+    "clusters": "penstock plan --cluster NAME",
+    "schedules": "penstock schedule NAME, penstock bench --schedules A,B, schedule.name=NAME",
+    "workloads": "penstock plan --routing NAME, virtual.routing=NAME",
+}
+
+
+def add_list(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to `penstock`."""
+    listing = commands.add_parser(
+        "list",
+        help="list models, clusters, schedules and workloads",
+        description="Lists the names that other commands take.",
+        epilog="Example: penstock list clusters",
+    )
+    listing.add_argument("what", nargs="?", choices=TAKEN_BY, help="one of them only")
+    listing.add_argument("--json", action="store_true", help="print one JSON object")
+    listing.set_defaults(run=lambda options, given: print_list(options.what, json_wanted=options.json))
+
+
+def print_list(what: str | None, *, json_wanted: bool) -> int:
+    """Print tables for the terminal's width, or one JSON object; returns exit code 0."""
+    found = {name: rows for name, rows in _listed().items() if what in (None, name)}
+    if json_wanted:
+        print(json.dumps(found))
+        return 0
+    console = Console(width=terminal_width(), highlight=False)
+    for name, rows in found.items():
+        console.print(f"{name.capitalize()}: {TAKEN_BY[name]}", style="bold")
+        console.print(_table(rows))
+    return 0
+
+
+def _listed() -> dict[str, Rows]:
+    return {
+        "models": [_model(name) for name in MODELS],
+        "clusters": [_cluster(name) for name in cluster_names()],
+        "schedules": [{"name": name, "what it does": _about(system)} for name, system in SCHEDULES.items()],
+        "workloads": [{"name": name, "settings": ", ".join(read)} for name, read in READ_BY.items()],
+    }
+
+
+def _model(name: str) -> dict[str, str]:
+    model = MODELS[name]
+    experts = (
+        f"{model.experts_per_device} per rank"
+        if model.experts_per_device
+        else f"{model.experts_per_node} per node"
+    )
+    return {
+        "name": name,
+        "study": model.study,
+        "layers": str(model.num_layers),
+        "tokens per rank": f"{model.batch} x {model.seq_len}",
+        "width": f"{model.hidden_size} / {model.ffn_hidden_size}",
+        "experts": f"{experts}, top-{model.top_k}",
+    }
+
+
+def _cluster(name: str) -> dict[str, str]:
+    cluster = find_cluster(name)
+    about = (cluster.source or "").split(". ")[0]
+    return {"name": name, "ranks": f"{cluster.nodes} x {cluster.ranks_per_node}", "what it is": about}
+
+
+def _about(system: System) -> str:
+    """The first line of the file that defines a schedule: what it is and where it comes from."""
+    return (inspect.getdoc(inspect.getmodule(type(system))) or "").partition("\n")[0]
+
+
+def _table(rows: Rows) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in rows[0]:
+        table.add_column(column, no_wrap=column == "name", overflow="fold")
+    for row in rows:
+        table.add_row(*row.values())
+    return table

@@ -1,0 +1,50 @@
+"""`penstock list`: every name that other commands take, in tables that fit the terminal."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from penstock.cli import main
+from penstock.cost.clusters import names
+from penstock.plan.models import MODELS
+from penstock.schedule import SCHEDULES
+from penstock.workloads import RoutingConfig
+from penstock.workloads.config import READ_BY
+
+
+def test_all_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--json"]) == 0
+    found = {
+        kind: [row["name"] for row in rows] for kind, rows in json.loads(capsys.readouterr().out).items()
+    }
+    assert found == {
+        "models": list(MODELS),
+        "clusters": list(names()),
+        "schedules": list(SCHEDULES),
+        "workloads": list(READ_BY),
+    }
+    assert RoutingConfig().routing in found["workloads"]
+
+
+@pytest.mark.parametrize("what", ["models", "clusters", "schedules", "workloads"])
+def test_one_kind_fits_the_terminal(
+    what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is cut off: each row's last word is there."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["list", what]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    main(["list", what, "--json"])
+    rows = json.loads(capsys.readouterr().out)[what]
+    assert all(row["name"] in text for row in rows)
+    assert all(word in text for row in rows for word in " ".join(row.values()).split())
+
+
+def test_an_unknown_kind_is_refused_with_all_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["list", "gpus"])
+    assert stop.value.code == 2
+    assert "'clusters'" in capsys.readouterr().err
