@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.autopilot.profiling import measure_links, measure_tasks, profile_run, profile_schedules
+from penstock.autopilot.profiling import (
+    measure_links,
+    measure_tasks,
+    profile_run,
+    profile_schedules,
+    rates_with_links,
+)
 from penstock.autopilot.profiling.links import _Exchanges, _groups
 from penstock.autopilot.profiling.pair import make_pair
 from penstock.autopilot.profiling.sample import Budget, median_interval
@@ -18,6 +24,7 @@ from penstock.autopilot.run_problem import run_problem
 from penstock.config import load
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import PAIR, LinkModel
+from penstock.cost.span import Span
 from penstock.decision import Decision, ScheduleConfig
 from penstock.graph import Lane
 from penstock.mesh import Group
@@ -317,3 +324,35 @@ def test_ranks_agree_on_times_and_on_what_is_left(ranks: Pools) -> None:
     first, second = ranks(2).run(uneven_clocks)
     assert first == second
     assert len(first[0]) == 3 and first[1] <= 50
+
+
+def line(collective: str, ranks: int, bytes_per_s: float, group: str = "ep") -> LinkModel:
+    return LinkModel(
+        collective=collective,
+        group=group,
+        lane="inter",
+        ranks=ranks,
+        alpha_s=1e-4,
+        beta_s_per_byte=1 / bytes_per_s,
+    )
+
+
+@pytest.mark.parametrize(("alone", "shared"), [(50e6, True), (45e6, True), (13e6, False), (12.5e6, False)])
+def test_a_device_that_is_faster_alone_shares_its_card(alone: float, shared: bool) -> None:
+    """Of 4 nodes of 4 devices each sends 12 / 16 of its rows to others, at 12.5 MB/s while all send."""
+    links = line("all_to_all", 16, 12.5e6 * 16 / 12), line("point_to_point", 16, alone)
+    rates = rates_with_links(ClusterConfig(), links, nodes=4)
+    assert rates.link_rate_of == ("node" if shared else "device")
+    if shared:
+        assert rates.link_bytes_per_s == pytest.approx(50e6)
+        assert rates.all_to_all(Span.regular(4, 4)).beta_s_per_byte == pytest.approx(links[0].beta_s_per_byte)
+
+
+def test_several_groups_at_once_tell_nothing_of_cards() -> None:
+    links = (
+        line("all_to_all", 8, 10e6),
+        line("point_to_point", 8, 40e6),
+        line("all_reduce", 16, 10e6, group="world"),
+    )
+    assert rates_with_links(ClusterConfig(), links, nodes=4).link_rate_of == "device"
+    assert rates_with_links(ClusterConfig(), links[:2], nodes=1).link_rate_of == "device"

@@ -130,7 +130,7 @@ def _probes(machinery: Machinery, dispatches: Iterable[str]) -> Iterator[Probe]:
                 lane=lane,
                 members=members,
                 make=make,
-                used=_is_used(collective, group),
+                used=_is_used(collective, group, layout.node_size),
             )
     yield from _pair_probe(machinery)
     if layout.ep_nodes > 1:
@@ -178,8 +178,10 @@ def _sharing_groups(layout: Layout) -> Iterator[tuple[Lane, Axes]]:
         yield Lane.INTER, Group.EXPERT_SHARDS
 
 
-def _is_used(collective: str, group: Axes) -> bool:
+def _is_used(collective: str, group: Axes, node_size: int | None) -> bool:
     match collective:
+        case "point_to_point":  # tells whether the devices of a node share its card
+            return group == Group.EXPERT and (node_size or 1) > 1
         case "all_to_all":
             return group in (Group.EXPERT, Group.EXPERT_SHARDS)
         case "all_reduce":

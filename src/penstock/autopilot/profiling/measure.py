@@ -113,7 +113,7 @@ def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...], nodes: 
     """
     inside = "ep" if nodes == 1 else "node"
     for group, lane in (("ep", "link"), (inside, "intra")):
-        found = next((x for x in links if (x.collective, x.group) == ("all_to_all", group)), None)
+        found = _measured(links, "all_to_all", group)
         if found is not None:
             others = found.ranks - 1
             latency_s = max(found.alpha_s / others, LEAST_LATENCY_S)
@@ -122,7 +122,28 @@ def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...], nodes: 
                 rates = replace(rates, link_latency_s=latency_s, link_bytes_per_s=rate, link_rate_of="device")
             else:
                 rates = replace(rates, intra_latency_s=latency_s, intra_bytes_per_s=rate)
-    return rates
+    shared = _shared_card_bytes_per_s(links, nodes)
+    return rates if shared is None else replace(rates, link_bytes_per_s=shared, link_rate_of="node")
+
+
+def _shared_card_bytes_per_s(links: tuple[LinkModel, ...], nodes: int) -> float | None:
+    """The rate of a node's card if its devices share one; None if each has its own, or nobody knows.
+
+    Alone, a device that shares gets the whole card, and one that does not gets what it gets when all send:
+    the measured rate is nearer to one of the two. Only where one expert group has all ranks, since several
+    groups that are measured at once would share cards, too.
+    """
+    even, alone = (_measured(links, name, "ep") for name in ("all_to_all", "point_to_point"))
+    world = max((link.ranks for link in links), default=0)
+    if even is None or alone is None or even.ranks != world or nodes == 1:
+        return None
+    devices = world // nodes
+    own = (world - devices) / world / even.beta_s_per_byte
+    return own * devices if 1 / alone.beta_s_per_byte > own * devices**0.5 else None
+
+
+def _measured(links: tuple[LinkModel, ...], collective: str, group: str) -> LinkModel | None:
+    return next((link for link in links if (link.collective, link.group) == (collective, group)), None)
 
 
 def _source(config: RunConfig, layout: Layout) -> str:
