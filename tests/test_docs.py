@@ -69,12 +69,19 @@ def test_the_readme_shows_both_commands() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-def test_the_readme_shows_a_real_schedule(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        ("README.md", "schedule flowmoe"),
+        ("docs/training.md", "schedule flowmoe --sharded-optimizer --all-reduce-chunks 2"),
+    ],
+)
+def test_schedules_that_are_shown_are_real(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, page: str, command: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", "110")
-    assert main(["schedule", "flowmoe"]) == 0
+    assert main(command.split()) == 0
     printed = capsys.readouterr().out.splitlines()
-    shown = re.search(r"\$ penstock schedule flowmoe\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    shown = re.search(rf"\$ penstock {command}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert shown is not None
     assert [line for line in shown[1].splitlines() if line not in printed] == []

@@ -26,7 +26,7 @@ COMPUTES_WITH_RANKS: Mapping[str, str] = {
 DECIDES = ("ops/", "step/", "runtime/ops/", "schedule/")
 """Rooms that may decide by names: what an op means, the passes, the handlers, the order rules."""
 NAMES = {"Op", "Lane"}
-LISTS = {"TRANSFERS", "HOME", "AWAY", "REDUCTIONS"}
+LISTS = {"TRANSFERS", "HOME", "AWAY", "REDUCTIONS", "KINDS", "UPDATES", "GATHERS"}
 DECIDES_BY_NAME: Mapping[str, str] = {
     "graph/task.py": "says what a lane is",
     "runtime/lanes.py": "runs the lanes",

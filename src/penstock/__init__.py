@@ -9,15 +9,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.moe import MoELayer
-    from penstock.runtime import ExpertParallel, clip_grad_norm_, expert_parameters, ignore_experts
+    from penstock.runtime import (
+        ExpertParallel,
+        ShardedAdamW,
+        clip_grad_norm_,
+        expert_parameters,
+        ignore_experts,
+    )
 
 __version__ = "0.1.0"
 
-__all__ = ["ExpertParallel", "MoELayer", "clip_grad_norm_", "expert_parameters", "ignore_experts"]
+__all__ = [
+    "ExpertParallel",
+    "MoELayer",
+    "ShardedAdamW",
+    "clip_grad_norm_",
+    "expert_parameters",
+    "ignore_experts",
+]
 
 _HOMES = {
     "MoELayer": "penstock.moe",
     "ExpertParallel": "penstock.runtime",
+    "ShardedAdamW": "penstock.runtime",
     "clip_grad_norm_": "penstock.runtime",
     "expert_parameters": "penstock.runtime",
     "ignore_experts": "penstock.runtime",

@@ -17,8 +17,9 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.sharding import Sharding
-from penstock.train.checkpoint import MOMENTS, CheckpointError, Checkpoints
-from penstock.train.optimizer import build_adamw, initialise_state
+from penstock.train.assemble import build_optimizer
+from penstock.train.checkpoint import CheckpointError, Checkpoints
+from penstock.train.storage.owned import MOMENTS
 from tests.support.parity import Case, batch_of, logical, parts_of, stack_of
 from tests.support.reference_moe import Weights
 
@@ -38,8 +39,7 @@ def bare(
 ) -> Checkpoints:
     """The checkpoints of a fresh run."""
     stack = stack_of(rank, case)
-    optimizer = build_adamw(stack.model.named_parameters(), case.config.optimizer)
-    initialise_state(optimizer)
+    optimizer = build_optimizer(stack, case.config.optimizer)
     return Checkpoints(folder, stack, optimizer, keep=keep, identity=identity)
 
 
@@ -64,14 +64,17 @@ def trained(rank: int, case: Case, folder: Path, **settings: Any) -> Checkpoints
 
 
 def state_of(run: Checkpoints) -> Weights:
-    """Parameters and optimiser state by logical name."""
+    """Parameters and optimiser state by logical name. All ranks call it: states may be in shares."""
     stack: PipelinedStack = run.stack
+    saved = run.optimizer.state_dict()
+    trained = [p for group in run.optimizer.param_groups for p in group["params"]]
+    states = {p: saved["state"][number] for number, p in enumerate(trained)}
     named = dict(stack.model.named_parameters())
     found = {f"model.{n}": t for n, t in logical(stack, {n: p.detach() for n, p in named.items()}).items()}
     for moment in MOMENTS:
-        moments = {name: run.optimizer.state[p][moment] for name, p in named.items()}
+        moments = {name: states[p][moment] for name, p in named.items()}
         found |= {f"{moment}.{name}": tensor for name, tensor in logical(stack, moments).items()}
-    found |= {f"step.{name}": run.optimizer.state[p]["step"] for name, p in named.items()}
+    found |= {f"step.{name}": states[p]["step"] for name, p in named.items()}
     return {name: tensor.clone() for name, tensor in found.items()}
 
 

@@ -48,7 +48,7 @@ class Case:
     ranks per emulated node. idle_expert, busy_experts: gets no tokens, get all of them. scattered: experts
     are on the ranks in another order than that of their numbers, in every layer another. tokens: what ranks
     of an mp group hold between blocks; the form of the MoE part is the schedule's. placer, prediction: how
-    samples get their homes, where they move.
+    samples get their homes, where they move. sharded: the optimiser is, and clips nothing.
     """
 
     world_size: int
@@ -72,6 +72,7 @@ class Case:
     tokens: TokenLayout = "split"
     placer: Placer | None = None
     prediction: Prediction = "next_gate"
+    sharded: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -135,7 +136,9 @@ class Case:
                 ranks_per_node=self.node_size,
             ),
             data=DataConfig(batch_per_device=self.batch),
-            optimizer=OptimizerConfig(lr=LEARNING_RATE, eps=EPS),
+            optimizer=OptimizerConfig(
+                lr=LEARNING_RATE, eps=EPS, sharded=self.sharded, clip_grad_norm=None if self.sharded else 1.0
+            ),
             train=TrainConfig(seed=self.seed),
             placement=PlacementConfig(samples="none" if self.placer is None else "netmoe"),
             output=OutputConfig(loads=False),

@@ -13,7 +13,7 @@ import torch
 from penstock.cli.train import EXPECTED
 from penstock.report import RunSummary
 from penstock.runtime import PipelinedStack
-from penstock.train import trainer as trainer_module
+from penstock.train import update as update_module
 from penstock.train.checkpoint import complete_checkpoints
 from penstock.train.finite import first_not_finite
 from penstock.train.health import DivergedError
@@ -28,6 +28,7 @@ __all__ = ["joined"]  # the fixture of that module serves this one, too
 
 pytestmark = pytest.mark.slow
 
+SHARDED = ("optimizer.sharded=true",)
 BALANCED = ("moe.gate=sigmoid", "moe.expert_bias_rate=0.01", "moe.aux_loss_coeff=0")
 
 
@@ -60,7 +61,7 @@ def broken_run(folder: Path, steps: tuple[int, ...], *overrides: str) -> RunSumm
 # ---- a skipped step ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [(), BALANCED])
+@pytest.mark.parametrize("settings", [(), BALANCED, SHARDED, (*SHARDED, "optimizer.clip_grad_norm=none")])
 def test_a_skipped_step_changes_nothing(tmp_path: Path, settings: tuple[str, ...]) -> None:
     """Neither parameters, nor moments and their count, nor the experts' biases and what they count."""
     broken = trainer(tmp_path, *settings)
@@ -76,6 +77,15 @@ def test_a_skipped_step_changes_nothing(tmp_path: Path, settings: tuple[str, ...
     third = broken._step(2)
     assert third.skipped is None and math.isfinite(third.loss)
     assert any(not torch.equal(before[name], tensor) for name, tensor in state_of(broken).items())
+
+
+def test_without_clipping_shares_are_updated_before_gradients_are_judged(tmp_path: Path) -> None:
+    """A finite loss and gradients that are not: what has been applied is not trained on."""
+    broken = trainer(tmp_path, *SHARDED, "optimizer.clip_grad_norm=none")
+    broken._step(0)
+    next(broken.stack.parameters()).register_hook(lambda gradient: gradient * math.nan)
+    with pytest.raises(DivergedError, match=r"Set optimizer\.clip_grad_norm"):
+        broken._step(1)
 
 
 def test_data_and_learning_rate_go_on(tmp_path: Path) -> None:
@@ -176,7 +186,7 @@ def test_moments_that_overflow_are_not_saved(tmp_path: Path) -> None:
 
 def one_sees_nan(trainer: Trainer, step: int) -> None:
     """Rank 1 takes the gradient norm of the third step for no number; nobody else does."""
-    module = vars(trainer_module)
+    module = vars(update_module)
     clip = module["clip_grad_norm"]
 
     def broken(stack: PipelinedStack, max_norm: float | None) -> torch.Tensor:

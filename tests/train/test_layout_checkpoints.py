@@ -53,9 +53,11 @@ class World:
     ep: int
     esp: int
     tokens: TokenLayout = "split"
+    sharded: bool = False
 
     def __str__(self) -> str:
-        return f"{self.ranks}: mp{self.mp} ep{self.ep} esp{self.esp} {self.tokens}"
+        optimizer = " sharded" if self.sharded else ""
+        return f"{self.ranks}: mp{self.mp} ep{self.ep} esp{self.esp} {self.tokens}{optimizer}"
 
     @property
     def case(self) -> Case:
@@ -69,6 +71,7 @@ class World:
             ep_size=self.ep,
             esp_size=self.esp,
             tokens=self.tokens,
+            sharded=self.sharded,
             batch=GLOBAL_BATCH * self.mp // self.ranks,
             double=True,
         )
@@ -84,8 +87,9 @@ WORLDS = [
     World(4, 2, 2, 2),
     World(4, 4, 1, 4, "replicated"),
     World(4, 2, 4, 1),
-    World(4, 1, 2, 2),
-    World(4, 2, 2, 1),
+    World(4, 1, 2, 2, sharded=True),
+    World(4, 2, 2, 1, sharded=True),
+    World(2, 1, 1, 1, sharded=True),
     World(4, 4, 2, 1),
 ]
 STEPS_APART = (1, 4)

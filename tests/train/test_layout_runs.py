@@ -40,6 +40,7 @@ WORLDS = [
 ]
 
 
+SHARDED = World(4, 2, ("parallel.mp_size=2", "parallel.ep_size=2", "optimizer.sharded=true"))
 SCHEDULES = [
     World(4, 2, ("parallel.mp_size=2", "parallel.esp_size=2", f"schedule.name={name}"))
     for name in ("baseline_esp", "parm_s1", "parm_s2", "fsmoe", "penstock")
@@ -85,7 +86,7 @@ def check_same(ours: list[StepMetrics], theirs: list[StepMetrics]) -> None:
         assert getattr(mine, spread) == pytest.approx(getattr(other, spread), rel=0.05)
 
 
-@pytest.mark.parametrize("world", [*WORLDS, *SCHEDULES], ids=str)
+@pytest.mark.parametrize("world", [*WORLDS, SHARDED, *SCHEDULES], ids=str)
 def test_a_run_has_the_numbers_of_one_process(runs: Runs, world: World) -> None:
     ours, alone = runs(world), runs(ALONE)
     check_same(ours.metrics, alone.metrics)
@@ -95,7 +96,14 @@ def test_a_run_has_the_numbers_of_one_process(runs: Runs, world: World) -> None:
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [(WORLDS[0], ALONE), (ALONE, WORLDS[0]), (WORLDS[1], WORLDS[2]), (WORLDS[0], WORLDS[1])],
+    [
+        (WORLDS[0], ALONE),
+        (ALONE, WORLDS[0]),
+        (WORLDS[1], WORLDS[2]),
+        (WORLDS[0], WORLDS[1]),
+        (SHARDED, ALONE),
+        (WORLDS[2], SHARDED),
+    ],
 )
 def test_a_run_goes_on_under_another_layout(
     ranks: Pools, runs: Runs, tmp_path: Path, first: World, then: World

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +19,12 @@ from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.ops import Op
-from penstock.runtime import ScheduleMismatchError, TaskError
+from penstock.runtime import ScheduleMismatchError, ShardedAdamW, TaskError
 from penstock.runtime.checks.marks import FIELDS
 from penstock.schedule import Schedule, StepPlan
 from penstock.step.shape import TokenLayout
 from penstock.topology import Layout, ParallelConfig
-from penstock.train.assemble import build_machinery, first_plan
+from penstock.train.assemble import build_machinery, build_optimizer, first_plan
 from penstock.virtual import VirtualConfig, VirtualStack, build_virtual
 from tests.steps import PLAIN
 from tests.support.parity import Case, batch_of, machinery, machinery_of, stack_of
@@ -172,13 +173,25 @@ def test_every_schedule_runs_with_uneven_routing(
 
 
 def real_and_virtual(rank: int, case: Case) -> tuple[Counter[int], Counter[int], bool]:
-    """Bytes sent by a real step and by a virtual one; whether their first plans are the same."""
+    """Bytes sent by a real step and by a virtual one; whether their first plans are the same.
+
+    A step that gathers parameters follows one that has updated them.
+    """
     real, virtual = stack_of(rank, case), virtual_of(rank, case, VirtualConfig())
     tokens, labels = batch_of(case)
     mine = case.mine(rank)
     transport = real.machinery.transports
+    optimizer = build_optimizer(real, case.config.optimizer)
+    updating = optimizer.in_backward if isinstance(optimizer, ShardedAdamW) else nullcontext
+
+    def train() -> None:
+        with updating():
+            real(tokens[mine], labels[mine]).backward()
+
+    train()
+    optimizer.zero_grad()
     sent = []
-    for step in (lambda: real(tokens[mine], labels[mine]).backward(), lambda: virtual.step(0)):
+    for step in (train, lambda: virtual.step(0)):
         before = transport.traffic.copy()
         step()
         sent.append(Counter(transport.traffic - before))
@@ -197,6 +210,14 @@ def test_a_virtual_step_sends_what_a_real_one_sends(
         assert same
         assert real == virtual
         assert real.total() > 0
+
+
+@pytest.mark.parametrize("ep_size", [4, 2])
+def test_a_virtual_step_sends_what_a_sharded_optimiser_sends(ranks: Pools, ep_size: int) -> None:
+    case = replace(case_of("penstock", ep_size=ep_size, capacity_factor=1.25), sharded=True)
+    for real, virtual, same in ranks(4).run(real_and_virtual, case):
+        assert same
+        assert real == virtual
 
 
 @pytest.mark.every_value

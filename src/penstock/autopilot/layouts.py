@@ -77,7 +77,15 @@ def check_some_layout(config: RunConfig, processes: int, there_bytes: int | None
             return
         model, moe, batch = each.config.model, each.config.moe, each.config.data.batch_per_device
         try:
-            check_memory(model, moe, batch, each.layout, there_bytes=there_bytes, sharing=processes)
+            check_memory(
+                model,
+                moe,
+                batch,
+                each.layout,
+                there_bytes=there_bytes,
+                sharing=processes,
+                sharded=config.optimizer.sharded,
+            )
         except ConfigError as error:
             last = error
         else:

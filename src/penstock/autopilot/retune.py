@@ -16,7 +16,7 @@ from penstock.autopilot.planned import Order, Planned
 from penstock.cost import MeasuredCost
 from penstock.cost.measured import Kind
 from penstock.decision import Decision
-from penstock.ops.sums import REDUCTIONS
+from penstock.ops.optimizer import KINDS
 from penstock.plan import Problem
 from penstock.plan.plan_config import DROPPED_STEPS, PlanConfig
 from penstock.plan.tuner import Sample, SizeRange, Tuner, build_tuner
@@ -53,7 +53,7 @@ def best_simulated(problem: Problem, choice: Decision, sizes: SizeRange, kinds: 
 
 
 def _costs(problem: Problem, choice: Decision, kinds: dict[Kind, float]) -> Callable[[StepShape], Cost]:
-    others = {kind: seconds for kind, seconds in kinds.items() if kind[1] not in REDUCTIONS}
+    others = {kind: seconds for kind, seconds in kinds.items() if kind[1] not in KINDS}
     return lambda cut: MeasuredCost(others, problem.cost(choice, cut))
 
 

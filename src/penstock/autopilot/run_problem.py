@@ -32,7 +32,7 @@ def assumed_problem(config: RunConfig, layout: Layout) -> Problem:
 def _problem(
     config: RunConfig, layout: Layout, cluster: ClusterConfig, slowness: tuple[float, ...] = ()
 ) -> Problem:
-    gradients = gradient_bytes(config.model, config.moe, layout)
+    gradients = gradient_bytes(config.model, config.moe, layout, sharded=config.optimizer.sharded)
     return Problem(
         shape=base_shape(config, layout),
         workload=workload(config, layout, gradients),

@@ -101,6 +101,11 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     _add_sharing(schedule)
     _add_moving(schedule)
+    schedule.add_argument(
+        "--sharded-optimizer",
+        action="store_true",
+        help="every rank updates a share of the parameters, by tasks of the step",
+    )
     schedule.add_argument("--json", action="store_true", help="print one JSON object")
     schedule.set_defaults(run=_schedule)
 

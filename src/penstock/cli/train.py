@@ -97,7 +97,10 @@ def _check_layout(config: RunConfig, processes: int) -> None:
     layout = Layout.build(config.parallel, processes, 0, config.moe.num_experts)
     if there is not None:
         batch = config.data.batch_per_device
-        check_memory(config.model, config.moe, batch, layout, there_bytes=there, sharing=processes)
+        sharded = config.optimizer.sharded
+        check_memory(
+            config.model, config.moe, batch, layout, there_bytes=there, sharing=processes, sharded=sharded
+        )
 
 
 def _be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:

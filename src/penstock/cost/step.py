@@ -15,6 +15,8 @@ from penstock.cost.workload import FLOAT32_BYTES, Workload, part_sizes, split_si
 from penstock.graph import Task
 from penstock.mesh import Group, stays_inside
 from penstock.ops import Work, spec_of
+from penstock.ops.optimizer import KINDS
+from penstock.ops.sums import REDUCTIONS
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
 
@@ -120,7 +122,9 @@ class StepCost:
                 return cluster.all_to_all(sizes.span(task.axes), task.axes).seconds(sent_bytes)
             case "all_reduce" if not stays_inside(task.axes):
                 return cluster.all_reduce(sizes.span(task.axes)).seconds(sent_bytes)
-            case "all_gather" if not stays_inside(task.axes):  # over every link as much as if parts differed
+            case "all_gather" | "reduce_scatter" if not stays_inside(
+                task.axes
+            ):  # as much as if parts differed
                 return cluster.all_to_all(sizes.span(task.axes), task.axes).seconds(sent_bytes)
             case collective:
                 return cluster.inside(collective, sizes.mesh.size(task.axes)).seconds(sent_bytes)
@@ -140,11 +144,14 @@ class StepCost:
         return sum(sizes.rows(*whole, s, cut.slices, *ranks) for s in cut.held)
 
     def reduced_bytes(self, task: Task) -> int:
-        """Bytes of gradients in one piece of an all-reduce. A layer is cut once, however many its pieces."""
+        """Bytes of gradients, or of their parameters, in one piece of a layer's.
+
+        A layer is cut once, however many its pieces.
+        """
         assert task.piece is not None, task
         whole = self._kinds[task.layer], task.op
         if whole not in self._reduced:
-            sizes = self._gradients[task.op]
+            sizes = self._gradients[KINDS[task.op]]
             self._reduced[whole] = part_sizes(sizes[task.layer] // FLOAT32_BYTES, task.cut.parts)
         return self._reduced[whole][task.piece] * FLOAT32_BYTES
 
@@ -179,6 +186,10 @@ class StepSizes:
     def members(self, task: Task) -> int:
         """Ranks that meet in the task."""
         return self._mesh.size(task.axes)
+
+    def owners(self, task: Task) -> int:
+        """Ranks that share what the task updates or gathers."""
+        return self._mesh.size(REDUCTIONS[KINDS[task.op]].axes_of(sharing=self.mp_size > 1))
 
 
 @dataclass(frozen=True)

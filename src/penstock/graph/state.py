@@ -22,7 +22,14 @@ from penstock.graph.task import Task
 if TYPE_CHECKING:
     from penstock.graph.graph import Graph
 
-LASTING = ("parameters", "expert parameters", "moments", "expert moments")
+LASTING = (
+    "parameters",
+    "partial parameters",
+    "expert parameters",
+    "moments",
+    "partial moments",
+    "expert moments",
+)
 """Kinds of state whose value outlives a step."""
 
 

@@ -1,6 +1,6 @@
 """What each op means, before anything runs. Pure Python: no torch."""
 
-from penstock.ops import blocks, guests, loads, samples, shards, sums, tensor, transfers
+from penstock.ops import blocks, guests, loads, optimizer, samples, shards, sums, tensor, transfers
 from penstock.ops.base import OPS, Backward, Kind, OpSpec, register, spec_of
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
@@ -16,6 +16,7 @@ __all__ = [
     "blocks",
     "guests",
     "loads",
+    "optimizer",
     "register",
     "samples",
     "shards",

@@ -27,6 +27,18 @@ class Op:
     EXPERT_ALL_REDUCE: Final = "XR"
     LOADS: Final = "LG"
 
+    # an optimiser of which every rank owns a share: see `ops.optimizer`
+    SCATTER: Final = "RA"
+    PARTIAL_SCATTER: Final = "RP"
+    EXPERT_SCATTER: Final = "RX"
+    NORM: Final = "NM"
+    UPDATE: Final = "OA"
+    PARTIAL_UPDATE: Final = "OP"
+    EXPERT_UPDATE: Final = "OX"
+    PARAMETERS: Final = "PA"
+    PARTIAL_PARAMETERS: Final = "PP"
+    EXPERT_PARAMETERS: Final = "PX"
+
     # experts as guests: see `ops.guests`
     GUEST_PARAMETERS: Final = "GP"
     GUEST_GRADIENTS: Final = "GG"

@@ -14,6 +14,20 @@ from penstock.ops.work import Sizes, Work
 STATISTICS_BYTES = 8
 
 
+SCATTERS = {
+    Op.SCATTER: Op.ALL_REDUCE,
+    Op.PARTIAL_SCATTER: Op.PARTIAL_ALL_REDUCE,
+    Op.EXPERT_SCATTER: Op.EXPERT_ALL_REDUCE,
+}
+"""Ops of which every rank keeps a share of the sum, and the ones that leave all of it everywhere."""
+
+
+def reduced(op: str) -> str:
+    """The op of REDUCTIONS whose gradients an op sums, whoever keeps the sum; "" for one that sums none."""
+    plain: str = SCATTERS.get(op, op)
+    return plain if plain in REDUCTIONS else ""
+
+
 def _statistics(task: Task, sizes: Sizes) -> Work:
     del task
     size = sum(sizes.moe_layers) * 2 * sizes.num_experts * STATISTICS_BYTES

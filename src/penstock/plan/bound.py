@@ -233,7 +233,7 @@ def _reduce_s(cost: Cost, layer: int, cut: StepShape) -> tuple[float, float]:
     parts = {op: cut.parts_of(layer, op) for op in REDUCTIONS}
     if not cut.moe_layers[layer]:
         parts[Op.EXPERT_ALL_REDUCE] = ()
-    made = reductions(layer, parts, sharing=cut.sharing.mp_size > 1)
+    made = reductions(layer, parts, sharing=cut.sharing.mp_size > 1, scatters=cut.updating is not None)
     seconds = {op: [slowest(cost(task)) for task in tasks] for op, tasks in made.items()}
     whole = [*seconds[Op.ALL_REDUCE], *seconds[Op.PARTIAL_ALL_REDUCE]]
     return sum(map(sum, seconds.values())), max(whole, default=0.0)

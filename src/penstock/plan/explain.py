@@ -75,8 +75,9 @@ class Explanation:
     def _time(self) -> str:
         best = self.best
         reached = 100 * best.bound_s / best.predicted_s
+        of = "forward and backward" if best.plan.shape.updating is None else "the step, updates included"
         return (
-            f"{milliseconds(best.predicted_s)} predicted for forward and backward; lower bounds: "
+            f"{milliseconds(best.predicted_s)} predicted for {of}; lower bounds: "
             f"{milliseconds(best.bound_s)} for any order of these tasks ({reached:.0f} % efficiency), "
             f"{milliseconds(self.lower_bound_s)} for any plan"
         )

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 
 from penstock.cost import Workload
 from penstock.decision import Decision
+from penstock.ops.names import Op
+from penstock.ops.sums import REDUCTIONS
 from penstock.plan.problem import Problem
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
@@ -71,7 +73,8 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     """Weights W, gradients W, AdamW's moments 2 W, activations of the whole batch, buffers.
 
     W = 4 bytes x (this rank's weights outside of experts + layers x experts here x matrices x M x H / esp).
-    Guest slots count as experts here that have no moments.
+    Guest slots count as experts here that have no moments. With a sharded optimiser a rank has the moments of
+    its share: of every kind of weights one part among the ranks that sum its gradients.
     Activations are kept from forward to backward, and the sums that normalise the loss end the whole forward
     before any backward begins: cutting the batch saves none of them. Per token and layer: e (8 M + r (4 M +
     c H)), with e bytes per element, r rows per token, c = 2 for GELU and 4 for SwiGLU; a dense block e (8 M +
@@ -83,7 +86,7 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     buffers are 292 for sequential (measured 264 to 296) and moe_pipeline (247 to 256), 259 for flowmoe and
     penstock with R = 2 (242 to 287), 242 with R = 4 (244 to 257): from 10 % too little to 18 % too much.
     """
-    weights, guests = _weights_bytes(problem), _guest_bytes(problem, choice)
+    weights, guests = sum(weights_bytes(problem).values()), _guest_bytes(problem, choice)
     cut, work = problem.cut(choice), problem.workload
     per_layer = [_layer_bytes(work, cut, is_moe) for is_moe in problem.shape.moe_layers]
     microbatches = cut.microbatches
@@ -93,16 +96,28 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     return MemoryEstimate(
         weights_bytes=weights + guests,
         gradients_bytes=weights + guests,
-        optimizer_bytes=MOMENTS * weights,
+        optimizer_bytes=MOMENTS * _updated_bytes(problem),
         activations_bytes=int(sum(per_layer) + logits),
         buffers_bytes=int(max(per_layer) / microbatches + 2 * work.wire_bytes(piece_rows)),
     )
 
 
-def _weights_bytes(problem: Problem) -> int:
+def weights_bytes(problem: Problem) -> dict[str, int]:
+    """Of this rank's weights, by the op that reduces their gradients."""
     work = problem.workload
+    sizes = work.gradients_of("gather")
     experts = sum(problem.shape.moe_layers) * work.placement.slots * work.expert_bytes
-    return sum(work.all_reduce_bytes) + sum(work.partial_all_reduce_bytes) + int(experts)
+    return {op: sum(layers) for op, layers in sizes.items()} | {Op.EXPERT_ALL_REDUCE: int(experts)}
+
+
+def _updated_bytes(problem: Problem) -> int:
+    """Of the weights that this rank updates: all, or a share where a step updates by itself."""
+    weights = weights_bytes(problem)
+    if problem.shape.updating is None:
+        return sum(weights.values())
+    sharing, mesh = problem.workload.mp_size > 1, problem.workload.mesh
+    owners = {op: mesh.size(REDUCTIONS[op].axes_of(sharing=sharing)) for op in weights}
+    return sum(-(-size // owners[op]) for op, size in weights.items())
 
 
 def _guest_bytes(problem: Problem, choice: Decision) -> int:

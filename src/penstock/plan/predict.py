@@ -17,8 +17,11 @@ import numpy as np
 
 from penstock.cost import ProfiledCluster
 from penstock.decision import Decision
-from penstock.graph import Task
+from penstock.graph import Phase, Task
 from penstock.mesh import Mesh, Seconds
+from penstock.ops import Op
+from penstock.ops.optimizer import UPDATE_COPIES
+from penstock.plan.memory import weights_bytes
 from penstock.plan.problem import Problem
 from penstock.schedule import StepPlan
 from penstock.simulate import RankCost, Timeline, iteration_s, simulate
@@ -49,6 +52,17 @@ def predict_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
     draws = range(_draws(problem))
     costs = [_drawn(cost, jitter, ranks.world_size, seed) for seed in draws] if jitter else [cost]
     return float(np.mean([iteration_s(plan.schedule, plan.graph, each, ranks) for each in costs]))
+
+
+def closing_s(problem: Problem) -> float:
+    """Seconds from gradients to changed parameters: norm, clipping and AdamW, by the rate of memory.
+
+    They follow an iteration that leaves whole gradients; one that updates by itself has them among its tasks.
+    """
+    if problem.shape.updating is not None:
+        return 0.0
+    moved_bytes = UPDATE_COPIES * sum(weights_bytes(problem).values())
+    return problem.cluster.compute_s(Op.UPDATE, Phase.BACKWARD, 0.0, moved_bytes)
 
 
 def timelines(problem: Problem) -> int:

@@ -16,7 +16,7 @@ from penstock.report.timeline import duration_text, render_timeline
 from penstock.schedule import SCHEDULES, StepPlan, System, plan_step
 from penstock.simulate import LowerBound, lower_bound, overlap_efficiency, simulate
 from penstock.step import Sharing, StepShape
-from penstock.step.shape import FORM_TOKENS, ExpertForm
+from penstock.step.shape import FORM_TOKENS, ExpertForm, Updating
 from penstock.trace import Occupation, TaskRecord, occupation
 from penstock.words import counted
 
@@ -133,6 +133,8 @@ class ScheduleDescription:
         yield "pieces", _pieces_text(shape)
         if shape.moves_samples or shape.guest_slots:
             yield "placement", _placement_text(shape)
+        if shape.updating is not None:
+            yield "optimizer", _updating_text()
         yield from (("note", note) for note in self.notes)
 
     def _result(self) -> Iterator[tuple[str, str]]:
@@ -174,13 +176,15 @@ def describe_schedule(
     expert_form: ExpertForm | None = None,
     placement: PlacementConfig | None = None,
     cluster: ClusterConfig | None = None,
+    sharded_optimizer: bool = False,
     width: int = 110,
 ) -> ScheduleDescription:
     """Plan and simulate schedule `name` on a small representative step. Without `cluster`, a slow link.
 
     chunks: None = the schedule's usual; backward_chunks: None = as many as forward. sharing: on two nodes, as
-    many ranks of each as it needs; None = `usual_sharing`. placement: what moves; None = nothing. Raises
-    ConfigError for what this step cannot have.
+    many ranks of each as it needs; None = `usual_sharing`. placement: what moves; None = nothing.
+    sharded_optimizer: the step updates parameters, each rank a share, after clipping. Raises ConfigError for
+    what this step cannot have.
     """
     sharing = usual_sharing(name) if sharing is None else sharing
     _check_counts(
@@ -201,11 +205,15 @@ def describe_schedule(
     )
     asked = asked if placement is None else placement.applied(asked)
     workload = _workload(layers, microbatches, sharing, asked.form)
+    updating = Updating() if sharded_optimizer else None
+    if updating is not None:  # every rank updates all of its experts
+        own = int(workload.expert_bytes) * workload.placement.slots
+        workload = replace(workload, expert_all_reduce_bytes=(own,) * layers)
     size = -(-workload.all_reduce_bytes[0] // all_reduce_chunks)
     asked = replace(asked, all_reduce_chunk_bytes=size)
-    run = _run(asked, workload, cluster, sharing)
+    run = _run(asked, workload, cluster, sharing, updating)
     still = replace(asked, schedule=BASELINE, samples="none", experts="none")
-    baseline = _run(still, workload, cluster, sharing)
+    baseline = _run(still, workload, cluster, sharing, updating)
     return ScheduleDescription(
         name=name,
         about=_about(SCHEDULES[name]),
@@ -305,11 +313,14 @@ class _Run:
     bound: LowerBound
 
 
-def _run(asked: Decision, workload: Workload, cluster: ClusterConfig, sharing: Sharing) -> _Run:
+def _run(
+    asked: Decision, workload: Workload, cluster: ClusterConfig, sharing: Sharing, updating: Updating | None
+) -> _Run:
     def cost_of(shape: StepShape) -> StepCost:
         return StepCost(shape, workload, cluster)
 
-    shape = StepShape(moe_layers=(True,) * len(workload.all_reduce_bytes), sharing=sharing)
+    moe_layers = (True,) * len(workload.all_reduce_bytes)
+    shape = StepShape(moe_layers=moe_layers, sharing=sharing, updating=updating)
     gradients = GradientBytes(
         workload.all_reduce_bytes, workload.expert_all_reduce_bytes, workload.partial_all_reduce_bytes
     )
@@ -359,6 +370,13 @@ def _placement_text(shape: StepShape) -> str:
     samples = ["samples get new homes in every MoE layer"] if shape.moves_samples else []
     slots = f"every rank hosts up to {counted(shape.guest_slots, 'expert')} of others per MoE layer"
     return "; ".join([*samples, *([slots] if shape.guest_slots else [])])
+
+
+def _updating_text() -> str:
+    return (
+        "every rank owns a share of what is replicated: gradients are summed in shares (RA), the norm (NM) "
+        "clips them, shares are updated (OA; all of a rank's experts: OX), and gathered (PA) by the next step"
+    )
 
 
 def _pieces_text(shape: StepShape) -> str:

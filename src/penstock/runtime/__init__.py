@@ -5,6 +5,7 @@ from penstock.runtime.expert_parallel.exchange import ExpertParallel, expert_par
 from penstock.runtime.gradients.clip import clip_grad_norm_
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.parts import BlockParts, ModelParts
+from penstock.runtime.sharded.adamw import ShardedAdamW
 from penstock.runtime.stack import Machinery, PipelinedStack
 from penstock.runtime.statistics import StepStatistics
 
@@ -18,6 +19,7 @@ __all__ = [
     "ParameterMismatchError",
     "PipelinedStack",
     "ScheduleMismatchError",
+    "ShardedAdamW",
     "StepContext",
     "StepStatistics",
     "TaskError",

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from penstock.graph import Graph
 from penstock.runtime.errors import TaskError
 from penstock.runtime.handlers import Inputs, Missing
 from penstock.runtime.lanes import LaneError, Lanes, Ran
@@ -30,6 +31,11 @@ class Execution:
         self._times: list[Callable[[], list[Ran]]] = []
         self._next = 0
         self._origin_s = time.perf_counter()
+
+    @property
+    def graph(self) -> Graph:
+        """All tasks of the iteration."""
+        return self._plan.graph
 
     def run(self) -> None:
         """Run the next span. Raises TaskError naming the task that failed."""

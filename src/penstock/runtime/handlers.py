@@ -32,6 +32,7 @@ from penstock.runtime.parts import ModelParts
 from penstock.runtime.passengers import Passengers, part_of
 from penstock.runtime.sample_moving import Relocation
 from penstock.runtime.segment import AnySegment
+from penstock.runtime.sharded.updates import Updates
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.transport import Transports
 
@@ -115,7 +116,7 @@ class StepContext:
     loss_gradient: known when the backward half begins. total, marks_total: known when the statistics task
     has run. loads_PYE, sample_loads: when the loads task has, if the step has one: choices by rank, MoE layer
     and expert; those of this rank's samples.
-    plans: what to host next, when ranks have compared it.
+    plans: what to host next, when ranks have compared it. updates: of a step that updates parameters itself.
     """
 
     parts: ModelParts
@@ -144,6 +145,13 @@ class StepContext:
     loads_PYE: Tensor | None = None
     plans: Plans | None = None
     sample_loads: LayerLoads = ()
+    updates: Updates | None = None
+
+    @property
+    def updating(self) -> Updates:
+        """What the tasks of a sharded optimiser work on."""
+        assert self.updates is not None, "a step that updates is run with an optimizer"
+        return self.updates
 
     def batch_of(self, task: Task) -> Batch:
         """The batch with the tokens that the task has: this rank's, or all of its samples'."""

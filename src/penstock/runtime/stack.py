@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -39,8 +39,10 @@ from penstock.runtime.checks.misuse import (
     check_no_checkpoint,
     check_no_data_parallel,
     check_not_sharded,
+    check_updates,
     refuse_data_parallel,
     refuse_pickle,
+    refuse_stale,
 )
 from penstock.runtime.checks.samples import check_sizes
 from penstock.runtime.executor import Execution
@@ -56,12 +58,14 @@ from penstock.runtime.moving import ExpertMoving
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.program import Program, Programs
 from penstock.runtime.sample_moving import Habits, Relocation, SampleMoving
+from penstock.runtime.sharded.updates import Updates
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.step import Step
 from penstock.runtime.transport import Transports
 from penstock.schedule import StepPlan
 from penstock.sharding import mark_shards
 from penstock.step import StepShape
+from penstock.step.shape import Updating
 from penstock.topology import Control, Layout
 from penstock.trace import TaskRecord
 
@@ -94,6 +98,7 @@ class PipelinedStack(nn.Module):
     own and runs on the same machinery. Expert parameters carry `allreduce = False`, as Megatron and DeepSpeed
     mark them: they belong to this rank (and to the `edp` replicas), not to everybody. moving: how the guests
     of the next step are planned, where the plan has guest slots; `host.moving` may be exchanged on all ranks.
+    updating: steps update parameters themselves, for a `ShardedAdamW`.
     """
 
     parts: ModelParts
@@ -110,10 +115,15 @@ class PipelinedStack(nn.Module):
         moving: ExpertMoving | None = None,
         sample_moving: SampleMoving | None = None,
         gathers_loads: bool = False,
+        updating: Updating | None = None,
     ) -> None:
         super().__init__()
         self.model, self.moe, self.machinery, self.seed = model, moe, machinery, seed
+        replicas = machinery.layout.edp_size > 1
+        self._updating = None if updating is None else replace(updating, replicas=replicas)
         self._gathers_loads = gathers_loads
+        self.updates: Updates | None = None
+        self.register_state_dict_pre_hook(refuse_stale)
         # Usually `parts` is `model` itself: registered a second time, every parameter would have two names.
         object.__setattr__(self, "parts", parts)
         check_shards(model, parts, machinery.layout)
@@ -138,6 +148,8 @@ class PipelinedStack(nn.Module):
 
     def adopt(self, plan: StepPlan) -> StepPlan:
         """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ."""
+        if self.updates is not None:
+            self.updates.flush(self.plan.graph)
         plan.schedule.check(plan.graph)
         check_agreement(plan, self.machinery.control)
         self.machinery.transports.open((task.lane, task.axes) for task in plan.graph.tasks if task.axes)
@@ -199,6 +211,7 @@ class PipelinedStack(nn.Module):
         """
         training = torch.is_grad_enabled() and self.training
         if training:
+            check_updates(self._updating, self.updates)
             check_no_checkpoint()
             check_no_data_parallel(self.model)
         self._take_up_changes()
@@ -217,6 +230,15 @@ class PipelinedStack(nn.Module):
         """When every task of the last step ran on this rank."""
         return self.execution.records(step) if self.execution else []
 
+    def settle(self) -> None:
+        """Take up what was done to the model and the plan, in the shares of a sharded optimiser, too.
+
+        All ranks must call it; a step does it by itself.
+        """
+        self._take_up_changes()
+        if self.updates is not None:
+            self.updates.settle(self.buckets, self.plan.shape)
+
     def close(self) -> None:
         """End the lanes' threads."""
         self.machinery.lanes.close()
@@ -230,6 +252,7 @@ class PipelinedStack(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A stack with a copy of the model, on the same machinery: for averages of weights, say."""
+        refuse_stale(self)
         machinery = self.machinery
         shared = (
             machinery,
@@ -243,8 +266,8 @@ class PipelinedStack(nn.Module):
             memo[id(kept)] = kept
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        of_a_step = {"execution": None, "statistics": None, "gradients": None, "host": self.host.copy()}
-        copied.__dict__.update(copy.deepcopy({**self.__dict__, **of_a_step}, memo))
+        of_a_step = dict.fromkeys(("execution", "statistics", "gradients", "updates"))
+        copied.__dict__.update(copy.deepcopy({**self.__dict__, **of_a_step, "host": self.host.copy()}, memo))
         layout, device = self.machinery.layout, self.machinery.device
         copied.gradients = Gradients(copied.model, copied.parts, layout, device, copied._shape)
         return copied
@@ -280,7 +303,7 @@ class PipelinedStack(nn.Module):
         """The uncut shape of a step of the layers that there are now."""
         check_layers(self.moe_layers, self.moe, self.machinery.layout)
         sharing = sharing_of(self.machinery.layout, self.moe.aux_loss_group)
-        return shape_of(self.moe_layers, sharing, gathers_loads=self._gathers_loads)
+        return shape_of(self.moe_layers, sharing, gathers_loads=self._gathers_loads, updating=self._updating)
 
     @property
     def moe_layers(self) -> list[MoELayer | None]:

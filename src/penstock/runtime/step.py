@@ -28,7 +28,7 @@ class Step:
 
     def __init__(self, stack: PipelinedStack, batch: Batch, training: bool) -> None:
         self.stack, self.training, self.finished = stack, training, False
-        machinery, shape = stack.machinery, stack.plan.shape
+        machinery, self.shape = stack.machinery, stack.plan.shape
         self.buckets = stack.buckets
         at_once = self.buckets.at_once
         layout = machinery.layout
@@ -45,7 +45,7 @@ class Step:
             segment=partial(Segment, machinery.device) if training else PassThrough,
             autocast=machinery.autocast,
             wire_dtype=machinery.autocast_dtype,
-            degrees=shape.transfer_degrees,
+            degrees=self.shape.transfer_degrees,
             weights=partial(WeightGradients, at_once) if stack.plan.weights_apart else AutogradWeights,
             host=stack.host,
             lodging=self.lodging,
@@ -55,6 +55,7 @@ class Step:
             marks=with_samples(stack.gradients.to_sum, batch, layout),
             relocation=stack.relocation,
             training=training,
+            updates=stack.updates,
         )
         program = stack.program(training=training)
         self.execution = Execution(stack.plan, program, machinery.lanes, self.context, machinery.layout.rank)
@@ -98,6 +99,8 @@ class Step:
             raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
         self.finished = True
         self.context.loss_gradient = loss_gradient
+        if self.context.updates is not None:
+            self.context.updates.begin(self.buckets, self.shape)
         buckets = (*self.buckets.all, self.stack.gradients.watched())
         for bucket in buckets:
             bucket.begin()
@@ -106,9 +109,12 @@ class Step:
         replaced = [parameter for bucket in buckets for parameter in bucket.finish()]
         if replaced:
             raise_replaced(self.stack.gradients.name_of(replaced[0]))
-        _fill_missing(self.stack.gradients.experts())
         statistics = self.context.total
         assert statistics is not None, "backward follows this step's forward"
+        if self.context.updates is None:
+            _fill_missing(self.stack.gradients.experts())
+        else:
+            self.context.updates.end(self.execution.graph, statistics.loss)
         self._count_choices(statistics)
         if self.context.loads_PYE is not None:
             self.stack.loads.add(self.context.loads_PYE, self.context.sample_loads)

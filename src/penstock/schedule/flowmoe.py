@@ -9,7 +9,7 @@ from penstock.decision import Decision, GradientBytes
 from penstock.graph import Graph, Task
 from penstock.schedule.freeze import Cost, freeze
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.system import System, is_all_reduce, pieces_of
+from penstock.schedule.system import System, lateness, pieces_of
 from penstock.step import StepShape
 
 
@@ -52,5 +52,5 @@ class FlowMoE(System):
 
 
 def all_to_all_first(task: Task) -> tuple[float, ...]:
-    """Among ready tasks of a lane: program order, every all-reduce chunk after everything else."""
-    return (int(is_all_reduce(task)),)
+    """Among ready tasks of a lane: program order, then all-reduce chunks, then updates."""
+    return (lateness(task),)

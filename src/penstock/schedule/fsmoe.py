@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.decision import TAIL, Decision, GradientBytes, Partition, Portion, Slot
-from penstock.graph import Graph, Name, Phase, Task
+from penstock.graph import Graph, Task
 from penstock.ops import Op
+from penstock.ops.sums import reduced
 from penstock.schedule.freeze import Cost
 from penstock.schedule.gaps import dense_gap, reduce_in_gaps
 from penstock.schedule.schedule import Schedule
@@ -81,7 +82,7 @@ def next_gap(moe_layers: tuple[bool, ...], all_reduce_bytes: tuple[int, ...]) ->
 def _as_cut(graph: Graph) -> Partition:
     """The partition by which the gradients of a graph were cut, where no other was given."""
     layers = 1 + max(task.layer for task in graph.tasks)
-    size = {task.layer: sum(task.cut.parts) for task in graph.tasks if task.op == Op.ALL_REDUCE}
+    size = {task.layer: sum(task.cut.parts) for task in graph.tasks if reduced(task.op) == Op.ALL_REDUCE}
     chunked = {task.layer for task in graph.tasks if task.chunk is not None}
     moe_layers = tuple(layer in chunked for layer in range(layers))
     return next_gap(moe_layers, tuple(size.get(layer, 0) for layer in range(layers)))
@@ -90,14 +91,14 @@ def _as_cut(graph: Graph) -> Partition:
 def _gaps(graph: Graph, partition: Partition) -> dict[Slot, list[Task]]:
     """Which reductions go into which gap, higher layers first."""
     gaps: dict[Slot, list[Task]] = {}
+    replicated = {(t.layer, t.piece): t for t in graph.tasks if reduced(t.op) == Op.ALL_REDUCE}
     for layer in reversed(range(len(partition.portions))):
         for piece, portion in enumerate(partition.portions[layer]):
             slot = TAIL if portion.slot.part == "tail" else portion.slot
-            name = Name(layer, Op.ALL_REDUCE, Phase.BACKWARD, piece=piece)
-            gaps.setdefault(slot, []).append(graph.by_name[name])
+            gaps.setdefault(slot, []).append(replicated[layer, piece])
     for task in graph.tasks:
-        if task.op == Op.EXPERT_ALL_REDUCE:
+        if reduced(task.op) == Op.EXPERT_ALL_REDUCE:
             gaps.setdefault(dense_gap(task.layer), []).append(task)
-        elif task.op == Op.PARTIAL_ALL_REDUCE:
+        elif reduced(task.op) == Op.PARTIAL_ALL_REDUCE:
             gaps.setdefault(dense_gap(task.layer - 1), []).append(task)
     return gaps

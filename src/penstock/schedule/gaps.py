@@ -8,7 +8,7 @@ from penstock.decision import TAIL, Slot
 from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
 from penstock.ops import Op
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.system import is_all_reduce
+from penstock.schedule.system import is_all_reduce, lateness
 
 
 def dense_gap(layer: int) -> Slot:
@@ -25,11 +25,14 @@ def reduce_in_gaps(name: str, graph: Graph, gaps: Mapping[Slot, Sequence[Task]])
     for slot in gaps:
         if slot.part == "moe" and slot.layer not in chunked:
             raise ScheduleError(f"layer {slot.layer} is dense: there is no gap between its all-to-alls")
-    tasks = [task for task in graph.tasks if not is_all_reduce(task)]
+    tasks = [task for task in graph.tasks if not lateness(task)]
     lanes = {lane: [task for task in tasks if task.lane is lane] for lane in Lane}
     lanes[Lane.INTER] = list(
         _with_reductions(lanes[Lane.INTER], 1 + max(task.layer for task in graph.tasks), dict(gaps))
     )
+    for task in graph.tasks:  # what an optimiser does when gradients are summed
+        if lateness(task) and not is_all_reduce(task):
+            lanes[task.lane].append(task)
     return Schedule(name, {lane: tuple(order) for lane, order in lanes.items() if order})
 
 

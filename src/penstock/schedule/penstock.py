@@ -11,7 +11,7 @@ from penstock.schedule.flowmoe import FlowMoE, all_to_all_first
 from penstock.schedule.freeze import Cost, freeze, slowest
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search import search
-from penstock.schedule.system import is_all_reduce
+from penstock.schedule.system import lateness
 from penstock.step import StepShape
 
 LEAST_EVALUATIONS, MOST_EVALUATIONS, MOST_PLACEMENTS = 60, 3000, 600_000
@@ -73,7 +73,7 @@ def _starts(graph: Graph, cost: Cost) -> list[dict[Task, float]]:
         for apart in APART
     ]
     published = {
-        task: whole_s * is_all_reduce(task) + 1e-6 * whole_s * graph.position[task] for task in graph.tasks
+        task: whole_s * lateness(task) + 1e-6 * whole_s * graph.position[task] for task in graph.tasks
     }
     return [*staggered, published]
 

@@ -9,7 +9,9 @@ from penstock.config import ConfigError
 from penstock.decision import Decision, GradientBytes
 from penstock.decision.record import READERS
 from penstock.graph import Graph, Lane, Task
-from penstock.ops.sums import REDUCTIONS
+from penstock.ops import Op
+from penstock.ops.optimizer import UPDATES
+from penstock.ops.sums import REDUCTIONS, reduced
 from penstock.schedule.freeze import Cost
 from penstock.schedule.schedule import Schedule
 from penstock.step import StepShape
@@ -85,7 +87,17 @@ def whole(total_bytes: tuple[int, ...]) -> tuple[int, ...]:
 
 def is_all_reduce(task: Task) -> bool:
     """Whether the task synchronises gradients, of whatever kind."""
-    return task.op in REDUCTIONS
+    return reduced(task.op) != ""
+
+
+def lateness(task: Task) -> int:
+    """0 for a task of the model, 1 for one that synchronises gradients or their norm, 2 for an update.
+
+    Where tasks compete, those with less go first: the model's own are on the way of all others.
+    """
+    if task.op in UPDATES:
+        return 2
+    return int(is_all_reduce(task) or task.op == Op.NORM)
 
 
 def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:
@@ -95,8 +107,9 @@ def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:
     slip under the computation. That is what plain expert parallelism does. (Where layer 0 has nothing to
     reduce, the first all-reduce may start one block early.)
     """
-    tasks = [task for task in graph.tasks if not is_all_reduce(task)]
+    tasks = [task for task in graph.tasks if not lateness(task)]
     last = [task for task in graph.tasks if is_all_reduce(task)]
-    tasks += sorted(last, key=lambda task: (task.layer, list(REDUCTIONS).index(task.op)))
+    tasks += sorted(last, key=lambda task: (task.layer, list(REDUCTIONS).index(reduced(task.op))))
+    tasks += [task for task in graph.tasks if lateness(task) and not is_all_reduce(task)]
     orders = {lane: tuple(task for task in tasks if task.lane is lane) for lane in Lane}
     return Schedule(name, {lane: order for lane, order in orders.items() if order})

@@ -24,6 +24,7 @@ from penstock.step.passes import (
     RepeatedRows,
     SampleMoves,
     Settle,
+    ShardedOptimizer,
     SimultaneousPair,
     TensorParallel,
     Transpose,
@@ -57,7 +58,10 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
             shards = shape.sharing.esp_size > 1
             found.append(PlannedGuests(Group.EXPERT_SHARDS if shards else Group.EXPERT))
     parts = {op: [shape.parts_of(layer, op) for layer in range(shape.num_layers)] for op in REDUCTIONS}
-    found.append(GradientPieces(parts, shape.sharing.mp_size > 1))
+    updating = shape.updating
+    found.append(GradientPieces(parts, shape.sharing.mp_size > 1, scatters=updating is not None))
+    if updating is not None:
+        found.append(ShardedOptimizer(updating.clips, updating.replicas))
     found.append(Settle())
     return tuple(found)
 

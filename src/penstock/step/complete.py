@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from penstock.graph import Graph, Phase, ScheduleError, Task
 from penstock.ops import Backward, spec_of
-from penstock.ops.sums import REDUCTIONS
+from penstock.ops.sums import REDUCTIONS, reduced
 from penstock.step.shape import StepShape
 
 GRADIENT = "d_"
@@ -85,7 +85,7 @@ def _check_reduced(graph: Graph, shape: StepShape) -> None:
 def _check_axes(graph: Graph, *, sharing: bool) -> None:
     """A sum over fewer ranks would leave the others with their own; over more, count experts twice."""
     for task in graph.tasks:
-        reduction = REDUCTIONS.get(task.op)
+        reduction = REDUCTIONS.get(reduced(task.op))
         wanted_axes = () if reduction is None else reduction.axes_of(sharing=sharing)
         if reduction is not None and task.axes != wanted_axes:
             met, wanted = " x ".join(task.axes) or "no axis", " x ".join(wanted_axes)

@@ -58,6 +58,15 @@ class Sharing:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Updating:
+    """That a step updates parameters itself, of which every rank owns a share. clips: by the norm, for which
+    every update waits. replicas: whether experts have any; else each rank owns all of its experts."""
+
+    clips: bool = True
+    replicas: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepShape:
     """What decides which tasks exist.
 
@@ -80,7 +89,8 @@ class StepShape:
     moves_samples: combine takes whole samples to new homes (NetMoE). guest_slots: experts of other ranks that
     every rank has room for in every MoE layer (Pro-Prophet); 0 = experts stay. guest_pieces: into which their
     parameters and gradients are cut on their way. gathers_loads: ranks tell each other once per step how
-    many rows of theirs went to each expert.
+    many rows of theirs went to each expert. updating: how the step updates parameters; None = it does not,
+    and leaves the sums of all gradients on every rank.
     """
 
     moe_layers: tuple[bool, ...]
@@ -102,6 +112,7 @@ class StepShape:
     guest_slots: int = 0
     guest_pieces: int = 1
     gathers_loads: bool = False
+    updating: Updating | None = None
     more: tuple[Pass, ...] = ()
 
     def __post_init__(self) -> None:

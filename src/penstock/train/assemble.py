@@ -16,7 +16,7 @@ from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
 from penstock.moe.experts.base import ExpertShard
 from penstock.placing import find_planner
-from penstock.runtime import Machinery, PipelinedStack
+from penstock.runtime import Machinery, PipelinedStack, ShardedAdamW
 from penstock.runtime.checks.layers import shape_of, sharing_of
 from penstock.runtime.gradients.assignment import sizes_bytes
 from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
@@ -25,8 +25,10 @@ from penstock.runtime.sample_moving import NetMoE, SampleMoving
 from penstock.runtime.transport import build_transports
 from penstock.schedule import StepPlan, plan_step
 from penstock.step import StepShape
+from penstock.step.shape import Updating
 from penstock.topology import Control, Layout, ParallelConfig
 from penstock.train.config import Precision, RunConfig
+from penstock.train.optimizer import OptimizerConfig, build_adamw, groups_of, initialise_state
 
 
 def build_machinery(
@@ -76,6 +78,7 @@ def build_stack(
         seed=config.train.seed,
         sample_moving=SampleMoving(NetMoE(placement.solver), placement.prediction),
         gathers_loads=base_shape(config, layout).gathers_loads,
+        updating=updating_of(config.optimizer, layout),
         moving=moving or _assumed_moving(config, layout),
     )
 
@@ -92,7 +95,9 @@ def _assumed_moving(config: RunConfig, layout: Layout) -> ExpertMoving | None:
     choice = config.schedule.decision(dispatch_of(config.moe), config.placement)
     if choice.experts == "none":
         return None
-    sizes = workload(config, layout, gradient_bytes(config.model, config.moe, layout))
+    sizes = workload(
+        config, layout, gradient_bytes(config.model, config.moe, layout, sharded=config.optimizer.sharded)
+    )
     return expert_moving(
         config.placement, choice, StepCost(base_shape(config, layout), sizes, config.cluster)
     )
@@ -165,18 +170,45 @@ def base_shape(config: RunConfig, layout: Layout) -> StepShape:
         shared_experts=config.moe.shared_ffn_hidden_size > 0,
         sharing=sharing_of(layout, config.moe.aux_loss_group),
         gathers_loads=config.output.loads and any(moe_layers),
+        updating=updating_of(config.optimizer, layout),
     )
 
 
-def gradient_bytes(model: ModelConfig, moe: MoEConfig, layout: Layout) -> GradientBytes:
-    """Bytes of every layer's gradients that are reduced, by kind.
+def updating_of(config: OptimizerConfig, layout: Layout) -> Updating | None:
+    """How steps update parameters themselves; None where the optimiser does, between steps."""
+    if not config.sharded:
+        return None
+    return Updating(clips=config.clip_grad_norm is not None, replicas=layout.edp_size > 1)
+
+
+def build_optimizer(stack: PipelinedStack, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW over the trained parameters of a stack that was built for it: whole, or a share on every rank."""
+    named = list(stack.model.named_parameters())
+    if not config.sharded:
+        optimizer = build_adamw(named, config)
+        initialise_state(optimizer)
+        return optimizer
+    return ShardedAdamW(
+        stack,
+        groups_of(named, config),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        max_norm=config.clip_grad_norm,
+    )
+
+
+def gradient_bytes(
+    model: ModelConfig, moe: MoEConfig, layout: Layout, *, sharded: bool = False
+) -> GradientBytes:
+    """Bytes of every layer's gradients that are reduced, by kind; if a step updates, of all that it updates.
 
     Read off the real model, built without memory for its weights.
     """
     with torch.device("meta"):
         parts = model_of(model, moe, layout)
     shape = shape_of([part.moe for part in parts.parts], sharing_of(layout, moe.aux_loss_group))
-    return sizes_bytes(parts, parts, shape, replicas=layout.edp_size > 1)
+    return sizes_bytes(parts, parts, shape, replicas=sharded or layout.edp_size > 1)
 
 
 def pick_device(local_rank: int) -> torch.device:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.config import ConfigError
-from penstock.runtime import PipelinedStack
+from penstock.runtime import PipelinedStack, ShardedAdamW
 from penstock.sharding import Sharding, shardings_of
 from penstock.topology import Control
 from penstock.topology.blame import explain, reason
@@ -34,12 +34,12 @@ from penstock.train.storage.files import DamagedError, make_durable
 from penstock.train.storage.held import Held
 from penstock.train.storage.joining import Joining
 from penstock.train.storage.old_format import METADATA, OldShards
+from penstock.train.storage.owned import AnyHeld, MomentsOf, ShareMoments, WholeMoments
 from penstock.train.storage.record import RECORD, Record
 from penstock.train.storage.shards import SUFFIX, Shards, ShardWriter
 from penstock.train.storage.stored import Entry, Stored, StoredReader
 from penstock.train.storage.sums import SUMS, compare, digest_of, read_sums, write_sums
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "train.step"
 PREFIX, UNFINISHED, DAMAGED = "step-", ".unfinished-", "damaged-"
 
@@ -90,6 +90,9 @@ class Checkpoints:
         self.folder, self.stack, self.optimizer, self.keep = folder, stack, optimizer, keep
         self.identity, self.settings = dict(identity), settings
         self._control = stack.machinery.control
+        self._moments: MomentsOf = WholeMoments(optimizer)
+        if isinstance(optimizer, ShardedAdamW):
+            self._moments = ShareMoments(stack, optimizer)
 
     # ---- saving --------------------------------------------------------------------------------------------
 
@@ -177,7 +180,7 @@ class Checkpoints:
         self._together(purpose, lambda: self._accept(path, state))
         return step_of(path)
 
-    def _check_fits(self, path: Path, state: Mapping[str, Held], saved: Mapping[str, Entry]) -> None:
+    def _check_fits(self, path: Path, state: Mapping[str, AnyHeld], saved: Mapping[str, Entry]) -> None:
         """Name, on all ranks, the first tensor that the checkpoint lacks, has otherwise, or has unasked."""
         purpose = "comparing the checkpoint with the model"
         everyone = {name for names in self._control.gather(list(state), purpose) for name in names}
@@ -188,7 +191,7 @@ class Checkpoints:
             hint = "Train with the configuration saved beside it (config.toml), or choose another output.dir."
             raise ConfigError("train.resume", True, why, hint)
 
-    def _accept(self, path: Path, state: Mapping[str, Held]) -> None:
+    def _accept(self, path: Path, state: Mapping[str, AnyHeld]) -> None:
         """Judge what has been read: without it, what comes next would be nonsense."""
         step, broken = int(state[STEP].tensor), first_not_finite(_tensors(state))
         if step != step_of(path):
@@ -208,9 +211,10 @@ class Checkpoints:
 
     # ---- the state -----------------------------------------------------------------------------------------
 
-    def _state(self) -> dict[str, Held]:
+    def _state(self) -> dict[str, AnyHeld]:
         """Everything that belongs to the run, as views: loading writes through them."""
-        state = {_generator_name(self._control.rank): Held(torch.get_rng_state())}
+        self._moments.settle()
+        state: dict[str, AnyHeld] = {_generator_name(self._control.rank): Held(torch.get_rng_state())}
         model, shardings = self.stack.model, shardings_of(self.stack.model)
         kept = model.state_dict().keys()
         for name, buffer in model.named_buffers():
@@ -219,22 +223,21 @@ class Checkpoints:
         for name, parameter in model.named_parameters():
             sharding = shardings.get(name)
             state |= self._named(f"model.{name}", parameter.data, sharding)
-            moments = self.optimizer.state.get(parameter)
-            if moments:  # a frozen parameter has none
-                state[f"optimizer.{name}.step"] = Held(moments["step"])
-                for moment in MOMENTS:
-                    state |= self._named(f"optimizer.{name}.{moment}", moments[moment], sharding)
+            state |= self._moments.held(name, parameter, sharding, self._split)
         return state
 
-    def _named(self, name: str, tensor: Tensor, sharding: Sharding | None) -> dict[str, Held]:
+    def _named(self, name: str, tensor: Tensor, sharding: Sharding | None) -> dict[str, AnyHeld]:
+        return {logical: Held(part, sharding) for logical, part in self._split(name, tensor)}
+
+    def _split(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         if ".experts." not in name:
-            return {name: Held(tensor, sharding)}
+            return [(name, tensor)]
         layer = int(name.split(".blocks.", 1)[1].split(".", 1)[0])
         moe = self.stack.parts.parts[layer].moe
         assert moe is not None, name
-        return {logical: Held(part, sharding) for logical, part in moe.by_number(name, tensor)}
+        return moe.by_number(name, tensor)
 
-    def _check_finite(self, state: Mapping[str, Held], purpose: str) -> None:
+    def _check_finite(self, state: Mapping[str, AnyHeld], purpose: str) -> None:
         mine = first_not_finite(_tensors(state))
         found = self._control.gather(mine, "checking that all numbers are finite")
         for rank, name in enumerate(found):
@@ -346,23 +349,23 @@ def _generator_name(rank: int) -> str:
     return f"generator.rank{rank}"
 
 
-def _tensors(state: Mapping[str, Held]) -> dict[str, Tensor]:
+def _tensors(state: Mapping[str, AnyHeld]) -> dict[str, Tensor]:
     return {name: held.tensor for name, held in state.items()}
 
 
-def _stand_ins(state: Mapping[str, Held]) -> dict[str, Tensor]:
+def _stand_ins(state: Mapping[str, AnyHeld]) -> dict[str, Tensor]:
     return {name: held.stand_in for name, held in state.items()}
 
 
-def _misfits(state: Mapping[str, Held], saved: Mapping[str, Entry], everyone: set[str]) -> Iterator[str]:
+def _misfits(state: Mapping[str, AnyHeld], saved: Mapping[str, Entry], everyone: set[str]) -> Iterator[str]:
     for name, held in state.items():
         entry = saved.get(name)
         if entry is None:
             yield f"{name} is missing in it"
         elif entry.shape != held.shape:
             yield f"{name} has shape {list(entry.shape)} there and {list(held.shape)} here"
-        elif entry.dtype != held.tensor.dtype:
-            yield f"{name} has numbers of type {entry.dtype} there and {held.tensor.dtype} here"
+        elif entry.dtype != held.stand_in.dtype:
+            yield f"{name} has numbers of type {entry.dtype} there and {held.stand_in.dtype} here"
     for name in saved.keys() - everyone:
         if not name.startswith("generator"):  # of a rank that this run does not have
             yield f"{name} exists there and not here"

@@ -15,8 +15,8 @@ from penstock.moe import MoEConfig
 from penstock.topology import Layout
 from penstock.train.assemble import model_of
 
-STATE_COPIES = 4
-"""Weights, gradients and AdamW's two moments, all in float32."""
+HELD_COPIES, MOMENTS = 2, 2
+"""Weights and gradients; AdamW's moments, of which a rank may own a share. All in float32."""
 
 KEPT_COPIES = 8
 """Hidden states per token and block from forward to backward, at the least; see `plan.memory`."""
@@ -48,8 +48,15 @@ class RankMemory:
         return self.total_bytes - self.activations_bytes
 
 
-def rank_memory(model: ModelConfig, moe: MoEConfig, batch: int, layout: Layout) -> RankMemory:
-    """The estimate for one rank; costs milliseconds, whatever the sizes. Scratch memory is not counted."""
+def rank_memory(
+    model: ModelConfig, moe: MoEConfig, batch: int, layout: Layout, *, sharded: bool = False
+) -> RankMemory:
+    """The estimate for one rank; costs milliseconds, whatever the sizes. Scratch memory is not counted.
+
+    sharded: whether the optimiser is.
+    """
+    owners, replicas = (layout.dp_size, layout.edp_size) if sharded else (1, 1)
+    copies, expert_copies = HELD_COPIES + MOMENTS / owners, HELD_COPIES + MOMENTS / replicas
     moe_layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
     sizes = [_bytes(model, moe, layout, *layers) for layers in ((1, 1), (2, 2), (2, 1))]
     (one, experts), (two, _), (mixed, _) = sizes
@@ -58,9 +65,9 @@ def rank_memory(model: ModelConfig, moe: MoEConfig, batch: int, layout: Layout) 
     tokens = min(split_sizes(model.seq_len, layout.mp_size)) if layout.tokens == "split" else model.seq_len
     hidden_bytes = batch * tokens * model.hidden_size * SMALLEST_ELEMENT_BYTES
     return RankMemory(
-        vocabulary_bytes=STATE_COPIES * ends,
-        layers_bytes=STATE_COPIES * layers,
-        experts_bytes=STATE_COPIES * moe_layers * experts,
+        vocabulary_bytes=int(copies * ends),
+        layers_bytes=int(copies * layers),
+        experts_bytes=int(expert_copies * moe_layers * experts),
         activations_bytes=KEPT_COPIES * model.num_layers * hidden_bytes,
     )
 
@@ -78,13 +85,20 @@ def _bytes(model: ModelConfig, moe: MoEConfig, layout: Layout, layers: int, expe
 
 
 def check_memory(
-    model: ModelConfig, moe: MoEConfig, batch: int, layout: Layout, *, there_bytes: int, sharing: int = 1
+    model: ModelConfig,
+    moe: MoEConfig,
+    batch: int,
+    layout: Layout,
+    *,
+    there_bytes: int,
+    sharing: int = 1,
+    sharded: bool = False,
 ) -> None:
-    """Refuse a model of which `sharing` ranks do not fit into `there_bytes`.
+    """Refuse a model of which `sharing` ranks do not fit into `there_bytes`. sharded: the optimiser is.
 
     Raises ConfigError that names the setting which takes most.
     """
-    need = rank_memory(model, moe, batch, layout)
+    need = rank_memory(model, moe, batch, layout, sharded=sharded)
     if sharing * need.total_bytes <= there_bytes:
         return
     parts: dict[str, tuple[int, int]] = {
@@ -100,9 +114,10 @@ def check_memory(
         f"{_gib(need.state_bytes)}, activations {_gib(need.activations_bytes)}), and there are "
         f"{_gib(there_bytes)} in all"
     )
+    spare = "" if sharded else ", or share moments (optimizer.sharded)"
     hint = (
         "Make the model or the batch smaller, or share it among more devices (parallel.mp_size, ep_size, "
-        "esp_size)."
+        f"esp_size){spare}."
     )
     raise ConfigError(key, parts[key][0], why, hint)
 

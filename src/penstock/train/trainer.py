@@ -23,16 +23,15 @@ from penstock.runtime.checks.agree import check_layouts
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.trace import TaskRecord, occupation
-from penstock.train.assemble import build_machinery, build_stack
+from penstock.train.assemble import build_machinery, build_optimizer, build_stack
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
-from penstock.train.clip import clip_grad_norm
 from penstock.train.config import RunConfig
 from penstock.train.evaluate import batch_loss, evaluate
 from penstock.train.fits import check_memory, device_bytes
 from penstock.train.health import ADVICE, DivergedError, StepGuard, forget_choices
 from penstock.train.loads import LoadBook, expert_loads, with_loads
 from penstock.train.metrics import MetricsWriter, StepMetrics
-from penstock.train.optimizer import build_adamw, initialise_state, learning_rate, set_learning_rate
+from penstock.train.optimizer import learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, keep_config
 from penstock.train.pilot import MakePilot, Ranks
 from penstock.train.progress import Progress
@@ -42,6 +41,7 @@ from penstock.train.source import open_source
 from penstock.train.stopping import StopRequests
 from penstock.train.summarise import summarise
 from penstock.train.tracing import StepAnalysis, analyse
+from penstock.train.update import build_update
 
 ANALYSED_STEPS = 2
 PLAN_DIGITS = 8
@@ -81,7 +81,8 @@ class Trainer:
         )
         check_layouts(self.layout, config.data.batch_per_device, control)
         batch, there = config.data.batch_per_device, device_bytes(device)
-        check_memory(config.model, config.moe, batch, self.layout, there_bytes=there)
+        sharded = config.optimizer.sharded
+        check_memory(config.model, config.moe, batch, self.layout, there_bytes=there, sharded=sharded)
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
         self.on_step = on_step
         self.source = open_source(config, self.layout, control, scans=info.local_rank == 0)
@@ -90,8 +91,8 @@ class Trainer:
         self.stack = build_stack(config, machinery, plan=self.pilot.plan, moving=self.pilot.moving)
         self.pilot.take_over(self.stack)
         self.guard = StepGuard(self.control, config.train.max_skipped_steps)
-        self.optimizer = build_adamw(self.stack.model.named_parameters(), config.optimizer)
-        initialise_state(self.optimizer)
+        self.optimizer = build_optimizer(self.stack, config.optimizer)
+        self.update = build_update(self.stack, self.optimizer, config.optimizer)
         self.checkpoints = Checkpoints(
             checkpoints_folder(config),
             self.stack,
@@ -145,27 +146,24 @@ class Trainer:
 
     def _step(self, step: int) -> StepMetrics:
         """One optimiser step; `step` counts from 0."""
-        optimizer = self.config.optimizer
-        rate = learning_rate(optimizer, step, self.config.train.steps)
+        rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
         set_learning_rate(self.optimizer, rate)
         batch = self.source.stream.batch(step)
         start_s = time.perf_counter()
         loss = batch_loss(self.stack, batch)
-        loss.backward()
-        with self.control.naming(f"the gradient norm of step {step + 1}"):
-            norm = clip_grad_norm(self.stack, optimizer.clip_grad_norm)
+        norm = self.update.backward(loss, step + 1)
         norm_value, loss_value = float(norm), float(loss.detach())  # on a GPU the host waits here
         accepted = self.guard.accepts(step + 1, loss_value, norm_value)
+        self.update.apply(accepted=accepted)
         if accepted:
-            self.optimizer.step()
             update_expert_biases(self.stack)
         else:
             self._skip(step + 1, loss_value, norm_value)
-        self.optimizer.zero_grad(set_to_none=True)
         iteration_s = time.perf_counter() - start_s
         records = self.stack.records(step + 1)
         self.recent.append(records)
         if self.on_step is not None:
+            self.update.flush()  # it may look at the model
             assert self.stack.statistics is not None, "a step has ended"
             self.on_step(step + 1, self.stack.statistics)
         self.routing.record(step + 1, self.stack)

@@ -20,7 +20,9 @@ def build_virtual(config: RunConfig, virtual: VirtualConfig, machinery: Machiner
     """
     layout = machinery.layout
     shape = base_shape(config, layout)
-    work = workload(config, layout, gradient_bytes(config.model, config.moe, layout))
+    work = workload(
+        config, layout, gradient_bytes(config.model, config.moe, layout, sharded=config.optimizer.sharded)
+    )
     return VirtualStack(
         shape,
         work,

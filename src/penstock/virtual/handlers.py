@@ -9,17 +9,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.cost import RoutedCost, Workload
+from penstock.cost import RoutedCost, Workload, split_sizes
 from penstock.cost.moves import ROW_MOVES, TOKEN_MOVES, Move
 from penstock.cost.placed_moves import PLACEMENT_MOVES
 from penstock.graph import Graph, Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import OPS, Kind, Op
-from penstock.ops.sums import REDUCTIONS
+from penstock.ops.optimizer import GATHERS
+from penstock.ops.sums import REDUCTIONS, SCATTERS
 from penstock.runtime.checks.marks import FIELDS
 from penstock.runtime.handlers import NOTHING, Handler, Handlers, Inputs, Outputs
 from penstock.runtime.statistics import HEADER
-from penstock.runtime.transport import Transports
+from penstock.runtime.transport import Transport, Transports
 
 COMMUNICATION_LANES = (Lane.INTER, Lane.INTRA)
 MOVES = (*ROW_MOVES, *TOKEN_MOVES, *PLACEMENT_MOVES)
@@ -139,6 +140,30 @@ class VirtualHandlers:
         transport.all_gather(self.buffers.loads, [1] * transport.size(task.axes), task.axes)
         return NOTHING
 
+    def scatter_gradients(self, task: Task, inputs: Inputs) -> Outputs:
+        del inputs
+        mine, sizes, transport = self._piece(task)
+        transport.all_to_all(mine, sizes, [sizes[transport.place(task.axes)]] * len(sizes), task.axes)
+        return NOTHING
+
+    def gather_parameters(self, task: Task, inputs: Inputs) -> Outputs:
+        del inputs
+        mine, sizes, transport = self._piece(task)
+        transport.all_gather(mine[: sizes[transport.place(task.axes)]], sizes, task.axes)
+        return NOTHING
+
+    def sum_norm(self, task: Task, inputs: Inputs) -> Outputs:
+        del inputs
+        transport = self.transports.of(task.lane, task.axes)
+        transport.all_reduce(self.buffers.statistics[: transport.size(task.axes)], task.axes)
+        return NOTHING
+
+    def _piece(self, task: Task) -> tuple[Tensor, tuple[int, ...], Transport]:
+        """A piece of flat gradients or parameters, and how it is shared."""
+        elements = self.cost.reduced_bytes(task) // self.buffers.gradients.element_size()
+        transport = self.transports.of(task.lane, task.axes)
+        return self.buffers.gradients[:elements], split_sizes(elements, transport.size(task.axes)), transport
+
     def reduce_gradients(self, task: Task, inputs: Inputs) -> Outputs:
         del inputs
         elements = self.cost.reduced_bytes(task) // self.buffers.gradients.element_size()
@@ -155,6 +180,9 @@ def virtual_handlers() -> Handlers:
         Op.STATISTICS: VirtualHandlers.reduce_statistics,
         Op.LOADS: VirtualHandlers.gather_loads,
         **dict.fromkeys(REDUCTIONS, VirtualHandlers.reduce_gradients),
+        **dict.fromkeys(SCATTERS, VirtualHandlers.scatter_gradients),
+        **dict.fromkeys(GATHERS, VirtualHandlers.gather_parameters),
+        Op.NORM: VirtualHandlers.sum_norm,
     }
     computes = {op: VirtualHandlers.compute for op, spec in OPS.items() if spec.kind is not Kind.COLLECTIVE}
     return {(op, phase): handler for op, handler in {**computes, **by_op}.items() for phase in Phase}

@@ -104,6 +104,7 @@ def sample_of(config: RunConfig) -> RunConfig:
         config,
         model=replace(model, preset=None, num_layers=2, moe_layers=(0,) if dense else None),
         moe=_imitable(config.moe),
+        optimizer=replace(config.optimizer, sharded=False),  # tasks of the model are measured
         schedule=replace(config.schedule, name="sequential"),
         data=replace(config.data, batch_per_device=batch),
     )

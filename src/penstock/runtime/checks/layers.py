@@ -15,7 +15,7 @@ from penstock.placement import PlacementError
 from penstock.runtime.parts import ModelParts
 from penstock.sharding import shardings_of
 from penstock.step import StepShape
-from penstock.step.shape import Sharing
+from penstock.step.shape import Sharing, Updating
 from penstock.topology import Control, Layout
 
 
@@ -142,15 +142,19 @@ def sharing_of(layout: Layout, balance: BalanceGroup) -> Sharing:
 
 
 def shape_of(
-    layers: Sequence[MoELayer | None], sharing: Sharing, *, gathers_loads: bool = False
+    layers: Sequence[MoELayer | None],
+    sharing: Sharing,
+    *,
+    gathers_loads: bool = False,
+    updating: Updating | None = None,
 ) -> StepShape:
     """The uncut shape of a step of these layers (None: a dense one); they need the same kinds of tasks.
 
-    gathers_loads: see StepShape.
+    gathers_loads, updating: see StepShape.
     """
     moe = [layer for layer in layers if layer is not None]
     if not moe:
-        return StepShape(moe_layers=(False,) * len(layers), sharing=sharing)
+        return StepShape(moe_layers=(False,) * len(layers), sharing=sharing, updating=updating)
     dynamic = {layer.order.dynamic for layer in moe}
     legs = {layer.dispatch.hops for layer in moe}
     shared = {layer.shared is not None for layer in moe}
@@ -164,4 +168,5 @@ def shape_of(
         shared_experts=shared.pop(),
         sharing=sharing,
         gathers_loads=gathers_loads,
+        updating=updating,
     )

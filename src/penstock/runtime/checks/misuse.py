@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.runtime.expert_parallel.guard import gathered_by_composables
+from penstock.step.shape import Updating
+
+if TYPE_CHECKING:
+    from penstock.runtime.sharded.updates import Updates
 
 
 def refuse_data_parallel() -> NoReturn:
@@ -67,4 +71,23 @@ def check_no_checkpoint() -> None:
         raise RuntimeError(
             "torch.utils.checkpoint around a whole PipelinedStack would run its transfers again in the "
             "middle of backward. Put it around modules inside the blocks, such as block.attention."
+        )
+
+
+def check_updates(updating: Updating | None, updates: Updates | None) -> None:
+    """Raise RuntimeError if a step updates by itself and nothing says how."""
+    if updating is not None and updates is None:
+        raise RuntimeError(
+            "the steps of this stack sum gradients in shares, for a sharded optimizer, and it has none: "
+            "build ShardedAdamW(stack, ...) before training, or the stack without `updating`"
+        )
+
+
+def refuse_stale(stack: Any, *args: object) -> None:
+    """Raise RuntimeError if parameters wait to be gathered, so that this rank has old values of some."""
+    del args
+    if stack.updates is not None and stack.updates.is_stale:
+        raise RuntimeError(
+            "parameters were updated during backward and are gathered in the next forward pass, so this rank "
+            "has old values of what others own: call optimizer.flush() on all ranks first"
         )

@@ -104,6 +104,37 @@ class FlatGradients:
         return replaced
 
 
+class ScatteredGradients(FlatGradients):
+    """Gradients of which every rank keeps the sum of its share alone, for an optimiser that owns the shares.
+
+    No parameter has a gradient after a backward pass: what lies in the buffer is the sum in places, and what
+    this rank has added in others.
+    """
+
+    def begin(self) -> None:
+        """Point every `param.grad` at its zeroed part of the buffer.
+
+        Raises RuntimeError for a parameter that has a gradient already, or was frozen since the forward pass.
+        """
+        for parameter in self.parameters:
+            if parameter.grad is not None or not parameter.requires_grad:
+                problem = "has a gradient" if parameter.requires_grad else "was frozen after the forward pass"
+                raise RuntimeError(
+                    f"a parameter of shape {list(parameter.shape)} {problem}, and its gradients are summed "
+                    "in shares, which a sharded optimizer keeps itself. Freeze parameters between steps, and "
+                    "leave .grad alone, or use optimizer.sharded=false"
+                )
+        super().begin()
+
+    def finish(self) -> list[nn.Parameter]:
+        """Take the gradients away; returns parameters whose gradient is not in the buffer."""
+        replaced = [p for p, view in zip(self.parameters, self._views, strict=True) if p.grad is not view]
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._views, self._before = [], []
+        return replaced
+
+
 class GradientBucket:
     """The gradients of some parameters, in one flat buffer per type and device.
 
@@ -112,14 +143,20 @@ class GradientBucket:
     they are not reduced twice.
 
     shares: by id of a parameter the share of the sum that is its gradient, where that is not all of it.
+    flat: what a buffer does with its sums.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], shares: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        shares: Mapping[int, float] | None = None,
+        flat: type[FlatGradients] = FlatGradients,
+    ) -> None:
         kinds: dict[tuple[torch.dtype, torch.device, float], list[nn.Parameter]] = {}
         for parameter in parameters:
             share = 1.0 if shares is None else shares.get(id(parameter), 1.0)
             kinds.setdefault((parameter.dtype, parameter.device, share), []).append(parameter)
-        self.flats = [FlatGradients(alike, share) for (_, _, share), alike in kinds.items()]
+        self.flats = [flat(alike, share) for (_, _, share), alike in kinds.items()]
 
     @property
     def size_bytes(self) -> int:

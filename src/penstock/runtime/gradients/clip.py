@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from penstock.mesh import Group
 from penstock.moe import MoELayer
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of, ranks_of_parts
+from penstock.runtime.sharded.adamw import SHARDED
 from penstock.runtime.stack import PipelinedStack
 from penstock.topology import Layout
 
@@ -90,6 +91,11 @@ def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]
                 stacklevel=4,
             )
     unique = list({id(parameter): parameter for parameter in found}.values())
+    if any(getattr(parameter, SHARDED, False) for parameter in unique):
+        raise RuntimeError(
+            "a sharded optimizer has these gradients in shares, and clips them itself: give it max_norm "
+            "(optimizer.clip_grad_norm), and read its `norm` after a step"
+        )
     for parameter in unique:
         if not isinstance(parameter, Tensor):
             raise TypeError(

@@ -13,7 +13,7 @@ from penstock.decision import GradientBytes
 from penstock.runtime.checks.marks import Entry, Marks, value_marks
 from penstock.runtime.checks.snapshot import Snapshot
 from penstock.runtime.gradients.assignment import Assignment, Layers, assign, names_of, sizes_bytes
-from penstock.runtime.gradients.buckets import Buckets, GradientBucket
+from penstock.runtime.gradients.buckets import Buckets, FlatGradients, GradientBucket, ScatteredGradients
 from penstock.runtime.parts import ModelParts
 from penstock.sharding import sharding_of
 from penstock.step import StepShape
@@ -82,7 +82,7 @@ class Gradients:
         replicated, _ = _covered(assigned.replicated, shape.all_reduce_chunks, self._names)
         partial, _ = _covered(assigned.partial, shape.partial_all_reduce_chunks, self._names)
         experts, moved = assigned.experts, frozenset[int]()
-        if self._has_replicas:
+        if self._sums_experts:
             experts, moved = _covered(experts, shape.expert_all_reduce_chunks, self._names)
         marked = experts if self._has_replicas else ()
         everywhere = tuple((*own, *parts) for own, parts in zip(replicated, partial, strict=True))
@@ -96,11 +96,16 @@ class Gradients:
     @property
     def sizes_bytes(self) -> GradientBytes:
         """Bytes of every layer's gradients of each kind as they are now: what a plan is made of."""
-        return sizes_bytes(self._parts, self.model, self._base, replicas=self._has_replicas)
+        return sizes_bytes(self._parts, self.model, self._base, replicas=self._sums_experts)
 
     @property
     def _has_replicas(self) -> bool:
         return self._layout.edp_size > 1
+
+    @property
+    def _sums_experts(self) -> bool:
+        """Whether expert gradients lie in buckets: those of replicas, or all that a step updates itself."""
+        return self._has_replicas or self._base.updating is not None
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """The parameter's first name in the model."""
@@ -121,7 +126,7 @@ class Gradients:
 
         It is not reduced, but tells if a hook took a gradient away before the last microbatch.
         """
-        experts = [] if self._has_replicas else self.experts()
+        experts = [] if self._sums_experts else self.experts()
         return GradientBucket([p for p in experts if p._post_accumulate_grad_hooks])
 
     def _look(self) -> Assignment:
@@ -139,11 +144,12 @@ class Gradients:
         return assigned
 
     def _fill(self, replicated: Layers, experts: Layers, partial: Layers, at_once: frozenset[int]) -> None:
-        reduced = experts if self._has_replicas else ((),) * len(experts)
+        reduced = experts if self._sums_experts else ((),) * len(experts)
+        flat = FlatGradients if self._base.updating is None else ScatteredGradients
         self.buckets = Buckets(
-            replicated=[GradientBucket(_trained(layer)) for layer in replicated],
-            experts=[GradientBucket(_trained(layer)) for layer in reduced],
-            partial=[GradientBucket(_trained(layer), self._shares) for layer in partial],
+            replicated=[GradientBucket(_trained(layer), flat=flat) for layer in replicated],
+            experts=[GradientBucket(_trained(layer), flat=flat) for layer in reduced],
+            partial=[GradientBucket(_trained(layer), self._shares, flat) for layer in partial],
             at_once=at_once,
         )
 

@@ -1,5 +1,27 @@
 """The handlers of Penstock's own ops, one family a file; importing them registers them."""
 
-from penstock.runtime.ops import blocks, experts, guests, loads, samples, shards, sums, tensor, transfers
+from penstock.runtime.ops import (
+    blocks,
+    experts,
+    guests,
+    loads,
+    optimizer,
+    samples,
+    shards,
+    sums,
+    tensor,
+    transfers,
+)
 
-__all__ = ["blocks", "experts", "guests", "loads", "samples", "shards", "sums", "tensor", "transfers"]
+__all__ = [
+    "blocks",
+    "experts",
+    "guests",
+    "loads",
+    "optimizer",
+    "samples",
+    "shards",
+    "sums",
+    "tensor",
+    "transfers",
+]

@@ -28,6 +28,9 @@ class GroupTransport(ABC):
     def size(self, group: Axes) -> int:
         return self._groups[group].size()
 
+    def place(self, group: Axes) -> int:
+        return self._groups[group].rank()
+
     def has(self, group: Axes) -> bool:
         return group in self._groups
 

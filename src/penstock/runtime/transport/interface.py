@@ -38,6 +38,10 @@ class Transport(Protocol):
         """Number of ranks in the group."""
         ...
 
+    def place(self, group: Axes) -> int:
+        """Which member of its group this rank is."""
+        ...
+
     def has(self, group: Axes) -> bool:
         """Whether it can be used with such groups."""
         ...
@@ -143,3 +147,7 @@ class LocalTransport(Unconnected):
     def size(self, group: Axes) -> int:
         del group
         return 1
+
+    def place(self, group: Axes) -> int:
+        del group
+        return 0

@@ -19,8 +19,8 @@ class SilentTransport(Unconnected):
     Only for routing with a fixed capacity: exchanged counts would be wrong, too.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        self._mesh, self._rank = mesh, rank
 
     def all_to_all(
         self,
@@ -39,6 +39,9 @@ class SilentTransport(Unconnected):
     def size(self, group: Axes) -> int:
         return self._mesh.size(group)
 
+    def place(self, group: Axes) -> int:
+        return self._mesh.place(self._rank, group)
+
 
 def _of_length(rows: Tensor, length: int) -> Tensor:
     """A copy, since a receive buffer would be allocated and filled, too; cut or repeated to that length."""
@@ -50,7 +53,7 @@ def _of_length(rows: Tensor, length: int) -> Tensor:
 
 def silent(machinery: Machinery) -> Machinery:
     """The same machine with a transport that sends nothing, and lanes of its own."""
-    transport = SilentTransport(machinery.layout.mesh)
+    transport = SilentTransport(machinery.layout.mesh, machinery.layout.rank)
     lanes: Lanes = ThreadLanes(transport.abort)
     if machinery.device.type == "cuda":
         lanes = StreamLanes(machinery.device, transport.abort)

@@ -10,6 +10,7 @@ from penstock.step.passes.microbatches import Microbatches
 from penstock.step.passes.pairs import SimultaneousPair
 from penstock.step.passes.sample_moves import SampleMoves
 from penstock.step.passes.settle import Settle
+from penstock.step.passes.sharded_optimizer import ShardedOptimizer
 from penstock.step.passes.tensor_parallel import TensorParallel
 from penstock.step.passes.transpose import Transpose
 from penstock.step.passes.weight_gradients import WeightGradients
@@ -29,6 +30,7 @@ __all__ = [
     "RepeatedRows",
     "SampleMoves",
     "Settle",
+    "ShardedOptimizer",
     "SimultaneousPair",
     "TensorParallel",
     "Transpose",

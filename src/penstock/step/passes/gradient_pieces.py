@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.graph import Cut, Graph, Lane, Name, Phase, Task
-from penstock.ops.sums import REDUCTIONS
+from penstock.ops.sums import REDUCTIONS, SCATTERS
 from penstock.step.rewrite import end_layers
 from penstock.step.stages import Stage
 
@@ -22,11 +22,13 @@ class GradientPieces:
     before  AT.m1.B, AT.m0.B
     after   AT.m1.B, AT.m0.B ─gradients─ AR.p0, AR.p1          X.m*.B ─gradients─ XR.p0
 
-    parts: by the op of a reduction. sharing: whether ranks share attention.
+    parts: by the op of a reduction. sharing: whether ranks share attention. scatters: whether every rank
+    keeps its share of a sum (RA, RP, RX stand for AR, PR, XR).
     """
 
     parts: Mapping[str, Parts]
     sharing: bool = False
+    scatters: bool = False
     name = "gradient_pieces"
     stage = Stage.GRADIENTS
 
@@ -35,7 +37,7 @@ class GradientPieces:
         added: dict[int, list[Task]] = {}
         for layer in range(max(map(len, self.parts.values()))):
             sizes = {op: parts[layer] for op, parts in self.parts.items()}
-            made = reductions(layer, sizes, last, sharing=self.sharing)
+            made = reductions(layer, sizes, last, sharing=self.sharing, scatters=self.scatters)
             # Experts first: theirs are complete before those of the layer's attention.
             added[layer] = [task for op in reversed(made) for task in made[op]]
         return end_layers(graph, added)
@@ -47,19 +49,21 @@ def reductions(
     last: Mapping[str, Sequence[Name]] | None = None,
     *,
     sharing: bool = False,
+    scatters: bool = False,
 ) -> dict[str, list[Task]]:
     """The pieces of a layer's gradients, by the op that reduces them. parts: of every buffer, by op.
 
     last: the tasks after which a buffer is complete; nothing adds to a buffer that it does not name. None =
-    to be priced only, without inputs. sharing: whether ranks share attention.
+    to be priced only, without inputs. sharing, scatters: see GradientPieces.
     """
     found = {}
+    called = {plain: op for op, plain in SCATTERS.items()} if scatters else {}
     for op, sizes in parts.items():
         reduction = REDUCTIONS[op]
         buffer, axes = reduction.state.format(layer=layer), reduction.axes_of(sharing=sharing)
         inputs = {} if last is None else {"gradients": tuple(last.get(buffer, ()))}
         pieces = range(len(sizes) if last is None or inputs["gradients"] else 0)
-        names = [Name(layer, op, Phase.BACKWARD, piece=piece) for piece in pieces]
+        names = [Name(layer, called.get(op, op), Phase.BACKWARD, piece=piece) for piece in pieces]
         cut = Cut(parts=tuple(sizes))
         touched = (), (buffer,), (buffer,)  # summed in place
         found[op] = [Task(name, Lane.INTER, axes, inputs, cut, *touched) for name in names]

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from penstock.mesh import Axes
 from penstock.sharding import Sharding
+
+
+class Parted(Protocol):
+    """Which part of a whole tensor a rank has. axes: along which the ranks with the other parts are."""
+
+    @property
+    def axes(self) -> Axes: ...
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor of all parts, in the order of their places."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.mesh import Mesh
-from penstock.sharding import Sharding
 from penstock.topology import CommunicationError, Control
-from penstock.train.storage.held import Held
+from penstock.train.storage.held import Parted
+from penstock.train.storage.owned import AnyHeld, HeldShare
 from penstock.train.storage.stored import writing_order
 
 PURPOSE = "joining the parts of tensors"
@@ -26,8 +26,8 @@ class _Turn:
     """A tensor that this rank has a part of. members: the ranks with its parts, in their order."""
 
     name: str
-    part: Tensor
-    sharding: Sharding
+    held: AnyHeld
+    sharding: Parted
     members: tuple[int, ...]
     writer: int
 
@@ -35,9 +35,10 @@ class _Turn:
 class Joining:
     """One save's. held: this rank's state."""
 
-    def __init__(self, held: Mapping[str, Held], mesh: Mesh, control: Control) -> None:
+    def __init__(self, held: Mapping[str, AnyHeld], mesh: Mesh, control: Control) -> None:
         self._mesh, self._control = mesh, control
-        self._parts = {name: (each.tensor, each.sharding) for name, each in held.items() if each.sharding}
+        self._parts = {name: each for name, each in held.items() if each.sharding is not None}
+        self._shares = any(isinstance(each, HeldShare) for each in held.values())
         self._turns: Iterator[_Turn] = iter(())
 
     def joins(self, name: str) -> bool:
@@ -69,7 +70,7 @@ class Joining:
         raise AssertionError(f"{name} is not this rank's to write, or its turn is over")
 
     def _serve(self, turn: _Turn) -> list[Tensor]:
-        part = turn.part.detach().cpu()
+        part = turn.held.tensor.detach().cpu()
         return self._control.collect(part, turn.members, turn.writer, PURPOSE)
 
     def _agree(self, mine: list[str]) -> list[_Turn]:
@@ -78,16 +79,16 @@ class Joining:
         found = []
         for writer, names in enumerate(everyone):
             for name in names:
-                part, sharding = self._parts.get(name, (None, None))
-                if part is None or sharding is None:
+                held = self._parts.get(name)
+                if held is None or held.sharding is None:
                     continue  # an expert of other ranks
-                members = self._mesh.members(writer, sharding.axes)
+                members = self._mesh.members(writer, held.sharding.axes)
                 if self._control.rank in members:
-                    turn = _Turn(name=name, part=part, sharding=sharding, members=members, writer=writer)
+                    turn = _Turn(name=name, held=held, sharding=held.sharding, members=members, writer=writer)
                     found.append(turn)
-        return sorted(found, key=lambda turn: writing_order(turn.name, turn.part.dtype))
+        return sorted(found, key=lambda turn: writing_order(turn.name, turn.held.stand_in.dtype))
 
     @property
     def _anywhere(self) -> bool:
-        """Whether ranks share tensors at all: the same on all of them, since it is a question of the mesh."""
-        return self._mesh.mp_size > 1 or self._mesh.esp_size > 1
+        """Whether ranks share tensors at all: the same on all of them, of which mesh and settings are."""
+        return self._shares or self._mesh.mp_size > 1 or self._mesh.esp_size > 1

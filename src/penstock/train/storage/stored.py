@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from penstock.train.storage.files import DamagedError
-from penstock.train.storage.held import Held
+from penstock.train.storage.owned import AnyHeld
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class StoredReader(StorageReader):
     held: the state that is read into. Torch sees stand-ins for tensors of which this rank has a part.
     """
 
-    def __init__(self, stored: Stored, held: Mapping[str, Held]) -> None:
+    def __init__(self, stored: Stored, held: Mapping[str, AnyHeld]) -> None:
         self._stored, self._held = stored, held
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -68,7 +68,7 @@ class StoredReader(StorageReader):
         del planner
         for name, tensor in self._stored.read({item.storage_index.fqn for item in plan.items}):
             target = self._held[name]
-            if (target.shape, target.tensor.dtype) != (tuple(tensor.shape), tensor.dtype):
+            if (target.shape, target.stand_in.dtype) != (tuple(tensor.shape), tensor.dtype):
                 raise DamagedError(f"{name} is not of the shape and type that were announced")
             target.fill(tensor)
         done: Future[None] = Future()

@@ -1,0 +1,50 @@
+"""Handlers of an optimiser of which every rank owns a share."""
+
+from __future__ import annotations
+
+from penstock.graph import Phase, Task
+from penstock.ops import Op
+from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
+
+
+@handles(Op.SCATTER, Phase.BACKWARD)
+@handles(Op.PARTIAL_SCATTER, Phase.BACKWARD)
+@handles(Op.EXPERT_SCATTER, Phase.BACKWARD)
+def scatter(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Sum a piece of a layer's gradients; this rank has its share of the sum."""
+    del inputs  # the gradients are in the bucket; the edges say that they are complete
+    context.updating.scatter(task, context.transports.of(task.lane, task.axes))
+    return NOTHING
+
+
+@handles(Op.NORM, Phase.BACKWARD)
+def norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """The norm of all gradients, in a backward pass after which parameters change."""
+    del inputs
+    if context.updating.in_backward:
+        assert context.total is not None, "backward follows forward"
+        transport = context.transports.of(task.lane, task.axes)
+        context.updating.judge(task, transport, context.total.loss)
+    return NOTHING
+
+
+@handles(Op.UPDATE, Phase.BACKWARD)
+@handles(Op.PARTIAL_UPDATE, Phase.BACKWARD)
+@handles(Op.EXPERT_UPDATE, Phase.BACKWARD)
+def update(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """AdamW on this rank's share of a piece. Where it waits for no norm, the loss alone may refuse it."""
+    if context.updating.in_backward:
+        assert context.total is not None, "backward follows forward"
+        context.updating.update(task, None if "scale" in inputs else context.total.loss)
+    return NOTHING
+
+
+@handles(Op.PARAMETERS, Phase.FORWARD)
+@handles(Op.PARTIAL_PARAMETERS, Phase.FORWARD)
+@handles(Op.EXPERT_PARAMETERS, Phase.FORWARD)
+def gather(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """parameters: nothing; the edge says that they are the current ones."""
+    del inputs
+    if context.updates is not None:
+        context.updates.gather(task, context.transports.of(task.lane, task.axes))
+    return {"parameters": None}

@@ -1,0 +1,341 @@
+"""What the tasks of a sharded optimiser do: sum in shares, take the norm, update, gather parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.graph import Graph, Lane, Name, Task
+from penstock.mesh import Axes, Group
+from penstock.ops.optimizer import KINDS, of_optimizer
+from penstock.ops.sums import REDUCTIONS
+from penstock.runtime.gradients.buckets import Buckets, FlatGradients
+from penstock.runtime.sharded.share import MASTER, MOMENTS, Share
+from penstock.runtime.transport import Transport, Transports
+from penstock.sharding import sharding_of
+from penstock.step import StepShape
+from penstock.topology import Layout
+
+TINY = 1e-6
+Shares = dict[tuple[str, int], list[Share]]
+"""By kind of gradients and layer."""
+Groups = Sequence[Mapping[str, Any]]
+"""What `torch.optim` calls parameter groups."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What updates need to know of all gradients. norm: float64. factor: what they are scaled by.
+
+    refused: float32, 1 where the step may change nothing, since a number in it is not finite.
+    """
+
+    norm: Tensor
+    factor: Tensor
+    refused: Tensor
+
+
+class Updates:
+    """The shares of one rank, and how far the step has come with them.
+
+    groups: as in `torch.optim`, read at every update. max_norm: gradients are scaled to; None = as they are.
+    in_backward: whether the tasks of the running backward pass update, too; else they sum only.
+    """
+
+    def __init__(
+        self, layout: Layout, transports: Transports, groups: Groups, max_norm: float | None
+    ) -> None:
+        self._layout, self._transports, self.groups, self.max_norm = layout, transports, groups, max_norm
+        self._buckets: Buckets | None = None
+        self._cut: tuple[object, ...] = ()
+        self._shares: Shares = {}
+        self._asleep: Shares = {}  # of frozen parameters: they may be trained again
+        self._stale: set[Name] = set()
+        self._group_of: dict[int, int] = {}  # the number of every parameter's group, by its id
+        self.steps: dict[nn.Parameter, Tensor] = {}
+        self.judged: Judged | None = None
+        self.in_backward = self.has_sums = False
+
+    # ---- who owns what -------------------------------------------------------------------------------------
+
+    def settle(self, buckets: Buckets, shape: StepShape) -> None:
+        """Own shares of these buckets, as this shape cuts them; what there was of their state is dealt again.
+
+        All ranks must call it together; it costs an exchange where the cut has changed.
+        """
+        self._group_of = {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
+        layers = range(shape.num_layers)
+        cut = tuple(shape.parts_of(layer, kind) for kind in REDUCTIONS for layer in layers)
+        if buckets is self._buckets and cut == self._cut:
+            return
+        if self.has_sums or self._stale:
+            raise RuntimeError(
+                "the model or the plan has changed between a backward pass and the update that it is for: "
+                "call optimizer.step(), optimizer.zero_grad() or optimizer.flush() on all ranks before it"
+            )
+        made: Shares = {}
+        for kind in REDUCTIONS:
+            for layer, bucket in enumerate(buckets.of(kind)):
+                parts = shape.parts_of(layer, kind) or (1,)
+                made[kind, layer] = [self._share(kind, flat, parts) for flat in bucket.flats]
+        asleep = self._put_to_sleep(made)
+        self._deal(each for shares in (*made.values(), *asleep.values()) for each in shares)
+        self._buckets, self._cut, self._shares, self._asleep = buckets, cut, made, asleep
+        for parameter in self._parameters():
+            if parameter not in self.steps:
+                self.steps[parameter] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+
+    def _share(self, kind: str, flat: FlatGradients, parts: Sequence[int]) -> Share:
+        axes, mesh = self._axes(kind), self._layout.mesh
+        return Share(flat, parts, mesh.size(axes), mesh.place(self._layout.rank, axes))
+
+    def _put_to_sleep(self, made: Shares) -> Shares:
+        """Shares of what the optimiser still has and no step trains now, each by itself."""
+        trained = {id(p) for shares in made.values() for each in shares for p in each.flat.parameters}
+        asleep: Shares = {}
+        for (kind, layer), share in self._known:
+            for parameter in share.flat.parameters:
+                if id(parameter) in self._group_of and id(parameter) not in trained:
+                    alone = self._share(kind, FlatGradients([parameter]), (1,))
+                    asleep.setdefault((kind, layer), []).append(alone)
+        return asleep
+
+    def _deal(self, made: Iterable[Share]) -> None:
+        """Fill new shares from the old ones: one kind of state after the other, for the sake of memory."""
+        shares = list(made)
+        for name in (*MOMENTS, MASTER):
+            whole = self.whole(name)
+            for share in (each for each in shares if name in each.states):
+                for piece, runs in enumerate(share.runs):
+                    for run in runs:
+                        known = whole.get(run.parameter)
+                        source = run.values if known is None else known.view(-1)[run.first :][: run.length]
+                        if known is not None or name == MASTER:
+                            share.state(name, piece, run).copy_(source)
+
+    def whole(self, name: str) -> dict[nn.Parameter, Tensor]:
+        """A state of all that this rank holds parameters of, gathered; all ranks must call it together."""
+        found: dict[nn.Parameter, Tensor] = {}
+        for (kind, _), share in self._known:
+            if name not in share.states:
+                continue
+            for parameter in share.flat.parameters:
+                found[parameter] = torch.empty(parameter.shape, dtype=share.wide, device=parameter.device)
+            for number, piece in enumerate(share.pieces):
+                begin = share.places[number]
+                mine = share.states[name][begin : begin + piece.sizes[share.place]]
+                axes = self._axes(kind)
+                everyone = self._transports.of(Lane.INTER, axes).all_gather(mine, piece.sizes, axes)
+                for run in share.spread[number]:
+                    part = everyone[run.place - piece.start :][: run.length]
+                    found[run.parameter].view(-1)[run.first :][: run.length].copy_(part)
+        return found
+
+    def share_of(self, parameter: nn.Parameter) -> tuple[Axes, Share] | None:
+        """The share that a parameter is in, and along which axes its owners meet; None for a frozen one."""
+        for (kind, _), share in self._known:
+            if any(each is parameter for each in share.flat.parameters):
+                return self._axes(kind), share
+        return None
+
+    @property
+    def _known(self) -> Iterator[tuple[tuple[str, int], Share]]:
+        """All shares, those of frozen parameters too."""
+        for shares in (self._shares, self._asleep):
+            for key, found in shares.items():
+                yield from ((key, share) for share in found)
+
+    # ---- in a step -----------------------------------------------------------------------------------------
+
+    def begin(self, buckets: Buckets, shape: StepShape) -> None:
+        """A backward pass begins. Sums that no update has used are kept, to be added to."""
+        self.settle(buckets, shape)
+        self.judged = None
+        for share in self._all:
+            if self.has_sums:
+                share.keep()
+            else:
+                share.held = None
+
+    def scatter(self, task: Task, transport: Transport) -> None:
+        """Sum a piece of gradients over its ranks; of the sum this rank has its share, the rest is rubbish.
+
+        Added in the order of ranks, so that the sums do not depend on what arrives first.
+        """
+        assert task.piece is not None, task
+        for share in self._of(task):
+            piece, mine = share.pieces[task.piece], share.owned(task.piece)
+            if share.owners > 1:
+                rows = share.flat.flat[piece.run.start : piece.run.stop]
+                came = transport.all_to_all(rows, piece.sizes, [len(mine)] * share.owners, task.axes)
+                mine.copy_(came.view(share.owners, len(mine)).sum(0, dtype=share.wide))
+            if share.flat.share != 1.0:
+                mine.mul_(share.flat.share)
+            held = share.held_of(task.piece)
+            if held is not None:
+                mine.add_(held)
+
+    def judge(self, task: Task, transport: Transport, loss: Tensor) -> None:
+        """Take the norm of all gradients, each counted once, and decide by it what updates do.
+
+        loss: a step whose loss is not finite changes nothing either.
+        """
+        device = loss.device
+        table = torch.zeros(transport.size(task.axes), dtype=torch.float64, device=device)
+        table[self._layout.mesh.place(self._layout.rank, task.axes)] = self._square()
+        transport.all_reduce(table, task.axes)  # the very same bits on all ranks
+        norm = table.sum().sqrt()
+        limit = float("inf") if self.max_norm is None else self.max_norm
+        factor = (limit / (norm + TINY)).clamp(max=1.0)
+        finite = norm.isfinite() & loss.isfinite()
+        self.judged = Judged(norm, factor, 1 - finite.to(torch.float32))
+
+    def update(self, task: Task, loss: Tensor | None = None) -> None:
+        """AdamW on what this rank owns of a piece. loss: of the step, where this waits for no norm."""
+        assert task.piece is not None, task
+        judged = self.judged
+        refused = 1 - loss.isfinite().to(torch.float32) if loss is not None else None
+        if refused is None:
+            assert judged is not None, "an update waits for the norm"
+            refused = judged.refused
+        for share in self._of(task):
+            runs = share.runs[task.piece]
+            if not runs:
+                continue
+            if self.max_norm is not None:
+                assert judged is not None, "clipped updates wait for the norm"
+                mine = share.owned(task.piece)
+                mine.mul_(judged.factor.to(mine.dtype))
+            for number, group in enumerate(self.groups):
+                chosen = [run for run in runs if self._group_of.get(id(run.parameter)) == number]
+                if chosen:
+                    self._step(share, task.piece, chosen, group, refused)
+
+    def _step(
+        self, share: Share, piece: int, runs: Sequence[Any], group: Mapping[str, Any], refused: Tensor
+    ) -> None:
+        weights = [share.weights(piece, run) for run in runs]
+        beta1, beta2 = group["betas"]
+        torch._fused_adamw_(
+            weights,
+            [share.gradient(run).to(share.wide) for run in runs],
+            [share.state(MOMENTS[0], piece, run) for run in runs],
+            [share.state(MOMENTS[1], piece, run) for run in runs],
+            [],
+            [self.steps[run.parameter] + 1 for run in runs],
+            amsgrad=False,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            found_inf=refused,
+        )
+        if MASTER in share.states:
+            for run, master in zip(runs, weights, strict=True):
+                run.values.copy_(master)
+
+    def end(self, graph: Graph, loss: Tensor) -> None:
+        """A backward pass has ended: its sums are there, or its updates are done."""
+        if not self.in_backward:
+            self.has_sums = True
+            return
+        assert self.judged is not None, "a step that updates takes the norm"
+        unjudged = 1 - loss.isfinite().to(torch.float32)
+        self._count(graph, unjudged if self.max_norm is None else self.judged.refused)
+
+    def _count(self, graph: Graph, refused: Tensor) -> None:
+        """All updates of a step have run; parameters are to be gathered."""
+        if counted := [self.steps[parameter] for parameter in self._parameters()]:
+            torch._foreach_add_(counted, 1 - refused)
+        self.has_sums = False
+        self._stale = {task.name for task in graph.tasks if of_optimizer(task) == "gather"}
+
+    def gather(self, task: Task, transport: Transport) -> None:
+        """Bring a piece of parameters from their owners, unless nothing has changed since it was brought."""
+        if task.name not in self._stale:
+            return
+        assert task.piece is not None, task
+        for share in self._of(task):
+            piece = share.pieces[task.piece]
+            kind, device = share.kind, share.flat.parameters[0].device
+            mine = [torch.empty(0, dtype=kind, device=device), *(r.values for r in share.runs[task.piece])]
+            everyone = transport.all_gather(torch.cat(mine), piece.sizes, task.axes)
+            for run in share.spread[task.piece]:
+                run.values.copy_(everyone[run.place - piece.start :][: run.length])
+        self._stale.discard(task.name)
+
+    # ---- outside of a step ---------------------------------------------------------------------------------
+
+    def run(self, graph: Graph) -> None:
+        """Norm and updates of the sums that there are; then gather parameters. All ranks must call it."""
+        loss = torch.zeros((), device=self._device)
+        for task in graph.tasks:
+            if of_optimizer(task) == "norm":
+                self.judge(task, self._transports.of(task.lane, task.axes), loss)
+        for task in graph.tasks:
+            if of_optimizer(task) == "update":
+                self.update(task)
+        assert self.judged is not None, "a step that updates takes the norm"
+        self._count(graph, self.judged.refused)
+        self.flush(graph)
+
+    def flush(self, graph: Graph) -> None:
+        """Gather all parameters that wait for it; all ranks must call it together."""
+        for task in graph.tasks:
+            if task.name in self._stale:
+                self.gather(task, self._transports.of(task.lane, task.axes))
+
+    @property
+    def state_bytes(self) -> int:
+        """What this rank keeps of AdamW's state."""
+        return sum(state.nbytes for _, share in self._known for state in share.states.values())
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether parameters wait to be gathered."""
+        return bool(self._stale)
+
+    # ---- parts ---------------------------------------------------------------------------------------------
+
+    def _square(self) -> Tensor:
+        """The sum of the squares of all gradients that count here, float64."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for (kind, _), shares in self._shares.items():
+            for share in shares:
+                runs = (run for of_piece in share.runs for run in of_piece)
+                found = [share.gradient(run) for run in runs if self._counts(kind, run.parameter)]
+                if found:
+                    norms = torch._foreach_norm(found, 2.0, dtype=share.wide)
+                    total = total + torch.stack(list(norms)).double().square().sum()
+        return total
+
+    def _counts(self, kind: str, parameter: nn.Parameter) -> bool:
+        """Whether no other rank counts the same numbers.
+
+        What ranks that share attention compute alike is owned once by each of them.
+        """
+        alone = self._axes(kind) != Group.DATA or self._layout.mp_rank == 0
+        return alone or sharding_of(parameter) is not None
+
+    def _of(self, task: Task) -> Sequence[Share]:
+        return self._shares[KINDS[task.op], task.layer]
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for share in self._all for parameter in share.flat.parameters)
+
+    @property
+    def _all(self) -> list[Share]:
+        return [share for shares in self._shares.values() for share in shares]
+
+    def _axes(self, kind: str) -> Axes:
+        return REDUCTIONS[kind].axes_of(sharing=self._layout.mp_size > 1)
+
+    @property
+    def _device(self) -> torch.device:
+        return next((p.device for p in self._parameters()), torch.device("cpu"))

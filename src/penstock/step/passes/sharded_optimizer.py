@@ -1,0 +1,101 @@
+"""The optimiser's tasks, where every rank updates a share: norm, updates, and parameters gathered again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.graph import Graph, Lane, Name, Phase, Task
+from penstock.mesh import Group
+from penstock.ops.base import parameters_of
+from penstock.ops.names import Op
+from penstock.ops.optimizer import OWNED, Owned
+from penstock.ops.sums import REDUCTIONS
+from penstock.step.stages import Stage
+
+BY_SCATTER = {each.scatter: each for each in OWNED}
+PARAMETERS = "parameters"
+
+
+@dataclass(frozen=True)
+class ShardedOptimizer:
+    """ZeRO's stage 1. What a step updates is gathered by the next one, before the first task that reads it.
+
+    before  EM ─hidden─ AT
+    after   PA.p0, PA.p1 ─parameters─ EM ─hidden─ AT
+            RA.p0, RA.p1 ─gradients─ NM ─scale─ OA.p0, OA.p1          RA.p0 ─gradients─ OA.p0
+
+    clips: whether updates wait for the norm; without it each waits for its own piece. replicas: whether
+    experts have any; without, no rank has to be told of another's.
+    """
+
+    clips: bool
+    replicas: bool
+    name = "sharded_optimizer"
+    stage = Stage.GRADIENTS
+
+    def __call__(self, graph: Graph) -> Graph:
+        scatters = [task for task in graph.tasks if task.op in BY_SCATTER]
+        if not scatters:
+            return graph
+        gathers = [gather for task in scatters if self._gathered(task) for gather in (_gather(task),)]
+        norm = Task(
+            Name(0, Op.NORM, Phase.BACKWARD),
+            Lane.INTER,
+            Group.WORLD,
+            {"gradients": tuple(task.name for task in scatters)},
+            reads=tuple(dict.fromkeys(state for task in scatters for state in task.writes)),
+        )
+        updates = [self._update(task, norm) for task in scatters]
+        return Graph.of([*_gathered_first(graph, gathers), norm, *updates])
+
+    def _gathered(self, scatter: Task) -> bool:
+        return self.replicas or scatter.op != Op.EXPERT_SCATTER
+
+    def _update(self, scatter: Task, norm: Task) -> Task:
+        inputs = {"gradients": (scatter.name,)}
+        if self.clips:
+            inputs["scale"] = (norm.name,)
+        parameters = _parameters(scatter)
+        moments = parameters.replace(PARAMETERS, "moments")
+        written = (parameters, moments)
+        name = scatter.name._replace(op=BY_SCATTER[scatter.op].update)
+        return Task(name, Lane.COMPUTE, (), inputs, scatter.cut, (), (*scatter.writes, *written), written)
+
+
+def _parameters(scatter: Task) -> str:
+    """The state that an update of these gradients changes."""
+    return parameters_of(_state(BY_SCATTER[scatter.op]).format(layer=scatter.layer))
+
+
+def _state(owned: Owned) -> str:
+    return REDUCTIONS[owned.kind].state
+
+
+def _gather(scatter: Task) -> Task:
+    name = scatter.name._replace(op=BY_SCATTER[scatter.op].gather, phase=Phase.FORWARD)
+    return Task(name, Lane.INTER, scatter.axes, cut=scatter.cut, writes=(_parameters(scatter),))
+
+
+def _gathered_first(graph: Graph, gathers: list[Task]) -> Iterator[Task]:
+    """The step with the gathers of each state before the first task that reads it, which waits for them.
+
+    A task after one that has waited need not wait again.
+    """
+    made: dict[str, list[Task]] = defaultdict(list)
+    for gather in gathers:
+        made[gather.writes[0]].append(gather)
+    placed: set[str] = set()
+    knows: dict[Name, frozenset[str]] = {}
+    for task in graph.tasks:
+        known = frozenset[str]().union(*(knows[name] for name in task.sources()))
+        wanted = [state for state in task.reads if state in made and state not in known]
+        for state in wanted:
+            if state not in placed:
+                placed.add(state)
+                yield from made[state]
+        knows[task.name] = known.union(wanted)
+        read = tuple(gather.name for state in wanted for gather in made[state])
+        yield task.reading({**task.inputs, PARAMETERS: read}) if read else task
+    assert placed == made.keys(), "a layer's own tasks read its parameters"

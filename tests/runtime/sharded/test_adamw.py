@@ -1,0 +1,120 @@
+"""A sharded optimiser in one process: what it refuses, narrow types, state, and what is current when."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from penstock.runtime import ShardedAdamW, clip_grad_norm_
+from penstock.train.optimizer import build_adamw
+from tests.runtime.sharded.steps import Habits, build, go_on, loss_of
+from tests.support.layouts import layout_case
+from tests.support.parity import check_close
+
+CASE = layout_case((1, 1, 1, 1), "flowmoe", "gather")
+
+
+def test_what_is_read_between_steps_is_current_or_refused() -> None:
+    stack, optimizer = build(0, CASE, Habits(), sharded=True)
+    assert isinstance(optimizer, ShardedAdamW)
+    with optimizer.in_backward():
+        loss_of(stack, 0, CASE, 0).backward()
+    for look in (stack.state_dict, lambda: copy.deepcopy(stack)):
+        with pytest.raises(RuntimeError, match=r"optimizer\.flush\(\) on all ranks"):
+            look()
+    optimizer.flush()
+    copied = copy.deepcopy(stack)
+    with pytest.raises(RuntimeError, match="build ShardedAdamW"):
+        loss_of(copied, 0, CASE, 0)
+    assert stack.state_dict().keys() == copied.state_dict().keys()
+
+
+def test_gradients_in_shares_are_not_clipped_or_added_to_from_outside() -> None:
+    stack, optimizer = build(0, CASE, Habits(), sharded=True)
+    loss_of(stack, 0, CASE, 0).backward()
+    for given in (stack, list(stack.parameters())):
+        with pytest.raises(RuntimeError, match="max_norm"):
+            clip_grad_norm_(given, 1.0)
+    optimizer.zero_grad()
+    parameter = next(stack.parameters())
+    parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(RuntimeError, match=r"has a gradient.*optimizer\.sharded=false"):
+        loss_of(stack, 0, CASE, 0).backward()
+
+
+def test_a_stack_of_another_kind_is_refused() -> None:
+    plain, _ = build(0, CASE, Habits(), sharded=False)
+    clipped, _ = build(0, CASE, Habits(clips=True), sharded=True)
+    for stack in (plain, clipped):
+        with pytest.raises(ValueError, match=r"updating=Updating\(clips=False\)"):
+            ShardedAdamW(stack, [{"params": list(stack.parameters()), "weight_decay": 0.0}], lr=0.1)
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    stack, optimizer = build(0, CASE, Habits(), sharded=True)
+    assert isinstance(optimizer, ShardedAdamW)
+    before = {name: p.detach().clone() for name, p in stack.named_parameters()}
+    with optimizer.in_backward():
+        (loss_of(stack, 0, CASE, 0) * float("inf")).backward()
+    assert not optimizer.norm.isfinite()
+    optimizer.step()
+    state = optimizer.state_dict()["state"]
+    assert {float(each["step"]) for each in state.values()} == {0.0}
+    assert not any(each["exp_avg"].any() for each in state.values())
+    for name, parameter in stack.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+def test_narrow_weights_move_as_their_float32_masters_do() -> None:
+    """A step of bfloat16 alone would round most updates away."""
+    stack, optimizer = build(0, CASE, Habits(), sharded=True)
+    assert isinstance(optimizer, ShardedAdamW)
+    stack.to(torch.bfloat16)
+    wide = {name: p.detach().float() for name, p in stack.model.named_parameters()}
+    twin, _ = build(0, CASE, Habits(), sharded=False)
+    twin.to(torch.float32)
+    with torch.no_grad():
+        for name, parameter in twin.model.named_parameters():
+            parameter.copy_(wide[name])
+    adamw = build_adamw(twin.model.named_parameters(), CASE.config.optimizer)
+    for number in range(4):
+        loss_of(stack, 0, CASE, number).backward()
+        for name, parameter in twin.model.named_parameters():
+            narrow = stack.model.get_parameter(name)
+            found = optimizer.updates.share_of(narrow)
+            assert found is not None, name
+            summed = [found[1].gradient(run) for _, run in found[1].runs_of(narrow)]
+            parameter.grad = torch.cat(summed).float().view(parameter.shape)
+        clip = min(1.0, 0.05 / (_norm(twin) + 1e-6))
+        for parameter in twin.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = (parameter.grad.to(torch.bfloat16) * torch.tensor(clip).bfloat16()).float()
+        optimizer.step()
+        adamw.step()
+        for name, parameter in stack.model.named_parameters():
+            assert torch.equal(parameter, twin.model.get_parameter(name).bfloat16()), (number, name)
+
+
+def _norm(stack: torch.nn.Module) -> float:
+    norm = torch.cat([p.grad.view(-1).double() for p in stack.parameters() if p.grad is not None]).norm()
+    return float(norm)
+
+
+def test_state_goes_from_one_kind_of_optimiser_to_the_other_and_back() -> None:
+    habits = Habits()
+    stack, sharded = build(0, CASE, habits, sharded=True)
+    go_on(stack, sharded, 0, CASE, habits, range(2))
+    saved, weights = sharded.state_dict(), copy.deepcopy(stack.state_dict())
+    again, other = build(0, CASE, habits, sharded=True)
+    plain, adamw = build(0, CASE, habits, sharded=False)
+    results = [go_on(stack, sharded, 0, CASE, habits, range(2, 4))]
+    for fresh, optimizer in ((again, other), (plain, adamw)):
+        fresh.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        results.append(go_on(fresh, optimizer, 0, CASE, habits, range(2, 4)))
+    for result in results[1:]:
+        assert result.losses == pytest.approx(results[0].losses, rel=1e-12)
+        for name, tensor in results[0].parameters.items():
+            check_close(result.parameters[name], tensor, 1e-12, name)

@@ -1,0 +1,88 @@
+"""Steps with a sharded optimiser equal steps with a plain one, whatever the layout, the loop and the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from penstock.schedule import SCHEDULES
+from tests.runtime.sharded.steps import STEPS, Habits, Trained, moments_bytes, train
+from tests.support.layouts import Layout, engines, layout_case
+from tests.support.pairwise import pairwise
+from tests.support.parity import Case, check_close
+from tests.support.ranks import Pools
+
+LAYOUTS: tuple[Layout, ...] = ((2, 1, 1, 1), (2, 2, 1, 2), (4, 1, 2, 1), (4, 2, 2, 1))
+RULES = ("sequential", "dense_overlap", "fsmoe", "parm_s2", "penstock")
+"""Schedules of which each orders updates by a rule of its own."""
+
+LOOPS = {
+    "tasks": Habits(),
+    "no clipping": Habits(clips=False),
+    "ordinary": Habits(in_backward=False, passes=2),
+    "accumulating": Habits(passes=2, evaluates=True),
+    "freezing": Habits(freezes=True, in_backward=False),
+    "changing plan": Habits(replans=True, freezes=True, evaluates=True, clips=False, in_backward=False),
+}
+
+
+def check_same(ours: list[Trained], plain: list[Trained]) -> None:
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert len(mine.norms) == STEPS
+        assert mine.norms == pytest.approx(theirs.norms, rel=1e-10)
+        assert mine.losses == pytest.approx(theirs.losses, rel=1e-10)
+        assert mine.parameters.keys() == theirs.parameters.keys()
+        for name, tensor in theirs.parameters.items():
+            check_close(mine.parameters[name], tensor, 1e-10, name)
+
+
+def case_of(layout: Layout, schedule: str, **settings: Any) -> Case:
+    form = next(form for name, form in engines() if name == schedule)
+    found = layout_case(layout, schedule, form, **settings)
+    return replace(found, schedule=replace(found.schedule, all_reduce_chunk_bytes=4096))
+
+
+def _fits(known: Mapping[str, Any]) -> bool:
+    if not {"layout", "schedule"} <= known.keys():
+        return True
+    _, mp, _, esp = known["layout"]
+    return mp * esp > 1 or SCHEDULES[known["schedule"]].expert_form in (None, "gather")
+
+
+@pytest.mark.slow
+@pairwise(
+    _fits,
+    layout=LAYOUTS,
+    loop=LOOPS,
+    schedule=RULES,
+    tie_word_embeddings=(False, True),
+    moe_layers=(None, (1,)),
+)
+def test_three_steps(
+    ranks: Pools,
+    layout: Layout,
+    loop: str,
+    schedule: str,
+    tie_word_embeddings: bool,
+    moe_layers: tuple[int, ...] | None,
+) -> None:
+    case = case_of(layout, schedule, tie_word_embeddings=tie_word_embeddings, moe_layers=moe_layers)
+    pool = ranks(case.world_size)
+    plain = pool.run(train, case, LOOPS[loop], False)
+    check_same(pool.run(train, case, LOOPS[loop], True), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(4, 1, 2, 1), (4, 2, 1, 2)], ids=str)
+def test_moments_take_what_theory_says(ranks: Pools, layout: Layout) -> None:
+    """Of what is replicated a part for each data-parallel rank, of experts one for each replica."""
+    case = replace(case_of(layout, "flowmoe"), double=False)
+    world, mp, ep, esp = layout
+    plain, ours = (ranks(world).run(moments_bytes, case, sharded) for sharded in (False, True))
+    for (held, estimate), (share, shared) in zip(plain, ours, strict=True):
+        assert held == pytest.approx(estimate, rel=0.02)
+        assert share == pytest.approx(shared, rel=0.02)
+        assert share <= held / min(world / mp, world / (ep * esp)) * 1.02

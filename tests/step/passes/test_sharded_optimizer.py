@@ -1,0 +1,67 @@
+"""The tasks of a sharded optimiser: who waits for whom, and that no reader meets old parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.graph import Graph, Lane, Phase
+from penstock.mesh import Group
+from penstock.ops.optimizer import GATHERS, UPDATES
+from penstock.step import StepShape, build_graph
+from penstock.step.passes import GradientPieces, ShardedOptimizer, Transpose
+from penstock.step.plain import PlainStep
+from penstock.step.shape import Updating
+from tests.step.passes.pictures import check_picture
+from tests.step.support import ancestors, reads
+from tests.steps import SHARED, shapes, task_at
+from tests.support.draws import draws
+
+
+def summed() -> Graph:
+    plain = Transpose()(PlainStep(moe_layers=(True, True)).graph())
+    return GradientPieces({"AR": [(1, 1), (1, 1)], "XR": [(1,), (1,)]}, scatters=True)(plain)
+
+
+def test_the_picture_is_true() -> None:
+    check_picture(ShardedOptimizer, summed(), ShardedOptimizer(True, True)(summed()).check(), layer=0)
+
+
+def test_updates_wait_for_the_norm_only_where_gradients_are_clipped() -> None:
+    clipped, free = (ShardedOptimizer(clips, True)(summed()).check() for clips in (True, False))
+    assert reads(clipped, "L1.OA.p1.B") == {"gradients": "L1.RA.p1.B", "scale": "L0.NM.B"}
+    assert reads(free, "L1.OA.p1.B") == {"gradients": "L1.RA.p1.B"}
+    assert reads(free, "L0.NM.B") == reads(clipped, "L0.NM.B")
+    update = task_at(free, "L1.OX.p0.B")
+    assert (update.lane, update.axes) == (Lane.COMPUTE, ())
+    assert update.writes == ("expert parameters of L1", "expert moments of L1")
+
+
+def test_experts_without_replicas_are_gathered_by_nobody() -> None:
+    graph = ShardedOptimizer(True, False)(summed()).check()
+    assert {task.op for task in graph.tasks if task.op in GATHERS} == {"PA"}
+    gather = task_at(graph, "L1.PA.p0.F")
+    assert (gather.inputs, gather.lane, gather.axes) == ({}, Lane.INTER, Group.WORLD)
+
+
+@draws(60)
+@given(shapes(layers=3), st.booleans(), st.booleans(), st.booleans(), st.booleans())
+def test_every_reader_has_what_was_gathered_and_no_update_comes_before_it(
+    shape: StepShape, clips: bool, replicas: bool, split_experts: bool, shared: bool
+) -> None:
+    sharing = SHARED if shared and len(shape.dispatch) == 1 else shape.sharing
+    updating = Updating(clips=clips, replicas=replicas)
+    cut = replace(shape, updating=updating, split_experts=split_experts, sharing=sharing)
+    graph = build_graph(cut)
+    gathers = [task for task in graph.tasks if task.op in GATHERS]
+    for task in graph.tasks:
+        before = ancestors(graph, task)
+        for gather in gathers:
+            if gather.writes[0] in task.reads:
+                assert gather in before, f"{task} reads what {gather} brings"
+        if task.op in UPDATES:
+            readers = {t for t in graph.tasks if task.writes[0] in t.reads and t.op not in UPDATES}
+            assert readers <= before, f"{task} changes what others have still to read"
+    assert {task.phase for task in gathers} <= {Phase.FORWARD}
