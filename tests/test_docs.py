@@ -47,6 +47,22 @@ def test_the_example_runs(processes: int) -> None:
     assert len(losses) == 3 and losses[-1] < 0.2 < losses[0]
 
 
+@pytest.mark.slow
+def test_the_model_of_hugging_face_comes_back_as_it_was_trained(tmp_path: Path) -> None:
+    """With a plan that is given: to measure and search takes longer than all else."""
+    example = [str(ROOT / "docs" / "example_hugging_face.py"), str(tmp_path), "flowmoe"]
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *example],
+        capture_output=True,
+        text=True,
+        env=clean_environ() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("\nthe same\n")
+
+
 def test_every_setting_is_documented() -> None:
     """A row of the table names a section in full once; its other keys may stand behind it."""
     documented = set(re.findall(r"`(?:[a-z]+\.)?([a-z_0-9]+)`", TRAINING))

@@ -282,7 +282,9 @@ def test_the_layer_of_the_readme() -> None:
 def test_every_block_of_the_pages_is_run_here() -> None:
     headings = re.findall(r"^## (.*)$", EXTENDING.read_text(), re.M)
     shown = sum(len(blocks(EXTENDING, heading)) for heading in headings)
-    assert shown == len(PARTS) + 3  # test_own_step.py and test_own_decision.py run one each
+    assert (
+        shown == len(PARTS) + 4
+    )  # test_own_step.py, test_own_decision.py and adapt/test_parity.py run one each
     headings = re.findall(r"^## (.*)$", MOE_LAYER.read_text(), re.M)
     found = [heading for heading in headings if blocks(MOE_LAYER, heading)]
     assert found == ["Padding", "By itself, on several ranks", "From Hugging Face"]
@@ -293,6 +295,7 @@ def test_examples_import_from_few_packages() -> None:
         imported = set(re.findall(r"^from (penstock\S*) import", page.read_text(), re.M))
         assert imported <= {
             "penstock",
+            "penstock.adapt",
             "penstock.moe",
             "penstock.dispatch",
             "penstock.models.huggingface",

@@ -45,6 +45,7 @@ LAYERS = (
     "models",
     "train",
     "autopilot",
+    "adapt",
     "emulate",
     "virtual",
     "bench",

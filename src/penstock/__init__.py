@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.adapt import parallelize
     from penstock.moe import MoELayer
     from penstock.runtime import (
         ExpertParallel,
@@ -26,6 +27,7 @@ __all__ = [
     "clip_grad_norm_",
     "expert_parameters",
     "ignore_experts",
+    "parallelize",
 ]
 
 _HOMES = {
@@ -35,6 +37,7 @@ _HOMES = {
     "clip_grad_norm_": "penstock.runtime",
     "expert_parameters": "penstock.runtime",
     "ignore_experts": "penstock.runtime",
+    "parallelize": "penstock.adapt",
 }
 
 

@@ -118,7 +118,7 @@ def test_slope_is_the_derivative_of_the_total(group: BalanceGroup, split: Split)
     assert probability_YBE.grad is not None
     for y in range(LAYERS):
         for first, last in split.bounds:
-            slope_BE = balance.slope(chosen_YBE[y, first:last], chosen_YBE[y].sum(0), split.tokens)
+            slope_BE = balance.slope(chosen_YBE[y, first:last], chosen_YBE.sum(1), y, split.tokens)
             assert slope_BE.shape == (last - first, EXPERTS)
             torch.testing.assert_close(slope_BE, probability_YBE.grad[y, first:last])
 

@@ -29,8 +29,11 @@ class Balance(Protocol):
         """The loss summed over layers, from sums over all ranks and microbatches."""
         ...
 
-    def slope(self, chosen_BE: Tensor, all_chosen_E: Tensor, tokens: Tensor) -> Tensor:
-        """Derivative of `total` by a microbatch's summed probabilities, [B, E]; tokens: of all the batch."""
+    def slope(self, chosen_BE: Tensor, chosen_YE: Tensor, layer: int, tokens: Tensor) -> Tensor:
+        """Derivative of `total` by a microbatch's summed probabilities in one of the MoE layers, [B, E].
+
+        chosen_YE, tokens: of all the batch.
+        """
         ...
 
 
@@ -47,8 +50,8 @@ class GlobalBalance:
         del pieces
         return (_share(chosen_YE) * probability_YE).sum() * chosen_YE.shape[-1] / tokens
 
-    def slope(self, chosen_BE: Tensor, all_chosen_E: Tensor, tokens: Tensor) -> Tensor:
-        return (_share(all_chosen_E) * all_chosen_E.shape[-1] / tokens).expand(chosen_BE.shape)
+    def slope(self, chosen_BE: Tensor, chosen_YE: Tensor, layer: int, tokens: Tensor) -> Tensor:
+        return (_share(chosen_YE[layer]) * chosen_YE.shape[-1] / tokens).expand(chosen_BE.shape)
 
 
 class _PiecewiseBalance(ABC):
@@ -65,8 +68,8 @@ class _PiecewiseBalance(ABC):
         del chosen_YE, probability_YE
         return pieces / tokens
 
-    def slope(self, chosen_BE: Tensor, all_chosen_E: Tensor, tokens: Tensor) -> Tensor:
-        del all_chosen_E
+    def slope(self, chosen_BE: Tensor, chosen_YE: Tensor, layer: int, tokens: Tensor) -> Tensor:
+        del chosen_YE, layer
         return self._shares(chosen_BE) * chosen_BE.shape[-1] / tokens
 
 

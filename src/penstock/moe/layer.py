@@ -272,7 +272,7 @@ class MoELayer(nn.Module):
             known = self.exchange.sum_over_ranks(torch.cat([chosen_E, here.view(1)]))
             chosen_E, total = known[:-1], known[-1]
         total = total.clamp(min=1) / ranks
-        slope_BE = self.balance.slope(sums.chosen_BE, chosen_E, total)
+        slope_BE = self.balance.slope(sums.chosen_BE, chosen_E.unsqueeze(0), 0, total)
         return LayerLosses((slope_BE * sums.probability_BE).sum(), sums.z / total)
 
 

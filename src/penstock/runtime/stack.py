@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.decision import GradientBytes
 from penstock.moe import MoELayer, RouteMaker
-from penstock.moe.balance import BALANCES
+from penstock.moe.balance import BALANCES, Balance
 from penstock.moe.config import MoEConfig
 from penstock.placement import Hosting
 from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
@@ -225,6 +225,20 @@ class PipelinedStack(nn.Module):
                 return step.forward()
         loss: Tensor = _StepFunction.apply(step, torch.empty(0, requires_grad=True))
         return loss
+
+    def minimise(self, moe: MoEConfig, balance: Balance, valid: float | None = None) -> None:
+        """Make the loss of the next steps of these; the same on all ranks.
+
+        moe: whose coefficients weigh the balance and z terms. balance: how the balance of experts is judged.
+        valid: by which the sum of all ranks' token losses is divided; None: by the number of valid tokens.
+        """
+        self.moe, self.balance = moe, balance
+        self.codec = StatisticsCodec(moe, balance, valid)
+
+    def compute_in(self, autocast_dtype: torch.dtype | None) -> None:
+        """Compute the next steps under autocast in this type; None: without."""
+        if autocast_dtype != self.machinery.autocast_dtype:
+            self.machinery = replace(self.machinery, autocast_dtype=autocast_dtype)
 
     def records(self, step: int = 0) -> list[TaskRecord]:
         """When every task of the last step ran on this rank."""

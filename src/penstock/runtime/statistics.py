@@ -47,10 +47,13 @@ HEADER = 5
 
 
 class StatisticsCodec:
-    """Packs one rank's sums into one float64 vector (one small all-reduce) and reads the total."""
+    """Packs one rank's sums into one float64 vector (one small all-reduce) and reads the total.
 
-    def __init__(self, config: MoEConfig, balance: Balance) -> None:
-        self._config, self._balance = config, balance
+    valid: what counts as the number of valid tokens of all ranks; None: those that there are.
+    """
+
+    def __init__(self, config: MoEConfig, balance: Balance, valid: float | None = None) -> None:
+        self._config, self._balance, self._valid = config, balance, valid
 
     def pack(self, heads: Sequence[HeadSums], routers: Sequence[Sequence[GateSums]]) -> Tensor:
         """routers: per MoE layer, per microbatch. Returns [HEADER + 2 * Y * E]."""
@@ -69,7 +72,8 @@ class StatisticsCodec:
         """total: the packed vector, summed over ranks."""
         loss, valid, tokens, z_sum, pieces = total[:HEADER].unbind()
         chosen_YE, probability_YE = total[HEADER:].view(2, -1, self._config.num_experts).unbind()
-        valid, tokens = valid.clamp(min=1), tokens.clamp(min=1)
+        valid = valid.clamp(min=1) if self._valid is None else torch.full_like(valid, self._valid)
+        tokens = tokens.clamp(min=1)
         cross_entropy, z = loss / valid, z_sum / tokens
         aux = self._balance.total(pieces, chosen_YE, probability_YE, tokens)
         return StepStatistics(

@@ -2,7 +2,8 @@
 
 Nothing but the update of an expert needs its weight gradient, so a schedule may use it to fill a gap. Either
 way it is added to `weight.grad` in place: a gradient of its own would be written and read once more.
-Only a weight that is a parameter without hooks is treated so; any other gets its gradient from autograd.
+Only a weight that is a parameter without hooks, or one with its matrices transposed, is treated so; any other
+gets its gradient from autograd.
 Shapes: R rows, M and H widths of a weight matrix, E local experts.
 """
 
@@ -61,7 +62,10 @@ class WeightGradients:
 
 
 class _WeightApart(torch.autograd.Function):
-    """A grouped product whose backward makes the gradient of the rows only."""
+    """A grouped product whose backward makes the gradient of the rows only.
+
+    parameter: whose gradient is left to `store`: the weight itself, or its matrices transposed (turned).
+    """
 
     @staticmethod
     def forward(
@@ -70,24 +74,28 @@ class _WeightApart(torch.autograd.Function):
         weight_EMH: Tensor,
         sizes: Sequence[int],
         store: AutogradWeights | WeightGradients,
+        parameter: Tensor,
+        turned: bool,
     ) -> Tensor:
         ctx.save_for_backward(rows_RM)
-        ctx.weight_EMH, ctx.sizes, ctx.store = weight_EMH, sizes, store
-        ctx.version = weight_EMH._version
+        ctx.weight_EMH, ctx.sizes, ctx.store = weight_EMH.detach(), sizes, store
+        ctx.parameter, ctx.turned, ctx.version = parameter, turned, parameter._version
         return grouped_product(rows_RM, weight_EMH, sizes)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (rows_RM,), grad_RH = ctx.saved_tensors, grads[0].contiguous()
-        if ctx.weight_EMH._version != ctx.version:  # what autograd checks of tensors that it saves
+        if ctx.parameter._version != ctx.version:  # what autograd checks of tensors that it saves
             raise RuntimeError(
                 f"experts' weights {list(ctx.weight_EMH.shape)} were changed in place between forward and "
                 "backward, so gradients would be those of neither: update them after backward, or compute "
                 "the loss again"
             )
-        ctx.store.take(rows_RM, grad_RH, ctx.weight_EMH, ctx.sizes)
-        return grouped_product(grad_RH, ctx.weight_EMH.transpose(1, 2), ctx.sizes), None, None, None
+        factors = (grad_RH, rows_RM) if ctx.turned else (rows_RM, grad_RH)
+        ctx.store.take(*factors, ctx.parameter, ctx.sizes)
+        grad_RM = grouped_product(grad_RH, ctx.weight_EMH.transpose(1, 2), ctx.sizes)
+        return grad_RM, None, None, None, None, None
 
 
 def autograd_is_faster(rows_RM: Tensor, weight_EMH: Tensor) -> bool:
@@ -99,11 +107,24 @@ def autograd_is_faster(rows_RM: Tensor, weight_EMH: Tensor) -> bool:
 def _product(
     rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int], store: AutogradWeights | WeightGradients
 ) -> Tensor:
-    hooks = weight_EMH._backward_hooks or weight_EMH._post_accumulate_grad_hooks
-    if not weight_EMH.is_leaf or not weight_EMH.requires_grad or hooks:
+    parameter = _parameter_of(weight_EMH)
+    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    if not parameter.is_leaf or not parameter.requires_grad or hooks:
         return grouped_product(rows_RM, weight_EMH, sizes)
-    out_RH: Tensor = _WeightApart.apply(autocast(rows_RM), weight_EMH, sizes, store)
+    out_RH: Tensor = _WeightApart.apply(
+        autocast(rows_RM), weight_EMH, sizes, store, parameter, parameter is not weight_EMH
+    )
     return out_RH
+
+
+def _parameter_of(weight_EMH: Tensor) -> Tensor:
+    """The parameter whose matrices these are, as they are or transposed; else the weight itself."""
+    base = weight_EMH._base
+    if base is None or base.dim() != 3 or base.numel() != weight_EMH.numel():
+        return weight_EMH
+    turned = base.transpose(1, 2)
+    same = (turned.shape, turned.stride()) == (weight_EMH.shape, weight_EMH.stride())
+    return base if same else weight_EMH
 
 
 @torch.no_grad()

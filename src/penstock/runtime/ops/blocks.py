@@ -153,7 +153,7 @@ def route_gradients(
     y = sum(part.moe is not None for part in context.parts.parts[: task.layer])
     judged_BE = inputs.maybe("d_choices")
     judged_BE = saved.chosen_BE if judged_BE is None else judged_BE
-    slope_BE = context.balance.slope(judged_BE, statistics.chosen_YE[y], statistics.tokens)
+    slope_BE = context.balance.slope(judged_BE, statistics.chosen_YE, y, statistics.tokens)
     slope_z = context.moe.z_loss_coeff / statistics.tokens
     return [
         added(inputs.all("d_residual")),

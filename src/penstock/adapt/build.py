@@ -1,0 +1,190 @@
+"""`penstock.parallelize`: a model of transformers whose training steps run by a schedule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.adapt.cut import Cut, CutGate
+from penstock.adapt.decoder import Calls, CutLayer, Decoder, Layers, WholeLayer
+from penstock.adapt.engine import Engine, Spread
+from penstock.adapt.experts import ModelExperts, keep_share
+from penstock.adapt.families import family_of
+from penstock.adapt.family import Family
+from penstock.adapt.guess import check, guess
+from penstock.adapt.look import Found, look
+from penstock.adapt.memory import Memory
+from penstock.adapt.planning import planner_of
+from penstock.adapt.scheduled import schedule
+from penstock.config import ConfigError
+from penstock.decision import Decision
+from penstock.graph import Lane
+from penstock.mesh import Group
+from penstock.moe import MoELayer, SortOrder
+from penstock.placement import ExpertPlacement
+from penstock.runtime import Machinery, PipelinedStack
+from penstock.topology import (
+    Control,
+    Layout,
+    ParallelConfig,
+    ProcessInfo,
+    detect,
+    find_node_size,
+    join,
+)
+from penstock.topology.join import ALONE
+from penstock.train.assemble import build_machinery
+
+
+def parallelize(
+    model: Any,
+    *,
+    ep_size: int | None = None,
+    plan: str | Decision = "auto",
+    tp_size: int = 1,
+    ranks_per_node: int | None = None,
+    timeout_s: float = 60.0,
+) -> Any:
+    """Spread the experts of `model` over ranks, and let a schedule run its training steps; returns it.
+
+    model: a causal language model of transformers 5, whole and the same on every rank; of a family that is
+    not known, if it can be taken to pieces that compute the same. It stays what it is: its class, its
+    modules, the names of its parameters; of experts this rank's share is kept. All ranks call this, and
+    every forward pass later, together; each has samples of its own.
+
+    In training mode `model(input_ids=..., labels=...)` gives the loss of the batch of all ranks, and its
+    `backward` every gradient, summed over them: DistributedDataParallel is not needed, and refused. All else
+    works as before: logits in evaluation, `generate`, `save_pretrained`, which all ranks call together.
+
+    ep_size: over how many ranks experts are spread; None = all. plan: "auto" measures the cluster at the
+    first step and searches; else the name of a schedule, or a decision. ranks_per_node, timeout_s: see
+    ParallelConfig. Processes that torchrun or Slurm has started are joined, unless they are already.
+    Raises ValueError for a model that cannot be scheduled, ConfigError for sizes that do not fit.
+    """
+    if tp_size != 1:
+        why = "attention stays the model's own, and how ranks could share it is not known"
+        raise ConfigError("tp_size", tp_size, why, "Use 1, and spread experts with ep_size.")
+    if "_penstock" in model.__dict__:
+        raise ValueError("the model is scheduled already: parallelize it once")
+    found = _found(model)
+    device = next(model.parameters()).device
+    parallel = ParallelConfig(ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
+    machinery = _machinery(parallel, _joined(timeout_s, device), found.num_experts, device)
+    recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if recomputes:
+        model.gradient_checkpointing_disable()  # layers by themselves would recompute what they send
+    schedule(model, _engine(found, machinery, parallel, plan)).memory.recomputes = recomputes
+    return model
+
+
+def _found(model: Any) -> Found:
+    """The parts of a model; of a family that is not known, if what they compute is what the model does."""
+    family = family_of(model)
+    if family is not None:
+        return look(model, family)
+    found = look(model, guess(model))
+    cuts, calls, memory = _cuts(found), Calls(), Memory()
+    layers = _layers(found, cuts, calls, memory)
+    try:
+        check(model, Decoder(model, found.family, layers, calls, type(model).forward))
+    finally:
+        for cut in cuts.values():
+            cut.undo()
+    return found
+
+
+def _joined(timeout_s: float, device: torch.device) -> ProcessInfo:
+    """Who this process is; it is connected to the others if a launcher started some and nobody has."""
+    started = detect(os.environ) or ALONE
+    if dist.is_initialized():
+        here = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        return ProcessInfo(**here, local_rank=started.local_rank, launcher=started.launcher)
+    join(started, timeout_s, device)
+    return started
+
+
+def _machinery(
+    parallel: ParallelConfig, info: ProcessInfo, num_experts: int, device: torch.device
+) -> Machinery:
+    node_size = None
+    if info.launcher != "alone" and parallel.ranks_per_node is None:
+        node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
+    layout = Layout.build(parallel, info.world_size, info.rank, num_experts, node_size)
+    return build_machinery(layout, device, parallel, "float32")
+
+
+def _engine(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: str | Decision) -> Engine:
+    layout, calls = machinery.layout, Calls()
+    planner = planner_of(plan, found.sizes, layout, parallel)
+    memory, cuts = Memory(), _cuts(found)
+    layers = _layers(found, cuts, calls, memory, layout.ep_size, layout.ep_rank)
+    decoder = Decoder(found.model, found.family, layers, calls, type(found.model).forward)
+    stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first)
+    stack.mark_experts()
+    if layout.ep_size > 1:
+        machinery.transports.open([(Lane.INTER, Group.EXPERT)])
+        for layer, cut in cuts.items():
+            moe = layers[layer].moe
+            assert moe is not None
+            cut.spread = Spread(machinery, moe)
+    coefficient = float(getattr(found.config, "router_aux_loss_coef", 0.0))
+    return Engine(stack, decoder, planner, coefficient, memory)
+
+
+def _cuts(found: Found) -> dict[int, Cut]:
+    """Where the layers with experts are cut, by their numbers."""
+    router = found.family.router
+    return {
+        number: Cut(found.experts_of(block), block.get_submodule(router), found.shared_of(block), found.top_k)
+        for number, block in enumerate(found.blocks)
+        if block is not None
+    }
+
+
+def _layers(
+    found: Found,
+    cuts: Mapping[int, Cut],
+    calls: Calls,
+    memory: Memory,
+    ep_size: int = 1,
+    ep_rank: int = 0,
+) -> Layers:
+    """The layers as the engine runs them; of experts this rank's share is kept."""
+    layers: list[CutLayer | WholeLayer] = []
+    for number, (layer, block) in enumerate(zip(found.layers, found.blocks, strict=True)):
+        cut = cuts.get(number)
+        if cut is None:
+            layers.append(WholeLayer(layer, number, calls, memory))
+            continue
+        placement = ExpertPlacement.even(found.num_experts, ep_size)
+        keep_share(found.experts_of(block), placement.held(ep_rank))
+        moe = MoELayer(
+            gate=CutGate(found.num_experts, cut),
+            order=SortOrder(found.num_experts),
+            expert=ModelExperts(found.experts_of(block), placement.slots, memory),
+            shared=None if found.shared_of(block) is None else SharedPart(block, found.family),
+            ep_size=ep_size,
+            ep_rank=ep_rank,
+            placement=placement,
+        )
+        layers.append(CutLayer(layer, number, moe, cut, calls, found.family, memory))
+    return layers
+
+
+class SharedPart(nn.Module):
+    """What the shared experts of a block add to the outputs of the others."""
+
+    def __init__(self, block: Any, family: Family) -> None:
+        super().__init__()
+        # Not as a submodule: the block has the other experts, too.
+        self.__dict__.update(block=block, family=family)
+
+    def forward(self, x_TM: Tensor) -> Tensor:
+        family: Family = self.__dict__["family"]
+        assert family.shared is not None
+        return family.shared(self.__dict__["block"], x_TM)

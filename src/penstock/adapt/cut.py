@@ -1,0 +1,148 @@
+"""Where a layer of a model is cut: at the call of its experts.
+
+A decoder layer runs as it is, up to its experts, which only note what they were given and return zeros. What
+comes out is the residual stream; what was noted goes to the experts' ranks.
+Shapes: T tokens, M hidden size, E experts (total), k choices per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.moe.choices import GateSums, TokenChoice, count_choices, sum_by_sample
+from penstock.moe.gates.base import Gate
+from penstock.moe.tokens import Tokens
+
+Spread = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Tokens [T, M], choices [T, k], weights [T, k] -> the sum of their experts' outputs [T, M]."""
+
+
+@dataclass(frozen=True)
+class Caught:
+    """What experts were called with. logits_TE: of the router, as it returned them."""
+
+    x_TM: Tensor
+    experts_Tk: Tensor
+    weights_Tk: Tensor
+    logits_TE: Tensor
+
+
+class Cut:
+    """Stands in place of the `forward` of the experts of one MoE block, and of its shared experts.
+
+    shared: the module of shared experts, or None. top_k: experts per token. spread: how experts run when the
+    model is not cut, where other ranks hold some of them.
+    """
+
+    def __init__(self, experts: Any, router: nn.Module, shared: Any, top_k: int) -> None:
+        self.experts, self._shared, self.top_k = experts, shared, top_k
+        self._cutting = False
+        self._logits: Tensor | None = None
+        self._caught: Caught | None = None
+        self.spread: Spread | None = None
+        # As attributes of the modules, which keep their classes: `nn.Module.__call__` looks there first.
+        experts.forward = self._meet
+        self._hook = router.register_forward_hook(self._note)
+        if shared is not None:
+            shared.forward = self._pass
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, experts return zeros and note what they are called with."""
+        self._cutting, self._caught, self._logits = True, None, None
+        try:
+            yield
+        finally:
+            self._cutting = False
+
+    @property
+    def caught(self) -> Caught:
+        """What the experts were called with inside `open`."""
+        assert self._caught is not None, "a layer with experts calls them"
+        return self._caught
+
+    def take(self) -> Caught:
+        """The same, forgotten here."""
+        caught, self._caught, self._logits = self.caught, None, None
+        return caught
+
+    def put(self, caught: Caught) -> None:
+        """What is noted where the layer itself cannot run: there is no sample."""
+        self._caught = caught
+
+    def run(self, caught: Caught) -> Tensor:
+        """What the experts make of that, all of them on this rank, [T, M]."""
+        given = caught.x_TM, caught.experts_Tk, caught.weights_Tk
+        out_TM: Tensor = type(self.experts).forward(self.experts, *given)
+        return out_TM
+
+    def undo(self) -> None:
+        """Leave the modules as they were."""
+        self._hook.remove()
+        del self.experts.forward
+        if self._shared is not None:
+            del self._shared.forward
+
+    def _note(self, router: nn.Module, given: Any, returned: Any) -> None:
+        del router, given
+        if self._cutting:
+            self._logits = returned[0] if isinstance(returned, tuple) else returned
+
+    def _meet(self, x_TM: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+        if self._cutting:
+            assert self._logits is not None, "a router is called before its experts"
+            self._caught = Caught(x_TM, experts_Tk, weights_Tk, self._logits.flatten(0, -2))
+            return torch.zeros_like(x_TM)
+        if self.spread is not None:
+            return self.spread(x_TM, experts_Tk, weights_Tk)
+        return self.run(Caught(x_TM, experts_Tk, weights_Tk, weights_Tk))
+
+    def _pass(self, x: Tensor) -> Tensor:
+        if self._cutting:
+            return torch.zeros_like(x)
+        out: Tensor = type(self._shared).forward(self._shared, x)
+        return out
+
+
+class CutGate(Gate):
+    """The choice that the model's own router has made.
+
+    balances: whether the router's probabilities count for a balance loss.
+    """
+
+    kind = "token"
+
+    def __init__(self, num_experts: int, cut: Cut) -> None:
+        super().__init__(num_experts)
+        self.top_k, self._cut, self.balances = cut.top_k, cut, False
+
+    def forward(self, x_TM: Tensor, tokens: Tokens) -> TokenChoice:
+        return self.choose(x_TM, tokens)
+
+    def choose(self, x_TM: Tensor, tokens: Tokens) -> TokenChoice:
+        caught = self._cut.take()
+        chosen_Tk = _without_padding(caught.experts_Tk, tokens)
+        counted_Tk, probability_BE = chosen_Tk, x_TM.new_zeros(tokens.samples, self.num_experts)
+        if self.balances:
+            probability_TE = caught.logits_TE.softmax(dim=-1)
+            # As transformers counts: by the logits alone, whatever else the router has chosen by.
+            counted_Tk = _without_padding(probability_TE.topk(self.top_k, dim=-1).indices, tokens)
+            probability_BE = sum_by_sample(probability_TE, tokens)
+        sums = GateSums(
+            chosen_BE=count_choices(counted_Tk, tokens.samples, self.num_experts),
+            probability_BE=probability_BE,
+            z=x_TM.new_zeros(()),
+        )
+        return TokenChoice(chosen_Tk, caught.weights_Tk, sums, masked=tokens.valid_T is not None)
+
+
+def _without_padding(experts_Tk: Tensor, tokens: Tokens) -> Tensor:
+    if tokens.valid_T is None:
+        return experts_Tk
+    return experts_Tk.masked_fill(~tokens.valid_T.unsqueeze(1), -1)

@@ -1,0 +1,298 @@
+"""A model of transformers in the pieces that the engine schedules, cut where its layers call their experts.
+
+Shapes: B samples, L tokens per sample, M hidden size, V vocabulary, T = B * L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.adapt.cut import Caught, Cut
+from penstock.adapt.family import Family
+from penstock.adapt.memory import Memory
+from penstock.moe import MoELayer, SampleKeys
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a step knows of its samples beside tokens and labels. first: the number of the first of them.
+
+    mask_BL: the attention mask as it was given; positions_BL: of tokens, [1, L] where all samples have the
+    same.
+    """
+
+    first: int = 0
+    mask_BL: Tensor | None = None
+    positions_BL: Tensor | None = None
+
+    def of(self, keys: SampleKeys) -> dict[str, Tensor]:
+        """Those of the samples of a microbatch, as the model takes them."""
+        rows = slice(start := int(keys.sample_ids_B[0]) - self.first, start + len(keys.sample_ids_B))
+        given = {"attention_mask": self.mask_BL, "position_ids": self.positions_BL}
+        found = {name: value for name, value in given.items() if value is not None}
+        return {name: value if len(value) == 1 else value[rows] for name, value in found.items()}
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What the decoder calls a layer with beside hidden states: masks, positions and the like."""
+
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+
+
+class _Recorder(nn.Module):
+    """Stands for a layer while the decoder runs up to its layers: notes how it is called."""
+
+    def __init__(self, layer: nn.Module, calls: list[LayerCall], entered: list[Tensor]) -> None:
+        super().__init__()
+        self.__dict__.update(stands_for=layer, calls=calls, entered=entered)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["stands_for"], name)
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        self.__dict__["calls"].append(LayerCall(arguments, named))
+        self.__dict__["entered"].append(hidden_states)
+        return hidden_states
+
+
+class Calls:
+    """How the layers are to be called for every microbatch of the step that runs."""
+
+    def __init__(self) -> None:
+        self._by_first: dict[int, list[LayerCall]] = {}
+
+    def clear(self) -> None:
+        """Before a step."""
+        self._by_first.clear()
+
+    def put(self, keys: SampleKeys, calls: list[LayerCall]) -> None:
+        """Of the microbatch with these samples."""
+        self._by_first[int(keys.sample_ids_B[0])] = calls
+
+    def of(self, keys: SampleKeys, layer: int) -> LayerCall:
+        """Of one layer, for the microbatch with these samples."""
+        return self._by_first[int(keys.sample_ids_B[0])][layer]
+
+
+class CutLayer:
+    """A layer with experts: `attend` runs it up to their call, `add` is what it does with their outputs."""
+
+    def __init__(
+        self, layer: Any, index: int, moe: MoELayer, cut: Cut, calls: Calls, family: Family, memory: Memory
+    ) -> None:
+        self._layer, self._index, self._cut, self._calls, self._family = layer, index, cut, calls, family
+        self._memory = memory
+        self.moe: MoELayer | None = moe
+
+    def check(self) -> None:
+        """Raise ValueError if the layer's experts are no longer those that its tasks run."""
+        block = self._family.block_of(self._layer)
+        found = None if block is None else block.get_submodule(self._family.experts)
+        if found is not self._cut.experts:
+            raise ValueError(
+                f"the experts of layer {self._index} were replaced or wrapped ({type(found).__name__}) after "
+                "the model was parallelized, and its steps would go on without what that adds. Adapters on "
+                "experts cannot be scheduled: give adapters to attention only"
+            )
+
+    def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
+        assert self.moe is not None
+        if not len(h_BLM):
+            x_TM = h_BLM.flatten(0, 1)
+            none_Tk = x_TM.new_empty(0, self._cut.top_k)
+            self._cut.put(Caught(x_TM, none_Tk.long(), none_Tk, x_TM.new_empty(0, self.moe.num_experts)))
+            return h_BLM, x_TM
+        call = self._calls.of(keys, self._index)
+
+        def up_to_experts(h_BLM: Tensor) -> tuple[Tensor, ...]:
+            with self._cut.open():
+                residual_BLM = _run(self._layer, h_BLM, call)
+            caught = self._cut.take()
+            return residual_BLM, caught.x_TM, caught.weights_Tk, caught.logits_TE, caught.experts_Tk
+
+        residual_BLM, x_TM, weights_Tk, logits_TE, experts_Tk = self._memory.run(up_to_experts, h_BLM)
+        self._cut.put(Caught(x_TM, experts_Tk, weights_Tk, logits_TE))
+        return residual_BLM, x_TM
+
+    def here(self) -> Tensor:
+        """What the experts make of the tokens that `attend` has brought to them, all on this rank, [T, M]."""
+        return self._cut.run(self._cut.take())
+
+    def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
+        del keys
+        return self._family.finish(
+            self._layer, residual_BLM, out_TM.view_as(residual_BLM).to(residual_BLM.dtype)
+        )
+
+    def dense(self, x_TM: Tensor) -> Tensor:
+        raise AssertionError(f"layer {self._index} has experts for {list(x_TM.shape)}")
+
+    def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
+        _refuse_shards(h_BLM, keys)
+
+    def settle(self, h_BLM: Tensor, attended_BLM: Tensor) -> tuple[Tensor, Tensor]:
+        _refuse_shards(h_BLM, attended_BLM)
+
+
+class WholeLayer:
+    """A layer without experts: all of it is one task."""
+
+    moe: MoELayer | None = None
+
+    def __init__(self, layer: Any, index: int, calls: Calls, memory: Memory) -> None:
+        self._layer, self._index, self._calls, self._memory = layer, index, calls, memory
+
+    def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
+        out_BLM = h_BLM
+        if len(h_BLM):
+            call = self._calls.of(keys, self._index)
+            (out_BLM,) = self._memory.run(lambda h_BLM: (_run(self._layer, h_BLM, call),), h_BLM)
+        return out_BLM, out_BLM.flatten(0, 1)
+
+    def dense(self, x_TM: Tensor) -> Tensor:
+        return x_TM
+
+    def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
+        del out_TM, keys  # the layer has added it already
+        return residual_BLM
+
+    def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
+        _refuse_shards(h_BLM, keys)
+
+    def settle(self, h_BLM: Tensor, attended_BLM: Tensor) -> tuple[Tensor, Tensor]:
+        _refuse_shards(h_BLM, attended_BLM)
+
+
+def _run(layer: Any, h_BLM: Tensor, call: LayerCall) -> Tensor:
+    out: Any = layer(h_BLM, *call.arguments, **call.named)
+    out_BLM: Tensor = out[0] if isinstance(out, tuple) else out
+    return out_BLM
+
+
+def _refuse_shards(*given: object) -> NoReturn:
+    raise AssertionError(f"no ranks share attention here: {len(given)} values")
+
+
+Layers = Sequence[CutLayer | WholeLayer]
+
+
+class Decoder:
+    """The pieces of a model of transformers.
+
+    plain: the model's own `forward`, which takes the model first. logits: of every microbatch of the last
+    step, if `keeps_logits`.
+    """
+
+    def __init__(
+        self, model: Any, family: Family, layers: Layers, calls: Calls, plain: Callable[..., Any]
+    ) -> None:
+        self.parts, self._model, self._family, self._calls, self.plain = layers, model, family, calls, plain
+        self._inputs = Inputs()
+        self.keeps_logits = False
+        self.kept: dict[int, Tensor] = {}
+
+    def begin(self, inputs: Inputs, *, keep_logits: bool) -> None:
+        """Before the forward pass of a step on these samples."""
+        self._inputs, self.keeps_logits = inputs, keep_logits
+        self._calls.clear()
+        self.kept.clear()
+
+    def embed(self, tokens_BL: Tensor, keys: SampleKeys) -> Tensor:
+        """Runs the decoder up to its first layer, and notes how it calls each."""
+        if not len(tokens_BL):
+            return torch.zeros(*tokens_BL.shape, self.hidden_size, dtype=self.dtype, device=tokens_BL.device)
+        calls: list[LayerCall] = []
+        entered: list[Tensor] = []
+        with self._recording(calls, entered) as base:
+            base(input_ids=tokens_BL, use_cache=False, **self._inputs.of(keys))
+        self._calls.put(keys, calls)
+        return entered[0]
+
+    def head(self, h_BLM: Tensor, labels_BL: Tensor) -> Tensor:
+        logits_TV = self.logits(h_BLM)
+        if self.keeps_logits:  # by the place of their labels in the batch, whichever microbatch comes first
+            self.kept[int(labels_BL.storage_offset())] = logits_TV.detach().unflatten(0, labels_BL.shape)
+        precise_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+        return F.cross_entropy(precise_TV, labels_BL.flatten(), ignore_index=-100, reduction="sum")
+
+    def logits(self, h_BLM: Tensor) -> Tensor:
+        """As the model makes them of what leaves its last layer."""
+        base = self.base
+        if not len(h_BLM):
+            weight: Tensor = self._model.get_output_embeddings().weight
+            return h_BLM.flatten(0, 1) @ weight.to(h_BLM.dtype).t()
+        normed_BLM = base.get_submodule(self._family.norm)(h_BLM)
+        with _instead(base, normed_BLM):
+            out = self.plain(self._model, inputs_embeds=h_BLM, use_cache=False)
+        logits_TV: Tensor = out.logits.flatten(0, 1)
+        return logits_TV
+
+    @property
+    def base(self) -> Any:
+        return self._family.decoder(self._model)
+
+    @property
+    def hidden_size(self) -> int:
+        size: int = self.base.config.get_text_config().hidden_size
+        return size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = next(self._model.parameters()).dtype
+        return found
+
+    def replicated_parameters(self, layer: int) -> list[nn.Parameter]:
+        experts = {id(p) for p in self.expert_parameters(layer)}
+        layers = list(self.base.get_submodule(self._family.layers))
+        found = [p for p in layers[layer].parameters() if id(p) not in experts]
+        if layer == 0:  # also where it is the head: what a layer below uses is reduced with that one
+            found += self._model.get_input_embeddings().parameters()
+        if layer == len(layers) - 1:
+            found += self.base.get_submodule(self._family.norm).parameters()
+            found += self._model.get_output_embeddings().parameters()
+        return found
+
+    def expert_parameters(self, layer: int) -> list[nn.Parameter]:
+        moe = self.parts[layer].moe
+        return [] if moe is None else list(moe.experts.parameters())
+
+    def partial_parameters(self, layer: int) -> list[nn.Parameter]:
+        del layer
+        return []
+
+    def token_parameters(self, layer: int) -> list[nn.Parameter]:
+        del layer
+        return []
+
+    @contextmanager
+    def _recording(self, calls: list[LayerCall], entered: list[Tensor]) -> Iterator[Any]:
+        base, path = self.base, self._family.layers
+        parent_path, _, name = path.rpartition(".")
+        parent = base.get_submodule(parent_path)
+        layers = parent._modules[name]
+        parent._modules[name] = nn.ModuleList(_Recorder(layer, calls, entered) for layer in layers)
+        try:
+            yield base
+        finally:
+            parent._modules[name] = layers
+
+
+@contextmanager
+def _instead(base: nn.Module, hidden_BLM: Tensor) -> Iterator[None]:
+    """Inside, the decoder is not run: this is what has left its last norm."""
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    base.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden_BLM)
+    try:
+        yield
+    finally:
+        del base.forward

@@ -1,0 +1,147 @@
+"""What runs the steps of a scheduled model, and its experts outside of steps.
+
+Shapes: B samples, L tokens per sample, M hidden size, T tokens, k choices per token, R rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.adapt.balance import BalanceOverLayers
+from penstock.adapt.cut import CutGate
+from penstock.adapt.decoder import CutLayer, Decoder, Inputs
+from penstock.adapt.memory import Memory
+from penstock.adapt.planning import Planner
+from penstock.dispatch import find_dispatch
+from penstock.moe import MoEConfig, MoELayer, RouteMaker
+from penstock.moe.orders.sort import SortOrder
+from penstock.runtime import Machinery, PipelinedStack
+from penstock.runtime.transport.legs import exchange_counts, send_home, send_out
+from penstock.topology import Layout
+
+NO_LABEL = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """The arguments of a call of the model, as a step needs them.
+
+    labels_BL: as transformers takes them, of the same places as the tokens; or shift_labels_BL, of the tokens
+    after them. valid: by which the sum of token losses is divided, of all ranks; None: by their number.
+    """
+
+    tokens_BL: Tensor
+    labels_BL: Tensor | None
+    shift_labels_BL: Tensor | None
+    mask_BL: Tensor | None
+    positions_BL: Tensor | None
+    valid: float | None
+    balances: bool
+    keep_logits: bool
+
+    @property
+    def targets(self) -> Tensor:
+        """For every token what is to follow it, [B, L]."""
+        if self.shift_labels_BL is not None:
+            return self.shift_labels_BL
+        assert self.labels_BL is not None
+        return torch.nn.functional.pad(self.labels_BL[:, 1:], (0, 1), value=NO_LABEL)
+
+    @property
+    def valid_tokens(self) -> Tensor | None:
+        """Which tokens are not padding, [B, L]; what has a label is none, whatever the mask says."""
+        if self.mask_BL is None or self.mask_BL.dim() != 2:
+            return None
+        return self.mask_BL.bool() | (self.targets != NO_LABEL)
+
+
+class Engine:
+    """The stack of a model, its pieces, and when its plan is made: at the first step, whose sizes are known.
+
+    coefficient: weighs the balance loss in steps that are asked for it.
+    """
+
+    def __init__(
+        self, stack: PipelinedStack, decoder: Decoder, planner: Planner, coefficient: float, memory: Memory
+    ) -> None:
+        self.stack, self.decoder, self._planner, self.memory = stack, decoder, planner, memory
+        self._plain = replace(stack.moe, aux_loss_coeff=0.0)
+        self._balanced = replace(stack.moe, aux_loss_coeff=coefficient)
+        self._balance = BalanceOverLayers()
+        self._planned = False
+        self._first = 0
+
+    @property
+    def layout(self) -> Layout:
+        return self.stack.machinery.layout
+
+    def step(self, given: StepInputs, *, training: bool) -> tuple[Tensor, Tensor | None]:
+        """The loss of the whole batch of all ranks, and the balance loss, which is part of it."""
+        stack = self.stack
+        stack.training = training
+        for part in self.decoder.parts:
+            if isinstance(part, CutLayer):
+                part.check()
+        self._prepare(given)
+        ids_B = torch.arange(self._first, self._first + len(given.tokens_BL))
+        inputs = Inputs(self._first, given.mask_BL, given.positions_BL)
+        self._first += len(given.tokens_BL)
+        self.decoder.begin(inputs, keep_logits=given.keep_logits)
+        loss: Tensor = stack(given.tokens_BL, given.targets, ids_B, given.valid_tokens)
+        assert stack.statistics is not None
+        return loss, stack.statistics.aux if given.balances else None
+
+    def kept_logits(self) -> Tensor | None:
+        """Those of the last step, [B, L, V], if they were asked for."""
+        kept = self.decoder.kept
+        return torch.cat([kept[number] for number in sorted(kept)]) if kept else None
+
+    def _prepare(self, given: StepInputs) -> None:
+        stack = self.stack
+        moe: MoEConfig = self._balanced if given.balances else self._plain
+        for layer in stack.moe_layers:
+            if layer is not None and isinstance(layer.gate, CutGate):
+                layer.gate.balances = given.balances
+        stack.minimise(moe, self._balance, given.valid)
+        stack.compute_in(_autocast_dtype(stack.machinery.device))
+        if not self._planned and stack.training:
+            sizes = stack.machinery.control.largest(given.tokens_BL.shape, "comparing the sizes of batches")
+            stack.adopt(self._planner.of(stack, *map(int, sizes)))
+            self._planned = True
+
+
+class Spread:
+    """Tokens to the experts of all ranks and back, without gradients. All that share them must call it."""
+
+    def __init__(self, machinery: Machinery, moe: MoELayer) -> None:
+        self._machinery, self._moe = machinery, moe
+        self._maker = RouteMaker(find_dispatch("flat"), machinery.layout.place, False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
+        """For a copy of the layer, on the same machinery."""
+        return Spread(self._machinery, copy.deepcopy(self._moe, memo))
+
+    def __call__(self, x_TM: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+        order, transport = self._moe.order, self._machinery.transports.inter
+        assert isinstance(order, SortOrder)
+        with torch.no_grad():
+            plan = order.arrange(experts_Tk, (len(x_TM),), masked=False)
+            assert plan.counts_CN is not None
+            route = exchange_counts(plan.counts_CN, self._maker, transport).value.slices[0]
+            rows_RM = plan.rows.take(x_TM)
+            for leg in route.legs:
+                rows_RM = send_out(rows_RM, leg, transport)
+            rows_RM = self._moe.expert_rows(rows_RM, route)
+            for leg in reversed(route.legs):
+                rows_RM = send_home(rows_RM, leg, transport)
+            return order.unorder(rows_RM, weights_Tk, plan).to(x_TM.dtype)
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What the caller computes in."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

@@ -1,0 +1,73 @@
+"""The families of models that are known: one entry each. What is not said here is as in `Family`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.adapt.family import Family
+
+
+def _shared_experts(block: Any, x_TM: Tensor) -> Tensor:
+    out_TM: Tensor = block.shared_experts(x_TM)
+    return out_TM
+
+
+def _gated_shared_expert(block: Any, x_TM: Tensor) -> Tensor:
+    """Qwen: a gate of its own weighs the shared expert."""
+    out_TM: Tensor = F.sigmoid(block.shared_expert_gate(x_TM)) * block.shared_expert(x_TM)
+    return out_TM
+
+
+def _shared_mlp(block: Any, x_TM: Tensor) -> Tensor:
+    out_TM: Tensor = block.shared_mlp(x_TM)
+    return out_TM
+
+
+def _normed(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
+    """FlexOlmo: a norm follows the MoE block."""
+    normed_BLM: Tensor = layer.post_feedforward_layernorm(out_BLM)
+    return residual_BLM + normed_BLM
+
+
+def _scaled(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
+    """Granite: what is added to the residual stream is scaled."""
+    return residual_BLM + out_BLM * float(layer.residual_multiplier)
+
+
+def _weighed(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
+    """MiniMax: both are scaled; the residual stream is already."""
+    return residual_BLM + out_BLM * float(layer.mlp_beta_factor)
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family(name="mixtral", only=(("router_jitter_noise", 0.0),)),
+        Family(name="qwen3_moe"),
+        Family(name="qwen2_moe", shared_module="shared_expert", shared=_gated_shared_expert),
+        Family(name="qwen3_next", shared_module="shared_expert", shared=_gated_shared_expert),
+        Family(name="olmoe"),
+        Family(name="flex_olmo", finish=_normed),
+        Family(name="deepseek_v2", shared_module="shared_experts", shared=_shared_experts),
+        Family(name="deepseek_v3", shared_module="shared_experts", shared=_shared_experts),
+        Family(name="glm4_moe", shared_module="shared_experts", shared=_shared_experts),
+        Family(name="dots1", shared_module="shared_experts", shared=_shared_experts),
+        Family(name="ernie4_5_moe", shared_module="shared_experts", shared=_shared_experts),
+        Family(name="gpt_oss", router="router"),
+        Family(name="phimoe", router="router", only=(("input_jitter_noise", 0.0),)),
+        Family(name="granitemoe", block="block_sparse_moe", router="router", finish=_scaled),
+        Family(name="minimax", finish=_weighed, only=(("router_jitter_noise", 0.0),)),
+        Family(name="jamba", norm="final_layernorm", block="feed_forward", router="router"),
+        Family(name="hunyuan_v1_moe", shared_module="shared_mlp", shared=_shared_mlp),
+    )
+}
+"""By `model_type`."""
+
+
+def family_of(model: nn.Module) -> Family | None:
+    """The family of a model of transformers; None for one that is not known."""
+    config: Any = getattr(model, "config", None)
+    return FAMILIES.get(str(getattr(config, "model_type", "")))

@@ -1,0 +1,68 @@
+"""What Penstock must know of a family of models: where its parts stand, and what its layers do with experts'
+outputs.
+
+All the rest (attention, positions, norms, masks, caches, routers) is the model's own code, which runs as it
+is.
+Shapes: B samples, L tokens per sample, M hidden size, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+Finish = Callable[[Any, Tensor, Tensor], Tensor]
+"""layer, its output where experts return zeros, output of the MoE block -> its output; all [B, L, M]."""
+
+Shared = Callable[[Any, Tensor], Tensor]
+"""MoE block, tokens [T, M] -> what its shared experts add [T, M]."""
+
+
+def add(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
+    """Most layers: the output of the MoE block is added to the residual stream."""
+    del layer
+    return residual_BLM + out_BLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Models of one architecture in transformers.
+
+    name: `model_type` of its configuration. base: path of the decoder in the model; layers, norm: of its list
+    of layers and of the norm after them. block: path of the MoE block in a layer; router, experts: of its
+    router, which returns logits first, and of its experts, which are called with tokens, choices and weights.
+    shared_module, shared: the module of shared experts in a block, and what it adds; None: there are none, or
+    they run with attention. finish: what a layer does with the output of its block.
+    unsupported: settings of the configuration, and the only values with which the model can be scheduled.
+    """
+
+    name: str
+    base: str = "model"
+    layers: str = "layers"
+    norm: str = "norm"
+    block: str = "mlp"
+    router: str = "gate"
+    experts: str = "experts"
+    shared_module: str | None = None
+    shared: Shared | None = None
+    finish: Finish = add
+    only: tuple[tuple[str, object], ...] = ()
+
+    def decoder(self, model: nn.Module) -> Any:
+        """The part of the model with the layers."""
+        return model.get_submodule(self.base)
+
+    def block_of(self, layer: nn.Module) -> Any:
+        """The MoE block of a layer; None in a dense one."""
+        block = _find(layer, self.block)
+        return block if block is not None and _find(block, self.experts) is not None else None
+
+
+def _find(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None

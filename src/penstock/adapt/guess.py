@@ -1,0 +1,101 @@
+"""A family that nobody has described: looked at structurally, and checked before it is believed.
+
+Shapes: B samples, L tokens per sample, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.adapt.decoder import CutLayer, Decoder, Inputs
+from penstock.adapt.experts import TRAITS
+from penstock.adapt.family import Family
+from penstock.moe import SampleKeys
+
+PATH = re.compile(r"(?:(?P<base>.+)\.)?(?P<layers>\w+)\.\d+\.(?P<block>\w[\w.]*)\.(?P<experts>\w+)")
+ROUTER = re.compile("Router|Gat(e|ing)$")
+LIMIT = 1e-4
+"""Relative difference up to which two ways of computing the same in float32 agree."""
+
+SAMPLES, LENGTH = 2, 7
+
+
+def guess(model: nn.Module) -> Family:
+    """Where a model seems to have its parts. Raises ValueError with what is not understood."""
+    kind, config = type(model).__name__, getattr(model, "config", None)
+    found = [path for path, module in model.named_modules() if all(hasattr(module, t) for t in TRAITS)]
+    if config is None or not found:
+        raise ValueError(
+            f"{kind} is of no family that Penstock knows, and no module of it holds experts with stacked "
+            "weights, as transformers 5 has them (use_experts_implementation)"
+        )
+    matches = [match for path in found if (match := PATH.fullmatch(path))]
+    places = {match.group("base", "layers", "block", "experts") for match in matches}
+    if len(places) != 1:
+        raise ValueError(f"{kind}: experts stand in different places of its layers: {', '.join(found)}")
+    base, layers, block, experts = places.pop()
+    holder, decoder = model.get_submodule(found[0].rpartition(".")[0]), model.get_submodule(base or "")
+    norms = [name for name, _ in decoder.named_children() if name.endswith("norm")]
+    routers = [name for name, each in holder.named_children() if ROUTER.search(type(each).__name__)]
+    for what, names in (("norm after its layers", norms), (f"router in {block}", routers)):
+        if len(names) != 1:
+            raise ValueError(f"{kind}: it should have one {what}, and has {', '.join(names) or 'none'}")
+    return Family(
+        name=config.model_type,
+        base=base or "",
+        layers=layers,
+        norm=norms[0],
+        block=block,
+        router=routers[0],
+        experts=experts,
+    )
+
+
+def check(model: Any, decoder: Decoder) -> None:
+    """Raise ValueError unless the model in pieces computes what it does whole: logits and all gradients.
+
+    Runs some random tokens in evaluation, with all experts here.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        generator = torch.Generator().manual_seed(0)
+        size = model.get_input_embeddings().weight.shape[0]
+        tokens_BL = torch.randint(size, (SAMPLES, LENGTH), generator=generator).to(model.device)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        whole = _outcome(decoder.plain(model, input_ids=tokens_BL, use_cache=False).logits, trained)
+        parts = _outcome(_in_pieces(decoder, tokens_BL).view_as(whole[0]), trained)
+    finally:
+        model.train(was_training)
+    for what, one, other in zip(("logits", *["a gradient"] * len(trained)), whole, parts, strict=True):
+        if (one - other).norm() > LIMIT * one.norm():
+            raise ValueError(
+                f"{type(model).__name__} is of no family that Penstock knows, and cut where it calls its "
+                f"experts it computes something else than whole: {what} of shape {list(one.shape)}. What its "
+                "layers do with the outputs of their MoE blocks was not understood: describe the family, see "
+                "docs/extending.md"
+            )
+
+
+def _in_pieces(decoder: Decoder, tokens_BL: Tensor) -> Tensor:
+    keys = SampleKeys(0, torch.arange(len(tokens_BL)))
+    decoder.begin(Inputs(), keep_logits=False)
+    h_BLM = decoder.embed(tokens_BL, keys)
+    for part in decoder.parts:
+        residual_BLM, x_TM = part.attend(h_BLM, keys)
+        out_TM = part.here() if isinstance(part, CutLayer) else x_TM
+        h_BLM = part.add(residual_BLM, out_TM, keys)
+    return decoder.logits(h_BLM)
+
+
+def _outcome(logits_BLV: Tensor, trained: Sequence[Tensor]) -> list[Tensor]:
+    """Logits, and the gradients of a random sum of them."""
+    direction = torch.randn(logits_BLV.shape, generator=torch.Generator().manual_seed(1))
+    weighed = (logits_BLV * direction.to(logits_BLV)).sum()
+    grads = torch.autograd.grad(weighed, trained, allow_unused=True, materialize_grads=True)
+    return [logits_BLV.detach(), *grads]

@@ -1,0 +1,113 @@
+"""Looks at a model: which layers have experts, how many, and what cannot be scheduled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from penstock.adapt.experts import check_experts
+from penstock.adapt.family import Family
+from penstock.adapt.planning import ModelSizes
+from penstock.moe import MoEConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A model in its parts. blocks: the MoE block of every layer, None in a dense one."""
+
+    model: Any
+    family: Family
+    layers: list[Any]
+    blocks: list[Any]
+    num_experts: int
+    top_k: int
+
+    @property
+    def config(self) -> Any:
+        """The configuration of its decoder."""
+        return self.model.config.get_text_config()
+
+    @property
+    def block(self) -> Any:
+        """One of the MoE blocks, which are alike."""
+        return next(block for block in self.blocks if block is not None)
+
+    def experts_of(self, block: Any) -> Any:
+        return block.get_submodule(self.family.experts)
+
+    def shared_of(self, block: Any) -> Any:
+        """The module of its shared experts; None if it has none that run by themselves."""
+        name = self.family.shared_module
+        return None if name is None else getattr(block, name, None)
+
+    @property
+    def moe(self) -> MoEConfig:
+        """What a stack must know of the layers; coefficients of losses are those of a step."""
+        experts = self.experts_of(self.block)
+        return MoEConfig(
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            moe_ffn_hidden_size=experts.down_proj.shape[1 if experts.is_transposed else 2],
+            norm_topk_prob=False,
+            dispatch="flat",
+            aux_loss_coeff=0.0,
+            z_loss_coeff=0.0,
+        )
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """What a plan must know of the model."""
+        shared = self.shared_of(self.block)
+        return ModelSizes(
+            hidden_size=self.config.hidden_size,
+            vocab_size=self.config.vocab_size,
+            heads=self.config.num_attention_heads,
+            dense_width=int(getattr(self.config, "intermediate_size", 0) or 0),
+            shared_width=0 if shared is None else max(p.shape[0] for p in shared.parameters()),
+            expert_matrices=3 if self.experts_of(self.block).has_gate else 2,
+            element_bytes=next(self.model.parameters()).element_size(),
+            moe=self.moe,
+        )
+
+
+def look(model: nn.Module, family: Family) -> Found:
+    """The parts of a model. Raises ValueError for one that cannot be scheduled."""
+    layers = list(family.decoder(model).get_submodule(family.layers))
+    blocks = [family.block_of(layer) for layer in layers]
+    _check_settings(model, family)
+    sizes: set[int] = set()
+    for number, block in enumerate(blocks):
+        if block is not None:
+            experts = block.get_submodule(family.experts)
+            count = next(experts.parameters()).shape[0]
+            check_experts(experts, count, f"layer {number}")
+            sizes.add(count)
+    if len(sizes) != 1:
+        raise ValueError(
+            f"{type(model).__name__}: its layers have {sorted(sizes) or 'no'} experts; a scheduled model "
+            "needs the same number in all layers that have any"
+        )
+    count = sizes.pop()
+    top_k = _top_k(next(block for block in blocks if block is not None), family)
+    return Found(model=model, family=family, layers=layers, blocks=blocks, num_experts=count, top_k=top_k)
+
+
+def _check_settings(model: Any, family: Family) -> None:
+    config = model.config.get_text_config()
+    for setting, wanted in family.only:
+        value = getattr(config, setting, wanted)
+        if value != wanted:
+            raise ValueError(
+                f"{type(model).__name__}: {setting} = {value} cannot be scheduled, since experts would get "
+                f"other numbers than those that the layer goes on with; set config.{setting} = {wanted}"
+            )
+
+
+def _top_k(block: Any, family: Family) -> int:
+    for holder in (block.get_submodule(family.router), block):
+        if isinstance(getattr(holder, "top_k", None), int):
+            top_k: int = holder.top_k
+            return top_k
+    raise ValueError(f"{type(block).__name__} does not say how many experts a token chooses (top_k)")

@@ -1,0 +1,180 @@
+"""The plan of a scheduled model's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from penstock.autopilot.deciding import Beat, decided_slowly
+from penstock.autopilot.planned import Order
+from penstock.autopilot.profiling import profile_run
+from penstock.autopilot.start import find
+from penstock.cost import ClusterConfig, ProfiledCluster, StepCost, Workload
+from penstock.decision import Decision, GradientBytes, PlacementConfig, ScheduleConfig
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.plan import Problem
+from penstock.runtime import PipelinedStack
+from penstock.schedule import StepPlan, plan_step
+from penstock.step import StepShape
+from penstock.topology import Layout, ParallelConfig
+from penstock.train.config import RunConfig
+from penstock.train.corpus import DataConfig
+from penstock.words import folded
+
+AUTO = "auto"
+PROFILE_S = 10.0
+"""How long the cluster is measured for a plan."""
+
+LINE = 110
+"""Characters in a line of what is said about plans."""
+
+FIRST_LENGTH = 128
+"""Tokens per sample that a plan is made for before there was a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """What a plan must know of a model. element_bytes: of its activations."""
+
+    hidden_size: int
+    vocab_size: int
+    heads: int
+    dense_width: int
+    shared_width: int
+    expert_matrices: int
+    element_bytes: int
+    moe: MoEConfig
+
+    def workload(self, layout: Layout, gradients: GradientBytes, batch: int, length: int) -> Workload:
+        """The sizes of a step with these samples on every rank."""
+        return Workload(
+            batch=max(1, batch),
+            seq_len=max(1, length),
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.moe.moe_ffn_hidden_size,
+            vocab_size=self.vocab_size,
+            num_experts=self.moe.num_experts,
+            top_k=self.moe.top_k,
+            expert_matrices=self.expert_matrices,
+            capacity_factor=None,
+            min_capacity=self.moe.min_capacity,
+            world_size=layout.world_size,
+            ep_size=layout.ep_size,
+            element_bytes=self.element_bytes,
+            all_reduce_bytes=gradients.replicated,
+            expert_all_reduce_bytes=gradients.experts,
+            dense_ffn_hidden_size=self.dense_width,
+            dispatch="flat",
+            node_size=layout.ep_node_size,
+            devices_per_node=layout.node_size,
+            shared_ffn_hidden_size=self.shared_width,
+        )
+
+    def stand_in(self, shape: StepShape, parallel: ParallelConfig, batch: int, length: int) -> RunConfig:
+        """A decoder of Penstock's own with these sizes, to measure what computation costs."""
+        return RunConfig(
+            model=ModelConfig(
+                num_layers=shape.num_layers,
+                hidden_size=self.hidden_size,
+                num_heads=self.heads if self.hidden_size % self.heads == 0 else 1,
+                seq_len=length,
+                vocab_size=max(256, self.vocab_size),
+                moe_layers=tuple(layer for layer, moe in enumerate(shape.moe_layers) if moe),
+                ffn_hidden_size=self.dense_width or None,
+            ),
+            moe=replace(self.moe, shared_ffn_hidden_size=self.shared_width),
+            data=DataConfig(batch_per_device=batch),
+            parallel=parallel,
+        )
+
+
+class Planner(Protocol):
+    """Makes the plan of a model's steps."""
+
+    def first(self, shape: StepShape, gradients: GradientBytes) -> StepPlan:
+        """A plan before any step, and whenever the stack itself asks for one."""
+        ...
+
+    def of(self, stack: PipelinedStack, batch: int, length: int) -> StepPlan:
+        """The plan for steps of these samples on every rank. All ranks call it, and get the same."""
+        ...
+
+
+@dataclass(frozen=True)
+class GivenPlan:
+    """What a decision means, in the order that assumed costs give it."""
+
+    choice: Decision
+    sizes: ModelSizes
+    layout: Layout
+
+    def first(self, shape: StepShape, gradients: GradientBytes) -> StepPlan:
+        return self._made(shape, gradients, 1, FIRST_LENGTH)
+
+    def of(self, stack: PipelinedStack, batch: int, length: int) -> StepPlan:
+        return self._made(stack.base_shape, stack.gradients.sizes_bytes, batch, length)
+
+    def _made(self, shape: StepShape, gradients: GradientBytes, batch: int, length: int) -> StepPlan:
+        workload = self.sizes.workload(self.layout, gradients, batch, length)
+        return plan_step(self.choice, shape, gradients, lambda cut: StepCost(cut, workload, ClusterConfig()))
+
+
+@dataclass(frozen=True)
+class SearchedPlan:
+    """The best plan for the cluster as it is measured at the first step.
+
+    Links are measured as they are; computation on a decoder of Penstock's own with the sizes of the model.
+    say: told, on rank 0, what is measured and chosen.
+    """
+
+    meanwhile: GivenPlan
+    parallel: ParallelConfig
+    say: Callable[[str], None]
+
+    def first(self, shape: StepShape, gradients: GradientBytes) -> StepPlan:
+        return self.meanwhile.first(shape, gradients)
+
+    def of(self, stack: PipelinedStack, batch: int, length: int) -> StepPlan:
+        sizes, layout, machinery = self.meanwhile.sizes, self.meanwhile.layout, stack.machinery
+        gradients, shape = stack.gradients.sizes_bytes, stack.base_shape
+        stand_in = sizes.stand_in(shape, self.parallel, batch, length)
+        file = profile_run(stand_in, machinery, budget_s=PROFILE_S)
+        problem = Problem(
+            shape=shape,
+            workload=sizes.workload(layout, gradients, batch, length),
+            cluster=ProfiledCluster.build(file),
+            slowness=file.slowness,
+        )
+
+        def decide(beat: Beat) -> tuple[Order, tuple[str, ...]]:
+            found, lines = find(problem, file, 1.0, self.say, beat)
+            return Order.of(found.best.plan), lines
+
+        order, lines = decided_slowly(machinery.control, decide, "choosing a plan", self.parallel.timeout_s)
+        if layout.rank == 0:
+            self.say("\n".join(lines))
+        return order.plan
+
+
+def planner_of(plan: str | Decision, sizes: ModelSizes, layout: Layout, parallel: ParallelConfig) -> Planner:
+    """What makes the plan that `plan` asks for: "auto", a schedule's name, a decision.
+
+    Raises ConfigError for a name that is none.
+    """
+    if plan == AUTO and layout.world_size == 1:
+        return GivenPlan(_decision_of("sequential"), sizes, layout)
+    if plan == AUTO:
+        return SearchedPlan(GivenPlan(_decision_of("flowmoe"), sizes, layout), parallel, _say)
+    return GivenPlan(_decision_of(plan), sizes, layout)
+
+
+def _decision_of(plan: str | Decision) -> Decision:
+    if isinstance(plan, Decision):
+        return plan
+    return ScheduleConfig(name=plan).decision("flat", PlacementConfig())
+
+
+def _say(text: str) -> None:
+    print(folded(text, LINE), flush=True)

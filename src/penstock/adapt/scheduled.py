@@ -1,0 +1,169 @@
+"""A scheduled model: the class of transformers that it was, whose steps Penstock runs in training mode.
+
+Shapes: B samples, L tokens per sample.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.adapt.engine import Engine, StepInputs
+from penstock.adapt.export import whole_state
+
+KNOWN = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "labels",
+    "shift_labels",
+    "num_items_in_batch",
+    "output_router_logits",
+    "logits_to_keep",
+    "use_cache",
+    "return_dict",
+)
+"""Arguments of a training step."""
+
+
+def schedule(model: nn.Module, engine: Engine) -> Engine:
+    """Let `engine` run the training steps of `model`; returns it. The model's class keeps its name."""
+    plain: Any = type(model)
+    named = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+    own = {
+        "forward": _forward(plain),
+        "generate": _generate(plain),
+        "save_pretrained": _save_pretrained(plain),
+        "__deepcopy__": _copied,
+        "gradient_checkpointing_enable": _recompute,
+        "gradient_checkpointing_disable": _keep,
+    }
+    model.__class__ = type(plain.__name__, (plain,), {**named, **own})
+    model.__dict__["_penstock"] = engine
+    return engine
+
+
+def engine_of(model: Any) -> Engine:
+    """What runs the steps of a scheduled model."""
+    engine: Engine = model.__dict__["_penstock"]
+    return engine
+
+
+def _forward(plain: Any) -> Callable[..., Any]:
+    @wraps(plain.forward)
+    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
+        if arguments:
+            names = ("input_ids", "attention_mask", "position_ids")
+            named.update(zip(names, arguments, strict=False))
+            if len(arguments) > len(names):
+                raise ValueError("give all but input_ids, attention_mask and position_ids by their names")
+        asked = self.training and (named.get("labels") is not None or named.get("shift_labels") is not None)
+        if asked:
+            return _step(self, named)
+        if self.training and torch.is_grad_enabled():
+            raise ValueError(
+                "a scheduled model in training mode computes its loss inside the step, so it needs labels: "
+                "give labels=..., or call model.eval() to get logits without gradients"
+            )
+        with torch.no_grad() if engine_of(self).layout.ep_size > 1 else nullcontext():
+            return plain.forward(self, **named)
+
+    return forward
+
+
+def _step(model: Any, named: dict[str, Any]) -> Any:
+    from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+    unknown = [
+        name
+        for name, value in named.items()
+        if name not in KNOWN and value is not None and value is not False
+    ]
+    if unknown or named.get("input_ids") is None:
+        what = f"{', '.join(unknown)} cannot be used in one" if unknown else "it begins with input_ids"
+        raise ValueError(f"a training step of a scheduled model: {what}. It takes {', '.join(KNOWN)}")
+    engine = engine_of(model)
+    given = _inputs_of(model, named)
+    loss, aux = engine.step(given, training=True)
+    precise = torch.promote_types(engine.decoder.dtype, torch.float32)
+    out = MoeCausalLMOutputWithPast(
+        loss=loss.to(precise), aux_loss=None if aux is None else aux.to(precise), logits=engine.kept_logits()
+    )
+    as_dict = named.get("return_dict")
+    return out if (model.config.return_dict if as_dict is None else as_dict) else out.to_tuple()
+
+
+def _inputs_of(model: Any, named: dict[str, Any]) -> StepInputs:
+    balances = named.get("output_router_logits")
+    if balances is None:
+        balances = getattr(model.config, "output_router_logits", False)
+    items = named.get("num_items_in_batch")
+    return StepInputs(
+        tokens_BL=named["input_ids"],
+        labels_BL=named.get("labels"),
+        shift_labels_BL=named.get("shift_labels"),
+        mask_BL=named.get("attention_mask"),
+        positions_BL=named.get("position_ids"),
+        valid=None if items is None else float(items),
+        balances=bool(balances),
+        keep_logits="logits_to_keep" in named,
+    )
+
+
+def _generate(plain: Any) -> Callable[..., Any]:
+    @wraps(plain.generate)
+    def generate(self: Any, *arguments: Any, **named: Any) -> Any:
+        # Ranks whose text is complete go on calling the experts that others still need.
+        named.setdefault("synced_gpus", engine_of(self).layout.ep_size > 1)
+        return plain.generate(self, *arguments, **named)
+
+    return generate
+
+
+def _save_pretrained(plain: Any) -> Callable[..., Any]:
+    @wraps(plain.save_pretrained)
+    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **named: Any) -> None:
+        engine = engine_of(self)
+        state = whole_state(self, engine, named.pop("state_dict", None))
+        control = engine.stack.machinery.control
+        failed = None
+        if control.rank == 0:
+            try:
+                plain.save_pretrained(self, save_directory, state_dict=state, **named)
+            except Exception as error:  # the others wait, and must hear of it
+                failed = error
+        others = control.any(failed is not None, "saving a model")
+        if failed is not None:
+            raise failed
+        if others:
+            raise RuntimeError(f"rank 0 could not save the model in {save_directory}: see its error")
+
+    return save_pretrained
+
+
+def _copied(self: Any, memo: dict[int, Any]) -> Any:
+    """A model of its own, scheduled on the same machinery: first its modules, then what looks at them."""
+    twin = memo[id(self)] = object.__new__(type(self))
+    engine = self.__dict__["_penstock"]
+    modules = {name: value for name, value in self.__dict__.items() if value is not engine}
+    twin.__dict__.update(copy.deepcopy(modules, memo))
+    twin.__dict__["_penstock"] = copy.deepcopy(engine, memo)
+    return twin
+
+
+def _recompute(self: Any, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+    """Compute again in backward what layers and experts need there; no rows are sent a second time."""
+    del gradient_checkpointing_kwargs  # how torch does it is decided here
+    engine_of(self).memory.recomputes = True
+
+
+def _keep(self: Any) -> None:
+    """Keep what backward needs."""
+    engine_of(self).memory.recomputes = False

@@ -1,0 +1,119 @@
+"""Scheduled models of all families against the same models in transformers, on one process and on several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.adapt import FAMILIES
+from tests.support.adapted import (
+    MODELS,
+    Batch,
+    choices,
+    distance,
+    exactly,
+    grads_of,
+    share_of,
+    small,
+    without_labels,
+)
+from tests.support.pages import EXTENDING, blocks, run_block
+from tests.support.ranks import Pools
+
+LIMITS = {torch.float32: 1e-5, torch.float64: 1e-10}
+RANDOM = "phimoe"
+"""Draws experts by chance in training: with numbers from one generator for all tokens of a layer."""
+
+OWN = "granitemoeshared"
+"""The family that the documentation adds."""
+
+BALANCED = ("mixtral", "qwen2_moe", "olmoe", "gpt_oss", "ernie4_5_moe")
+
+
+def clear_seed(family: str, given: Any) -> int:
+    """A seed of weights with which rounding to float32 cannot decide which experts a token chooses."""
+    for seed in range(9):
+        rough, model = choices(small(family, seed=seed), given), small(family, seed=seed, dtype=torch.float64)
+        with exactly(torch.float64):
+            fine = choices(model, given)
+        if all(map(torch.equal, rough, fine)):
+            return seed
+    raise AssertionError(f"{family}: choices are close with all seeds")
+
+
+def agreement(rank: int, world: int, family: str, plan: str, dtype: torch.dtype) -> dict[str, float]:
+    """Relative distances of losses, all gradients, their norm and logits, on this rank."""
+    batch = Batch(padded=True)
+    everything = batch.inputs()
+    sizes = [batch.samples - world + 1, *[1] * (world - 1)]  # ranks have different numbers of samples
+    first = sum(sizes[:rank])
+    mine = batch.inputs(first, first + sizes[rank])
+    seed = clear_seed(family, without_labels(everything))
+    options = {"output_router_logits": True} if family in BALANCED else {}
+    found: dict[str, float] = {}
+    with exactly(dtype):
+        wanted, model = (small(family, seed=seed, dtype=dtype) for _ in range(2))
+        penstock.parallelize(model, ep_size=world, plan=plan)
+        theirs, ours = wanted(**everything, **options), model(**mine, **options)
+        theirs.loss.backward()
+        ours.loss.backward()
+        grads, all_grads = grads_of(model), grads_of(wanted)
+        assert grads.keys() == all_grads.keys()
+        for name in ("loss", "aux_loss") if options else ("loss",):
+            found[name] = distance(ours[name].detach().double(), theirs[name].detach().double())
+        found |= {name: distance(each, share_of(all_grads[name], each, rank)) for name, each in grads.items()}
+        norm = penstock.clip_grad_norm_(model, 0.5)
+        found["norm"] = distance(norm, torch.nn.utils.clip_grad_norm_(wanted.parameters(), 0.5).double())
+        with torch.no_grad():
+            logits_BLV = wanted.eval()(**without_labels(everything)).logits[first : first + sizes[rank]]
+            seen_BL = mine["attention_mask"].bool()
+            ours_BLV = model.eval()(**without_labels(mine)).logits
+        found["logits"] = distance(ours_BLV[seen_BL], logits_BLV[seen_BL])
+    return found
+
+
+def all_agreements(rank: int, world: int, families: list[str], plan: str) -> dict[str, float]:
+    """The largest distance for every family and type, as a share of what is allowed."""
+    return {
+        f"{family} {dtype}: {max(found, key=found.__getitem__)}": max(found.values()) / LIMITS[dtype]
+        for family in families
+        for dtype in LIMITS
+        for found in [agreement(rank, world, family, plan, dtype)]
+    }
+
+
+def test_every_family_has_a_model_here() -> None:
+    assert MODELS.keys() == FAMILIES.keys() | {OWN}
+
+
+def test_the_family_that_the_documentation_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.adapt.families.FAMILIES", known := dict(FAMILIES))
+    monkeypatch.setattr("penstock.adapt.FAMILIES", known)
+    (code,) = blocks(EXTENDING, "A family of models")
+    assert run_block(code)["granite"] is known[OWN]
+    found = agreement(0, 1, OWN, "flowmoe", torch.float64)
+    assert max(found.values()) < LIMITS[torch.float64], found
+
+
+def test_an_unknown_family_is_taken_if_its_pieces_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {name: each for name, each in FAMILIES.items() if name not in ("olmoe", "granitemoe")}
+    monkeypatch.setattr("penstock.adapt.families.FAMILIES", few)
+    found = agreement(0, 1, "olmoe", "flowmoe", torch.float64)
+    assert max(found.values()) < LIMITS[torch.float64], found
+    model = small("granitemoe")
+    names = set(dict(model.named_modules()))
+    with pytest.raises(ValueError, match=r"no family .* computes something else than whole: logits of shape"):
+        penstock.parallelize(model)
+    assert set(dict(model.named_modules())) == names and not model.model.layers[0]._forward_hooks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.soak) for world in (1, 4))])
+def test_a_step_is_that_of_transformers(ranks: Pools, world: int) -> None:
+    families = sorted(FAMILIES.keys() - {RANDOM})
+    plan = "penstock" if world == 2 else "flowmoe"
+    for found in ranks(world).run(all_agreements, world, families, plan, timeout_s=600):
+        assert max(found.values()) < 1, {name: value for name, value in found.items() if value >= 1}

@@ -1,0 +1,168 @@
+"""A scheduled model in a training loop: it follows transformers, and is saved as transformers saves it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.config import ConfigError
+from tests.support.adapted import Batch, distance, grads_of, share_of, small, without_labels
+from tests.support.ranks import Pools
+
+FAMILIES = ("mixtral", "deepseek_v3", "gpt_oss")
+STEPS = 20
+
+
+def train(model: Any, batches: list[dict[str, Any]], clip: Callable[..., Any]) -> list[float]:
+    """Losses of as many steps of AdamW as there are batches."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        clip(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def by_parameters(model: Any, most: float) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_twenty_steps_follow_transformers(family: str) -> None:
+    batches = [Batch(seed=seed).inputs() for seed in range(STEPS)]
+    wanted, model = small(family, initializer_range=0.1), small(family, initializer_range=0.1)
+    expected = train(wanted, batches, by_parameters)
+    assert train(penstock.parallelize(model), batches, penstock.clip_grad_norm_) == pytest.approx(
+        expected, rel=1e-5
+    )
+    assert expected[-1] < expected[0]
+
+
+def fine_tune(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Train, save and generate on this rank."""
+    batch, each = Batch(samples=4), 4 // world
+    mine = batch.inputs(rank * each, (rank + 1) * each)
+    found: dict[str, Any] = {}
+    for family in FAMILIES:
+        model = small(family, initializer_range=0.1, tie_word_embeddings=family == "mixtral")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.0.self_attn" not in name)  # frozen
+        penstock.parallelize(model, ep_size=2, plan="flowmoe")
+        assert train(model, [mine] * 3, penstock.clip_grad_norm_)[2] > 0
+        model.save_pretrained(f"{folder}/{family}")
+        prompt = without_labels(batch.inputs(rank, rank + 1))["input_ids"][:, : 4 + rank]
+        tokens = model.eval().generate(prompt, max_new_tokens=3 + 2 * rank, do_sample=False)
+        found[family] = {name: p.detach() for name, p in model.named_parameters()}, prompt, tokens
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_what_ranks_save_together_transformers_reads(ranks: Pools, tmp_path: Path, world: int) -> None:
+    results = ranks(world).run(fine_tune, world, str(tmp_path))
+    for family in FAMILIES:
+        kind = type(small(family))
+        read, told = kind.from_pretrained(tmp_path / family, output_loading_info=True)
+        assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+        whole = dict(read.named_parameters())
+        for rank, found in enumerate(results):
+            held, prompt, tokens = found[family]
+            assert held.keys() == whole.keys()
+            for name, mine in held.items():
+                assert torch.equal(share_of(whole[name], mine, rank % 2), mine), name
+            length = tokens.shape[1] - prompt.shape[1]
+            assert read.eval().generate(prompt, max_new_tokens=length, do_sample=False).equal(tokens)
+
+
+def test_gradients_accumulate_and_losses_are_scaled() -> None:
+    """As the Trainer asks for it: the sum of losses by the tokens of all parts of a batch."""
+    wanted, model = (small("qwen2_moe") for _ in range(2))
+    penstock.parallelize(model, plan="flowmoe")
+    batch = Batch()
+    for first in (0, 2):
+        part = {**batch.inputs(first, first + 2), "num_items_in_batch": torch.tensor(41)}
+        for each in (wanted, model):
+            (each(**part).loss * 0.5).backward()
+    expected = grads_of(wanted)
+    assert all(distance(each, expected[name]) < 1e-5 for name, each in grads_of(model).items())
+
+
+def test_logits_positions_and_copies() -> None:
+    """Packed samples are told by their positions; a copy of a scheduled model is one, too."""
+    wanted, model = (small("mixtral") for _ in range(2))
+    penstock.parallelize(model, plan="flowmoe")
+    positions_BL = torch.cat([torch.arange(5), torch.arange(7)]).expand(4, -1)
+    given = {**Batch().inputs(), "position_ids": positions_BL}
+    copied = copy.deepcopy(model)
+    copied.gradient_checkpointing_enable()
+    theirs = wanted(**given, use_cache=False)  # with a cache transformers takes them for one
+    for each in (model, copied):
+        ours = each(**given, logits_to_keep=0)
+        assert distance(ours.logits, theirs.logits.detach()) < 1e-5
+        assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-5)
+        ours.loss.backward()
+        assert type(each).__name__ == type(wanted).__name__
+    assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+    theirs.loss.backward()
+    expected = grads_of(wanted)
+    assert all(distance(each, expected[name]) < 1e-5 for name, each in grads_of(copied).items())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_bfloat16(family: str) -> None:
+    """Under autocast and in a model of that type; experts add up in another order than in transformers."""
+    given = Batch(padded=True).inputs()
+    for dtype, cast in ((torch.float32, True), (torch.bfloat16, False)):
+        wanted, model = (small(family, dtype=dtype, initializer_range=0.1) for _ in range(2))
+        penstock.parallelize(model, plan="penstock")
+        losses = []
+        for each in (wanted, model):
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                loss = each(**given).loss
+            loss.backward()
+            losses.append(loss.item())
+        assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+        expected, found = grads_of(wanted), grads_of(model)
+        assert found.keys() == expected.keys()
+        norms = [sum(g.float().square().sum().item() for g in grads.values()) for grads in (found, expected)]
+        assert norms[0] == pytest.approx(norms[1], rel=0.1)
+
+
+def test_experts_drawn_by_chance_are_the_same_in_one_microbatch() -> None:
+    wanted, model = (small("phimoe") for _ in range(2))
+    penstock.parallelize(model, plan="sequential")
+    for each in (wanted, model):
+        torch.manual_seed(11)
+        each(**Batch().inputs()).loss.backward()
+    expected = grads_of(wanted)
+    assert all(distance(found, expected[name]) < 1e-5 for name, found in grads_of(model).items())
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match=r"no family that Penstock knows, and no module of it holds experts"):
+        penstock.parallelize(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"router_jitter_noise = 0.1 cannot be scheduled"):
+        penstock.parallelize(small("mixtral", router_jitter_noise=0.1))
+    with pytest.raises(ConfigError, match="tp_size"):
+        penstock.parallelize(small("mixtral"), tp_size=2)
+    model = penstock.parallelize(small("mixtral"))
+    with pytest.raises(ValueError, match="already"):
+        penstock.parallelize(model)
+    given = Batch().inputs()
+    with pytest.raises(ValueError, match=r"needs labels"):
+        model(**without_labels(given))
+    model.model.layers[1].mlp.experts = torch.nn.Sequential(model.model.layers[1].mlp.experts)
+    with pytest.raises(ValueError, match=r"experts of layer 1 were replaced or wrapped \(Sequential\)"):
+        model(**given)
+    with pytest.raises(ValueError, match=r"output_attentions cannot be used in one"):
+        model(**given, output_attentions=True)

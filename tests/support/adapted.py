@@ -1,0 +1,214 @@
+"""Small models of transformers, and one step of them: as they are, and scheduled by Penstock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here needs the network
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "experts_implementation": "eager",
+}
+"""What configurations of all families know."""
+
+DEEPSEEK: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+LOCAL: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {**LOCAL, "sliding_window": 5}),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0], "head_dim": 8}),
+    "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 20}),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 20,
+            "head_dim": 8,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "olmoe": ("Olmoe", {**EXPERTS, "norm_topk_prob": False}),
+    "flex_olmo": ("FlexOlmo", {**EXPERTS}),
+    "deepseek_v2": ("DeepseekV2", {**DEEPSEEK, **LATENT, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("DeepseekV3", {**DEEPSEEK, **LATENT, "norm_topk_prob": True}),
+    "glm4_moe": ("Glm4Moe", {**DEEPSEEK, "head_dim": 8, "norm_topk_prob": True}),
+    "dots1": ("Dots1", {**DEEPSEEK, "head_dim": 8, "norm_topk_prob": True}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 16,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "gpt_oss": ("GptOss", {**LOCAL, "head_dim": 8, "sliding_window": 4}),
+    "phimoe": ("Phimoe", {**LOCAL, "router_jitter_noise": 0.01, "input_jitter_noise": 0.0}),
+    "granitemoe": (
+        "GraniteMoe",
+        {**LOCAL, "residual_multiplier": 0.5, "embedding_multiplier": 1.5, "logits_scaling": 2.0},
+    ),
+    "minimax": (
+        "MiniMax",
+        {
+            **LOCAL,
+            "head_dim": 8,
+            "block_size": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_alpha_factor": 1.1,
+            "mlp_beta_factor": 0.9,
+        },
+    ),
+    "jamba": (
+        "Jamba",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 1,
+            "expert_layer_offset": 0,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {**LOCAL, "residual_multiplier": 0.5, "shared_intermediate_size": 20},
+    ),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", {"num_experts": 8, "moe_topk": 2, "head_dim": 8}),
+}
+"""By family: the beginning of the names of its classes, and a configuration."""
+
+
+def small(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
+    """A model of a family with random weights, the same for a seed, of which biases are not zero."""
+    import transformers
+
+    name, own = MODELS[family]
+    settings = {**COMMON, **own, **changes}
+    config = getattr(transformers, f"{name}Config")(**settings)
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for tensor_name, tensor in model.state_dict().items():
+            if "bias" in tensor_name and tensor.is_floating_point():
+                tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
+    return model.to(dtype).train()
+
+
+class InFloat64(TorchFunctionMode):
+    """Every request for float32 is one for float64: transformers always routes and norms in it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        args = [torch.float64 if each is torch.float32 else each for each in args]
+        items = (kwargs or {}).items()
+        return func(*args, **{key: torch.float64 if each is torch.float32 else each for key, each in items})
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of all ranks. padded: the last sample has padding at its beginning."""
+
+    samples: int = 4
+    length: int = 12
+    padded: bool = False
+    seed: int = 5
+
+    def inputs(self, first: int = 0, stop: int | None = None) -> dict[str, Tensor]:
+        """The arguments of a model for these samples."""
+        generator = torch.Generator().manual_seed(self.seed)
+        tokens_BL = torch.randint(3, 61, (self.samples, self.length), generator=generator)
+        labels_BL = tokens_BL.clone()
+        labels_BL[0, :3] = -100
+        given = {"input_ids": tokens_BL, "labels": labels_BL}
+        if self.padded:
+            mask_BL = torch.ones_like(tokens_BL)
+            mask_BL[-1, :4] = 0
+            labels_BL[-1, :5] = -100
+            given["attention_mask"] = mask_BL
+        return {name: each[first:stop] for name, each in given.items()}
+
+
+def exactly(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Inside, models compute in this type throughout, their fixed casts to float32 included."""
+    return InFloat64() if dtype == torch.float64 else nullcontext()
+
+
+def grads_of(model: Any) -> dict[str, Tensor]:
+    """The gradients of all parameters that have one, by name."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def choices(model: Any, given: Mapping[str, Any]) -> list[Tensor]:
+    """The experts that every token chooses, layer by layer, in evaluation."""
+    found: list[Tensor] = []
+    experts = [module for module in model.modules() if hasattr(module, "_apply_gate")]
+    hooks = [e.register_forward_pre_hook(lambda _, a: found.append(a[1].sort().values)) for e in experts]
+    with torch.no_grad():
+        model.eval()(**given)
+    model.train()
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """Relative norm of the difference."""
+    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+
+def share_of(whole: Tensor, mine: Tensor, rank: int) -> Tensor:
+    """What a rank has of a gradient: all, or that of its experts."""
+    return whole if whole.shape == mine.shape else whole[rank * len(mine) : (rank + 1) * len(mine)]
+
+
+def without_labels(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: each for name, each in given.items() if name != "labels"}
