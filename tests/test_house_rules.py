@@ -19,7 +19,6 @@ COMPUTES_WITH_RANKS: Mapping[str, str] = {
     "placement.py": "how many experts or samples a rank has",
     "autopilot/profiling/links.py": "an equal share of a buffer for every rank",
     "runtime/transport/load.py": "an equal share of a buffer for every rank",
-    "moe/orders/merged.py": "the column of a [tokens, ranks] table, on the device",
     "plan/predict.py": "how many noisy steps are drawn",
 }
 

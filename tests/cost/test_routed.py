@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 from random import Random
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.ops.transfers import TRANSFERS
+from penstock.ops.transfers import HOME, TRANSFERS
 from penstock.placement import ExpertPlacement
 from penstock.schedule import SCHEDULES
 from penstock.simulate import lower_bound, simulate
@@ -308,7 +309,7 @@ def test_with_a_capacity_the_busiest_rank_of_a_leg_costs_what_the_plan_assumes(
             assert cost(task).max() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", DISPATCHES)
+@pytest.mark.parametrize("name", [name for name, each in DISPATCHES.items() if not each.joins_rows])
 @given(step=steps(capacity=False))
 def test_legs_end_where_flat_ones_do(name: str, step: Step) -> None:
     """Whatever the way, a rank gets the same number of rows for its experts."""
@@ -323,6 +324,33 @@ def test_legs_end_where_flat_ones_do(name: str, step: Step) -> None:
             for rank in range(work.world_size):
                 received = sum(cost.move(last, rank).output_splits)
                 assert received == sum(flat.move(task, rank).output_splits)
+
+
+@given(step=steps(), node_size=st.sampled_from([1, 2, 4]))
+def test_joined_rows_are_sent_to_who_expects_them_and_no_more_often_than_by_choice(
+    step: Step, node_size: int
+) -> None:
+    shape, work, routing = step
+    flat = RoutedCost(shape, work, CLUSTER, routing.counts(0))
+    shape = replace(shape, dispatch=DISPATCHES["node_once"].hops, exchange_counts=True)
+    work = replace(work, dispatch="node_once", node_size=gcd(node_size, work.ep_size))
+    cost = RoutedCost(shape, work, CLUSTER, routing.counts(0))
+    for task in build_graph(shape).tasks:
+        if task.op not in TRANSFERS:
+            continue
+        found = [cost.move(task, rank) for rank in range(work.world_size)]
+        for rank, mine in enumerate(found):
+            members = work.mesh.members(rank, mine.group)
+            place = work.mesh.place(rank, mine.group)
+            assert list(mine.output_splits) == [found[peer].input_splits[place] for peer in members]
+            assert mine.row_bytes == work.element_bytes * (
+                work.hidden_size + (2 * work.top_k if task.op in HOME else 0)
+            )
+        if task.op == Op.DISPATCH_SCATTER and work.capacity_factor is None:
+            by_choice = renamed(task, op=Op.DISPATCH)
+            assert sum(sum(each.input_splits) for each in found) <= sum(
+                sum(flat.move(by_choice, rank).input_splits) for rank in range(work.world_size)
+            )
 
 
 @given(steps(), st.randoms(use_true_random=False))

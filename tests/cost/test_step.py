@@ -167,6 +167,9 @@ def test_legs_of_four_nodes_of_two() -> None:
             ("hierarchical_1d", "DS"): inside + 800 / inside_rate,
             ("hierarchical_2d", "DG"): inside + 400 / inside_rate,
             ("hierarchical_2d", "D"): 3 * link + 600 / rate,
+            # Per byte that is sent; how many rows are sent is another matter.
+            ("node_once", "D"): 3 * link + 600 / rate,
+            ("node_once", "DS"): inside + 400 / inside_rate,
         }
     )
     for name, dispatch in DISPATCHES.items():

@@ -57,7 +57,7 @@ def test_a_flowmoe_model_spreads_its_experts_over_all_ranks() -> None:
     each = published_problem("BERT-Large-MoE", CLUSTER_1).problem
     work = each.workload
     assert (work.world_size, work.ep_size, work.num_experts, work.ranks_per_node) == (16, 16, 32, 8)
-    assert each.dispatches == ("flat", "hierarchical_1d", "hierarchical_2d")
+    assert each.dispatches == ("flat", "hierarchical_1d", "hierarchical_2d", "node_once")
     assert not each.shape.exchange_counts, "with a capacity all pieces have the same size"
     assert sum(work.all_reduce_bytes) / 4 / 1e6 == pytest.approx(25.2, rel=0.02)
 

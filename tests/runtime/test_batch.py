@@ -11,7 +11,7 @@ import torch
 
 from penstock.runtime.batch import SampleNumbers
 from penstock.topology import Layout
-from tests.runtime.test_moe_parity import ACCEPTED, DISPATCHES, case
+from tests.runtime.test_moe_parity import ACCEPTED, DISPATCHES, JOINED, TO_JOIN, case
 from tests.steps import PLAIN
 from tests.support.parity import Case, batch_of, check_parity, merge, result_of, run_step, stack_of
 from tests.support.ranks import Pools
@@ -85,11 +85,13 @@ def test_padding_and_few_samples(ranks: Pools, order: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize("dispatch", [*DISPATCHES, JOINED])
 def test_every_dispatch_with_few_and_no_samples(ranks: Pools, dispatch: str) -> None:
     for (gate, order), batches in product(
         [("deepseek", "sort"), ("noisy", "merged"), ("softmax", "index")], [(2, 0, 1, 5), (0, 0, 0, 3)]
     ):
+        if dispatch == JOINED and order not in TO_JOIN:
+            continue
         check_parity(ranks, uneven(gate, order, "penstock", batches, 2, dispatch))
 
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.runtime.checks.guests import check_can_host
 from penstock.step import StepShape
 from penstock.topology import Layout as Place
-from tests.runtime.test_moe_parity import case
+from tests.runtime.test_moe_parity import JOINED, case
 from tests.runtime.test_sample_moves import PLACERS
 from tests.runtime.test_sample_moves import case as moving_case
 from tests.steps import PLAIN
@@ -36,6 +36,12 @@ def test_two_ranks(ranks: Pools) -> None:
     check_hosted(
         ranks, replace(hosting_case(2, ROUTINGS[0], "penstock"), scattered=True), Hosts(slots=2, pieces=3)
     )
+
+
+def test_one_copy_per_node(ranks: Pools) -> None:
+    """Where an expert is on several nodes, a row goes to the one that its rank's part of rows has."""
+    step = hosting_case(4, ROUTINGS[0], "penstock", JOINED)
+    check_hosted(ranks, replace(step, padding=True), Hosts(slots=2, pieces=2))
 
 
 @pytest.mark.slow

@@ -45,19 +45,25 @@ ORDERS: dict[str, dict[str, Any]] = {
     "einsum": {"order": "einsum", "capacity_factor": 0.75, "min_capacity": 1},
     "soft slots": {"order": "einsum"},
 }
+NOT_BY_TOKEN = ("expert_choice", "soft")
+TO_JOIN = ("sort", "index")
+"""Orders whose rows, one for each choice, one copy per node makes one of."""
 ACCEPTED = [
-    *product([gate for gate in GATES if gate not in ("expert_choice", "soft")], list(ORDERS)[:4]),
+    *product([gate for gate in GATES if gate not in NOT_BY_TOKEN], list(ORDERS)[:4]),
     ("expert_choice", "index"),
     ("expert_choice", "einsum"),
     ("soft", "soft slots"),
 ]
 DISPATCHES = ("flat", "hierarchical_1d", "hierarchical_2d")
+JOINED = "node_once"
 EXPERTS = ("gelu", "swiglu", "module")
 LAYOUTS: dict[str, tuple[Any, ...]] = {"world_size": (4, 2), "padding": (False, True)}
 
 
 def accepted(known: dict[str, Any]) -> bool:
-    """Whether the order takes the gate's choices; as far as they are known."""
+    """Whether the order takes the gate's choices, and the dispatch its rows; as far as they are known."""
+    if known.get("dispatch") == JOINED and (known["order"] not in TO_JOIN or known["gate"] in NOT_BY_TOKEN):
+        return False
     return "order" not in known or (known["gate"], known["order"]) in ACCEPTED
 
 
@@ -102,7 +108,15 @@ def test_alone(ranks: Pools, gate: str, order: str) -> None:
 
 
 @pytest.mark.slow
-@pairwise(accepted, gate=GATES, order=ORDERS, schedule=PLAIN, dispatch=DISPATCHES, experts=EXPERTS, **LAYOUTS)
+@pairwise(
+    accepted,
+    gate=GATES,
+    order=ORDERS,
+    schedule=PLAIN,
+    dispatch=(*DISPATCHES, JOINED),
+    experts=EXPERTS,
+    **LAYOUTS,
+)
 def test_on_several_ranks(
     ranks: Pools,
     gate: str,
@@ -121,7 +135,9 @@ def test_on_several_ranks(
 @pytest.mark.parametrize(("gate", "order"), ACCEPTED)
 @pytest.mark.parametrize("schedule", PLAIN)
 def test_every_combination(ranks: Pools, gate: str, order: str, schedule: str) -> None:
-    for dispatch, experts, world_size, padding in product(DISPATCHES, EXPERTS, *LAYOUTS.values()):
+    for dispatch, experts, world_size, padding in product((*DISPATCHES, JOINED), EXPERTS, *LAYOUTS.values()):
+        if not accepted({"gate": gate, "order": order, "dispatch": dispatch}):
+            continue
         step = case(world_size, gate, order, dispatch, experts, schedule)
         check_parity(ranks, replace(step, padding=padding))
 
@@ -133,8 +149,7 @@ def test_padding_alone(ranks: Pools, gate: str, order: str) -> None:
 
 @pytest.mark.every_value
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatch", DISPATCHES)
-@pytest.mark.parametrize("order", ["sort", "merged"])
+@pytest.mark.parametrize(("order", "dispatch"), [*product(["sort", "merged"], DISPATCHES), ("sort", JOINED)])
 def test_a_rank_that_gets_nothing_and_one_that_gets_all(ranks: Pools, order: str, dispatch: str) -> None:
     for schedule in ("flowmoe", "penstock"):
         busy = replace(case(4, "softmax", order, dispatch, "gelu", schedule), busy_experts=(6, 7))
@@ -177,6 +192,10 @@ def test_compression_is_the_same_on_any_layout(ranks: Pools, compression: Compre
         ({"order": "einsum"}, "set a capacity_factor"),
         ({"one_copy_per_rank": True, "capacity_factor": 1.0}, "slots belong to experts"),
         ({"one_copy_per_rank": True, "compression": "int8"}, "would be rounded"),
+        ({"dispatch": JOINED, "gate": "soft"}, "whose tokens do not choose"),
+        ({"dispatch": JOINED, "order": "einsum", "capacity_factor": 1.0}, "a slot for every choice"),
+        ({"dispatch": JOINED, "one_copy_per_rank": True}, "the same by rank"),
+        ({"dispatch": JOINED, "compression": "int8"}, "rounds what is beside it"),
         ({"gate": "soft", "expert_bias_rate": 0.1}, "how tokens choose"),
         ({"gate": "expert_choice", "capacity_factor": 1.0, "num_groups": 2, "group_top_k": 1}, "how tokens"),
         ({"num_groups": 3, "group_top_k": 1}, "must divide num_experts"),

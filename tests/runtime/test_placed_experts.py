@@ -41,7 +41,8 @@ def test_slots_of_one_rank_in_another_order(ranks: Pools, number: int) -> None:
 
 
 def test_two_ranks(ranks: Pools) -> None:
-    check_parity(ranks, scattered(2, 0, "hierarchical_2d", "penstock"))
+    for dispatch in ("hierarchical_2d", "node_once"):
+        check_parity(ranks, scattered(2, 0, dispatch, "penstock"))
 
 
 @pytest.mark.slow

@@ -295,7 +295,7 @@ def test_ranks_that_find_different_homes_stop_before_rows_move(ranks: Pools) -> 
     ("moe", "words"),
     [
         ({"capacity_factor": 1.0}, "samples stay where routing is not dropless"),
-        ({"one_copy_per_rank": True}, "one row serves several experts of a rank"),
+        ({"one_copy_per_rank": True}, "one row serves several experts"),
         ({"aux_loss_group": "microbatch"}, "aux_loss_group = microbatch judges balance by the samples"),
     ],
 )

@@ -37,6 +37,19 @@ PICTURES = {
         intra    ·   ·   ·  CS1 CS0 CG1 CG0 DS1 DS0 DG1 DG0 ·   ·   ·   ·
         inter    ·   ·   ·  ·   C1  C0  ·   ·   D1  D0  ·   ·   ·   ·   AR0.0
         """,
+    "node_once": """\
+        flowmoe: one column = one slot, · = idle
+        forward
+        layer    L0
+        compute  EM0 EM1 AT0 AT1 S0 S1  X0 ·   X1  ·   U0 U1 HD0 HD1 ·
+        intra    ·   ·   ·   ·   ·  DS0 ·  DS1 CG0 CG1 ·  ·  ·   ·   ·
+        inter    ·   ·   ·   N0  D0 N1  D1 ·   ·   C0  C1 ·  ·   ·   ST
+        backward
+        layer    L0
+        compute  HD1 HD0 U1 U0 S1  S0  X1 X0  ·   AT1 AT0 EM1 EM0 ·
+        intra    ·   ·   ·  ·  CG1 CG0 ·  DS1 DS0 ·   ·   ·   ·   ·
+        inter    ·   ·   ·  C1 C0  ·   ·  ·   D1  D0  ·   ·   ·   AR0.0
+        """,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +120,12 @@ def gate_of(case: Case) -> Gate:
     return SoftmaxGate(HIDDEN, EXPERTS, CHOICES)
 
 
-def order_of(case: Case, ep_size: int) -> Order:
+def order_of(case: Case, ep_size: int, ep_rank: int) -> Order:
+    if case.dispatch == "node_once":
+        assert case.order in ("merged", "index"), "rows for one expert cannot be joined"
+        slots = CAPACITY if case.order == "index" else {}
+        joined = partial(MergedOrder, EXPERTS, CHOICES, ep_size, node_size=case.node or 1, rank=ep_rank)
+        return joined(**slots)  # type: ignore[arg-type]  # a table of settings
     if case.order == "merged":
         return MergedOrder(EXPERTS, CHOICES, ep_size)
     if case.order == "sort":
@@ -140,7 +145,7 @@ def model_of(case: Case, exchange: ExpertParallel | None) -> Model:
     ep_size = 1 if exchange is None else exchange.ep_size
     layer = MoELayer(
         gate=gate_of(case),
-        order=order_of(case, ep_size),
+        order=order_of(case, ep_size, 0 if exchange is None else exchange.ep_rank),
         expert=experts_of(case, EXPERTS // ep_size),
         dispatch=DISPATCHES[case.dispatch],
         hooks=(Bent(),) if case.hooked else (),

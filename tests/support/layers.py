@@ -24,7 +24,7 @@ def module_layer(case: Case, layout: Layout, layer: int) -> MoELayer:
     config, hidden, ep_size = case.moe, case.model.hidden_size, layout.ep_size
     return MoELayer(
         gate=GATES[config.gate](hidden, config, layer),
-        order=build_order(config, ep_size),
+        order=build_order(config, ep_size, ep_rank=layout.ep_rank, node_size=layout.ep_node_size),
         expert=ModuleExperts(partial(Tanh, hidden), config.num_experts // ep_size),
         dispatch=DISPATCHES[dispatch_of(config)],
         shared=build_shared(hidden, config),
@@ -41,6 +41,7 @@ def scattered_layer(case: Case, layout: Layout, layer: int) -> MoELayer:
         case.moe,
         ep_size=layout.ep_size,
         ep_rank=layout.ep_rank,
+        node_size=layout.ep_node_size,
         layer=layer,
         placement=placement_of(case.moe.num_experts, layout.ep_size, layer, scattered=True),
         shard=ExpertShard(layout.esp_rank, layout.esp_size),

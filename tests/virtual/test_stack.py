@@ -135,9 +135,9 @@ def test_a_virtual_step_takes_the_legs_of_a_real_one(
         assert real.total() > 0
 
 
-@pytest.mark.parametrize("dispatch", ["hierarchical_1d", "hierarchical_2d"])
+@pytest.mark.parametrize("dispatch", ["hierarchical_1d", "hierarchical_2d", "node_once"])
 def test_uneven_routing_takes_the_legs_too(ranks: Pools, dispatch: str) -> None:
-    """Dropless: everybody must know what everybody sends, or partners would wait for other sizes."""
+    """Dropless: all must know what the others send, or partners would wait for other sizes."""
     case = replace(case_of("penstock", dispatch=dispatch), node_size=2)
     for result in ranks(4).run(run_legs, case):
         assert result
@@ -152,7 +152,8 @@ def run_legs(rank: int, case: Case) -> bool:
     records = sorted(stack.records(), key=lambda record: record.start_s)
     lanes = stack.plan.schedule.lanes
     ops = {record.task.op for record in records}
-    return {Op.DISPATCH_GATHER, Op.LOADS} <= ops and all(
+    legs = {hop.op for hop in shape.dispatch}
+    return {*legs, Op.LOADS} <= ops and all(
         [r.task for r in records if r.lane is lane] == list(order) for lane, order in lanes.items()
     )
 

@@ -51,7 +51,7 @@ def replan(
     file = planned.file
     if diagnosis.links_changed and machinery.layout.world_size > 1:
         budget_s = LINKS_SHARE * config.plan.profile_s
-        legs_of = hierarchical_among(config.moe, machinery.layout)
+        legs_of = hierarchical_among(config, machinery.layout)
         file = remeasured(file, measure_links(machinery, legs_of, budget_s))
     file = replace(file, slowness=_slowness(planned, diagnosis))
     problem = run_problem(config, machinery.layout, file)

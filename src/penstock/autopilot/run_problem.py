@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster
-from penstock.dispatch import DISPATCHES
+from penstock.dispatch import DISPATCHES, runnable
+from penstock.dispatch.node_once import MOST_NODE_SIZE
 from penstock.moe import MoEConfig
 from penstock.plan import Problem
+from penstock.plan.plan_config import GIVEN
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import base_shape, gradient_bytes, workload
 from penstock.train.config import RunConfig
@@ -37,28 +39,46 @@ def _problem(
         shape=base_shape(config, layout),
         workload=workload(config, layout, gradients),
         cluster=cluster,
-        dispatches=tuple(candidates(config.moe, layout)),
+        dispatches=tuple(candidates(config, layout)),
         slowness=slowness,
         movable=config.placement.movable,
     )
 
 
-def candidates(moe: MoEConfig, layout: Layout) -> list[str]:
+def candidates(config: RunConfig, layout: Layout) -> list[str]:
     """Dispatches that these ranks can run, and that the configuration leaves open.
 
     Raises ConfigError if it names one that they cannot run.
     """
-    if moe.dispatch != "auto":
-        if DISPATCHES[moe.dispatch].needs_table:
-            layout.require_nodes("moe.dispatch", moe.dispatch)
-        return [moe.dispatch]
-    # In nodes of one rank every leg inside them would be a copy for nothing.
-    return list(DISPATCHES) if layout.ep_nodes > 1 and layout.ep_node_size > 1 else ["flat"]
+    moe = config.moe
+    if moe.dispatch == "auto":
+        if layout.ep_node_size == 1 and config.plan.source == GIVEN:
+            return ["flat"]  # what may be saved is not worth the seconds that measuring would take
+        moves = config.placement.samples not in ("auto", "none")
+        joins = moe.can_join and layout.esp_size == 1 and not moves
+        return runnable(layout.ep_nodes, layout.ep_node_size, joins=joins)
+    if DISPATCHES[moe.dispatch].needs_table:
+        layout.require_nodes("moe.dispatch", moe.dispatch)
+    if moe.joins_rows:
+        _check_joined(config, layout)
+    return [moe.dispatch]
 
 
-def hierarchical_among(moe: MoEConfig, layout: Layout) -> list[str]:
+def _check_joined(config: RunConfig, layout: Layout) -> None:
+    """Raise ConfigError where a row cannot be for several experts of a node."""
+    for key, value, fits in (
+        ("placement.samples", config.placement.samples, config.placement.samples in ("auto", "none")),
+        ("parallel.esp_size", layout.esp_size, layout.esp_size == 1),
+        ("ranks of a node", layout.ep_node_size, layout.ep_node_size <= MOST_NODE_SIZE),
+    ):
+        if not fits:
+            why = f"sends one row for all of a token's experts in a node, which {key} = {value} forbids"
+            raise ConfigError("moe.dispatch", config.moe.dispatch, why, "Use hierarchical_2d or flat.")
+
+
+def hierarchical_among(config: RunConfig, layout: Layout) -> list[str]:
     """The candidates with legs of their own to be measured."""
-    return [name for name in candidates(moe, layout) if DISPATCHES[name].needs_table]
+    return [name for name in candidates(config, layout) if DISPATCHES[name].needs_table]
 
 
 def check_shared(moe: MoEConfig, parallel: ParallelConfig) -> None:

@@ -27,9 +27,10 @@ def _movable(config: RunConfig, planned: Planned) -> Movable:
     placement, work = config.placement, planned.problem.workload
     open_ = placement.samples == "auto" or placement.experts == "auto"
     dropless = config.moe.order_name == "sort" and not config.moe.one_copy_per_rank
+    joined = config.moe.joins_rows
     if not (open_ and dropless and work.ep_size > 1 and any(planned.problem.shape.moe_layers)):
         return NOTHING_MOVES
-    by_rank = config.moe.aux_loss_group == "microbatch"  # its value depends on who shares a rank
+    by_rank = joined or config.moe.aux_loss_group == "microbatch"  # its value depends on who shares a rank
     return replace(placement.weighed, samples=("none",)) if by_rank else placement.weighed
 
 

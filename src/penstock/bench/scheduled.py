@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.bench.config import BenchConfig
 from penstock.bench.naming import Named
+from penstock.moe.build import dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.transport.silent import silent
 from penstock.schedule import StepPlan
@@ -91,7 +92,7 @@ def run_config_of(config: BenchConfig) -> RunConfig:
     compare = config.compare
     return RunConfig(
         model=config.model,
-        moe=config.moe,
+        moe=replace(config.moe, dispatch=dispatch_of(config.moe)),  # that of the model, which is built once
         schedule=replace(config.schedule, name=Named.of(compare.schedules[0]).schedule),
         parallel=config.parallel,
         cluster=config.cluster,

@@ -13,15 +13,17 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from penstock.cost.joined import distinct_rows
 from penstock.cost.legs import even_leg
 from penstock.cost.links import NodeLinks
 from penstock.cost.rows import by_source_and_target, dealt, in_turn
 from penstock.cost.step import StepCost
 from penstock.cost.workload import split_sizes
-from penstock.dispatch import DISPATCHES, Leg, Place
+from penstock.dispatch import DISPATCHES, Dispatch, Leg, Place
 from penstock.dispatch.base import place_in
+from penstock.dispatch.node_once import joined_sizes, num_sets
 from penstock.graph import Task
-from penstock.mesh import Axes, Group
+from penstock.mesh import Axes, Group, place_in_node
 from penstock.ops import Op, shards, tensor
 from penstock.ops.transfers import HOME, TRANSFERS, outward
 from penstock.ops.work import Collective
@@ -106,7 +108,7 @@ class RowMoves:
 
     def move(self, task: Task, rank: int) -> Move:
         """What a rank hands to the transport."""
-        row_bytes = round(self.even.workload.wire_bytes(1))
+        row_bytes = round(self.row_bytes(task))
         if task.op not in TRANSFERS:
             sizes, place = self._sizes(task)[rank], self.even.workload.mesh.place(rank, task.axes)
             whole = tuple(map(int, sizes))
@@ -116,6 +118,10 @@ class RowMoves:
         sent, received = (there, back) if to_experts(task) else (back, there)
         return Move("all_to_all", leg.axes, sent, received, row_bytes)
 
+    def row_bytes(self, task: Task) -> float:
+        """Of a row as the task moves it."""
+        return self.even.workload.row_bytes(outward=task.op in HOME)
+
     def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
         """What a COUNTS task sends and is to receive on one rank.
 
@@ -124,7 +130,7 @@ class RowMoves:
         """
         assert task.microbatch is not None, task
         rows_PCE = self.rows_PRCYE[:, task.microbatch, :, self._moe_layer(task)]
-        cut = [self._by_target(rows_PCE[:, c], task) for c in range(rows_PCE.shape[1])]
+        cut = [self._with_rows(self._by_target(rows_PCE[:, c], task)) for c in range(rows_PCE.shape[1])]
         group, place, shard = self._place(rank)
         tables_SHTCN = np.stack([table[group] for table in cut], axis=3)
         sent = tables_SHTCN[place, shard]
@@ -138,7 +144,7 @@ class RowMoves:
         """Whether everybody tells everybody all that it sends."""
         work, form = self.even.workload, self.even.shape.expert_form
         repeated = work.mp_size > 1 and form in ("s2", "baseline")
-        return work.esp_size > 1 or repeated or DISPATCHES[work.dispatch].needs_table
+        return work.esp_size > 1 or repeated or (self._legs.needs_table and not self._legs.joins_rows)
 
     # ---- of all ranks --------------------------------------------------------------------------------------
 
@@ -172,7 +178,7 @@ class RowMoves:
 
     def _remote(self, task: Task) -> Rows:
         """Rows to or from other ranks in this leg, whichever are more, [P]."""
-        if not DISPATCHES[self.even.workload.dispatch].needs_table and not self._fused(task):
+        if not self._legs.needs_table and not self._fused(task):
             planes_GHST = self._planes(task)
             busier = np.maximum(planes_GHST.sum(axis=3), planes_GHST.sum(axis=2))
             away_GHS = busier - planes_GHST.diagonal(axis1=2, axis2=3)
@@ -186,7 +192,7 @@ class RowMoves:
 
     def _knows_nodes(self, task: Task) -> bool:
         """Whether some rows of a flat transfer stay inside nodes, and so take another link than the rest."""
-        flat = not DISPATCHES[self.even.workload.dispatch].needs_table and not self._fused(task)
+        flat = not self._legs.needs_table and not self._fused(task)
         span = self.even.workload.span(Group.EXPERT)
         return flat and span.nodes > 1 and span.most > 1
 
@@ -198,6 +204,10 @@ class RowMoves:
             group, _, shard = self._place(ranks[0])
             found[np.ix_(ranks, ranks)] = planes_GHST[group, shard]
         return found
+
+    @property
+    def _legs(self) -> Dispatch:
+        return DISPATCHES[self.even.workload.dispatch]
 
     @cached_property
     def _links(self) -> NodeLinks:
@@ -229,16 +239,58 @@ class RowMoves:
             table_SHT = self._table(task)[group].sum(axis=3)
             sent = tuple(int(n) for n in table_SHT[place, shard] for _ in range(table_SHT.shape[1]))
             return Leg(task.axes, (), (), sent, tuple(map(int, table_SHT[:, :, place].reshape(-1))))
-        legs = DISPATCHES[self.even.workload.dispatch].legs
         number = [hop.op for hop in self.even.shape.dispatch].index(outward(task.op))
-        return legs(self._planes(task)[group, shard], self._dispatch_place(place))[number]
+        there = self._dispatch_place(place)
+        if self._legs.joins_rows:
+            nodes_GPN, ranks_GPP = self._joined(task)
+            return joined_sizes(nodes_GPN[group], ranks_GPP[group], there)[number]
+        return self._legs.legs(self._planes(task)[group, shard], there)[number]
 
     def _planes(self, task: Task) -> Counts:
         """Rows from rank to rank that a leg between nodes carries for every shard, [G, H, S, T]."""
+        if self._legs.joins_rows:
+            return self._along_rails(task)
+        if self.even.workload.one_copy_per_rank:
+            return self._joined(task)[1][:, None]
         table_GSHT: Counts = self._table(task).sum(axis=4)
         if task.cut.row_copies > 1:  # gathered before they leave
             table_GSHT = np.broadcast_to(table_GSHT.sum(axis=2, keepdims=True), table_GSHT.shape)
         return table_GSHT.transpose(0, 2, 1, 3)
+
+    def _joined(self, task: Task) -> tuple[Counts, Counts]:
+        """Rows of every rank for every node, [G, S, nodes], and for every rank, [G, S, T], of joined rows."""
+        work, key = self.even.workload, (task.microbatch, task.cut.held, task.layer, task.op in HOME)
+        if key not in self._known_joined:
+            table_GSTN = self._table(task)[:, :, 0]
+            groups, ranks = table_GSTN.shape[:2]
+            found = []
+            for parts in (work.nodes, ranks):
+                inputs = table_GSTN.reshape(groups * ranks, parts, -1)
+                near = work.nearness(parts)
+                found.append(distinct_rows(inputs, work.top_k, near).reshape(groups, ranks, parts))
+            self._known_joined[key] = found[0], found[1]
+        return self._known_joined[key]
+
+    @cached_property
+    def _known_joined(self) -> dict[object, tuple[Counts, Counts]]:
+        return {}
+
+    def _with_rows(self, table_GSHTN: Counts) -> Counts:
+        """With numbers of joined rows behind those of the inputs of experts, whatever they are."""
+        work = self.even.workload
+        if not work.joins_rows:
+            return table_GSHTN
+        kinds = num_sets(work.ranks_per_node) if self._legs.joins_rows else 1
+        return np.concatenate([table_GSHTN, np.zeros((*table_GSHTN.shape[:4], kinds), np.int64)], axis=4)
+
+    def _along_rails(self, task: Task) -> Counts:
+        """Rows from rank to rank of the same place in its node, [G, 1, S, T]."""
+        nodes_GPN, size = self._joined(task)[0], self.even.workload.ranks_per_node
+        groups, ranks, nodes = nodes_GPN.shape
+        found = np.zeros((groups, ranks, nodes, size), dtype=np.int64)
+        for rank in range(ranks):
+            found[:, rank, :, place_in_node(rank, size)] = nodes_GPN[:, rank]
+        return found.reshape(groups, 1, ranks, ranks)
 
     def _sizes(self, task: Task) -> Counts:
         """Rows of every member of a task's group, by rank, [P, W]."""

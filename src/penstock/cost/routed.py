@@ -83,7 +83,7 @@ class RoutedCost:
         if task.op not in ROW_MOVES or not work.sent_bytes:
             return self._everywhere(self._even.communication_s(task))
         # The model's argument is what a rank has for all experts if routing is even.
-        load = self.workload.wire_bytes(1) * self._moves.busier(task) / work.sent_bytes
+        load = self._moves.row_bytes(task) * self._moves.busier(task) / work.sent_bytes
         return self._by_load(task, load)
 
     def _by_load(self, task: Task, load: Seconds) -> Seconds:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from penstock.cost.workload import Workload, capacity_slots, split_sizes
+from penstock.cost.workload import Workload, split_sizes
 from penstock.mesh import Group
 from penstock.placement import ExpertPlacement
 from penstock.step import StepShape
@@ -28,17 +28,20 @@ def cut_rows(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:
     """Rows that each rank brings for each expert in each piece: [P, R, C, Y, E].
 
     Dropless they follow the counts; ranks that share attention have each the rows of its tokens, or all of
-    them the same. With a capacity_factor every expert has its slots, used or not.
+    them the same. With a capacity_factor every expert has its slots, used or not; where rows are joined, what
+    is chosen up to so many.
     """
     _, _, layers, experts = counts_DBYE.shape
     rows = np.zeros((work.world_size, shape.microbatches, shape.slices, layers, experts), dtype=np.int64)
     first = 0
     for m, samples in enumerate(split_sizes(work.batch, shape.microbatches)):
-        if work.capacity_factor is not None or work.slots_per_sample:
+        if work.fixed_slots:
             slots = split_sizes(_slots(work, samples, gate_shares(shape)), shape.slices)
             rows[:, m] = np.array(slots)[:, None, None]
         else:
             _cut_microbatch(counts_DBYE[:, first : first + samples], shape, work, rows[:, m])
+            if work.capacity_factor is not None:
+                rows[:, m] = _kept(rows[:, m], _slots(work, samples, gate_shares(shape)))
         first += samples
     return rows
 
@@ -70,9 +73,14 @@ def _slots(work: Workload, samples: int, shares: int) -> int:
     """Slots of an expert for the tokens of one rank in a microbatch; of the longest part of samples."""
     if work.slots_per_sample:
         return samples * work.slots_per_sample
-    assert work.capacity_factor is not None
-    tokens = samples * split_sizes(work.seq_len, shares)[0]
-    return capacity_slots(tokens, work.num_experts, work.top_k, work.capacity_factor, work.min_capacity)
+    return work.slots(samples * split_sizes(work.seq_len, shares)[0])
+
+
+def _kept(rows_PCYE: Counts, slots: int) -> Counts:
+    """What is left when every expert takes `slots` rows of a rank at most, earlier slices first."""
+    taken: Counts = np.minimum(rows_PCYE.cumsum(axis=1), slots)
+    kept: Counts = np.diff(taken, axis=1, prepend=0)
+    return kept
 
 
 def _cut_microbatch(counts_DBYE: Counts, shape: StepShape, work: Workload, rows_PCYE: Counts) -> None:

@@ -9,9 +9,11 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
+from penstock.cost.joined import distinct_parts
 from penstock.cost.span import Span, span_of
 from penstock.decision import GradientBytes
 from penstock.decision.field import PartialByForm
+from penstock.dispatch import DISPATCHES
 from penstock.mesh import Axes, Mesh, num_nodes
 from penstock.ops import Op
 from penstock.placement import ExpertPlacement
@@ -51,6 +53,8 @@ class Workload:
     expert_matrices: 2 for GELU experts, 3 for SwiGLU. element_bytes: of activations on the wire.
     slots_per_sample: rows of each sample at each expert where that is fixed (SoftMoE); 0 = it is not.
     wire_row_bytes: bytes of a row under way, where it is not a hidden state as it is; none = as it is.
+    one_copy_per_rank: one row serves all of a token's experts on a rank. expert_groups: how many groups of
+    experts there are, and how many of them a token may use; none = it may use all.
     dispatch, node_size: how rows travel, and how many ranks of an expert group are in one node (0 = all).
     devices_per_node: of the cluster, whose ranks are consecutive; 0 = not known, unless node_size tells.
     shared_ffn_hidden_size: of the shared experts, 0 for none.
@@ -78,6 +82,8 @@ class Workload:
     dense_ffn_hidden_size: int = 0
     slots_per_sample: int = 0
     wire_row_bytes: int | None = None
+    one_copy_per_rank: bool = False
+    expert_groups: tuple[int, int] | None = None
     dispatch: str = "flat"
     node_size: int = 0
     devices_per_node: int = 0
@@ -134,6 +140,16 @@ class Workload:
         """Nodes that an expert group covers."""
         return num_nodes(self.ep_size, self.ranks_per_node)
 
+    @property
+    def joins_rows(self) -> bool:
+        """Whether a row is for all of a token's experts in a node, or on a rank."""
+        return self.one_copy_per_rank or DISPATCHES[self.dispatch].joins_rows
+
+    @property
+    def fixed_slots(self) -> bool:
+        """Whether every expert has slots that travel whether they are used or not."""
+        return (self.capacity_factor is not None and not self.joins_rows) or self.slots_per_sample > 0
+
     def span(self, axes: Axes) -> Span:
         """Where the groups along `axes` are, and what they share."""
         known = self.devices_per_node or (self.node_size * self.esp_size if self.nodes > 1 else 0)
@@ -152,16 +168,20 @@ class Workload:
         same tokens and deal each other the rows of every expert.
         """
         tokens = self.tokens(microbatch, microbatches, shares)
+        chosen = split_sizes(split_sizes(tokens, chunks)[chunk], dealt)[0] * self.top_k
         if self.capacity_factor is None and not self.slots_per_sample:
-            return split_sizes(split_sizes(tokens, chunks)[chunk], dealt)[0] * self.top_k
+            return chosen
         if self.slots_per_sample:
             slots = split_sizes(self.batch, microbatches)[microbatch] * self.slots_per_sample
         else:
-            assert self.capacity_factor is not None, "slots are fixed"
-            slots = capacity_slots(
-                tokens, self.num_experts, self.top_k, self.capacity_factor, self.min_capacity
-            )
-        return split_sizes(split_sizes(slots, chunks)[chunk], dealt)[0] * self.num_experts
+            slots = self.slots(tokens)
+        kept = split_sizes(split_sizes(slots, chunks)[chunk], dealt)[0] * self.num_experts
+        return kept if self.fixed_slots else min(chosen, kept)
+
+    def slots(self, tokens: int) -> int:
+        """Of every expert for so many tokens of a rank, with a capacity_factor."""
+        assert self.capacity_factor is not None, "slots are limited"
+        return capacity_slots(tokens, self.num_experts, self.top_k, self.capacity_factor, self.min_capacity)
 
     def attention_flops(self, tokens: int) -> float:
         """Four projections, causal scores and values, router."""
@@ -201,6 +221,37 @@ class Workload:
     def wire_bytes(self, rows: float) -> float:
         """Bytes of `rows` rows under way."""
         return self.hidden_bytes(rows) if self.wire_row_bytes is None else rows * self.wire_row_bytes
+
+    def row_bytes(self, *, outward: bool) -> float:
+        """Bytes of a row on its way to experts (or of its gradient on the way back), or home.
+
+        Where it is for several experts, their numbers and weights travel beside it.
+        """
+        beside = 2 * self.top_k * self.element_bytes if outward and self.joins_rows else 0
+        return self.wire_bytes(1) + beside
+
+    def leg_bytes(self, rows: float, *, outward: bool, between: bool) -> float:
+        """Bytes in one leg of a dispatch with even routing. rows: one for each choice.
+
+        outward: see `row_bytes`. between: whether it is the leg between nodes.
+        """
+        return rows * self.joined_share(between=between) * self.row_bytes(outward=outward)
+
+    def joined_share(self, *, between: bool) -> float:
+        """How many rows travel in a leg for each choice."""
+        if not self.joins_rows:
+            return 1.0
+        parts = self.nodes if between and not self.one_copy_per_rank else self.ep_size
+        return self._distinct(parts, *(self.expert_groups or (1, 1))) / self.top_k
+
+    def nearness(self, parts: int) -> float:
+        """How many of so many parts of the experts a token meets, over what it would without groups."""
+        if self.expert_groups is None:
+            return 1.0
+        return self._distinct(parts, *self.expert_groups) / self._distinct(parts, 1, 1)
+
+    def _distinct(self, parts: int, groups: int, limit: int) -> float:
+        return distinct_parts(parts, self.num_experts, self.top_k, groups, limit)
 
     def hidden_bytes(self, rows: float) -> float:
         """Bytes of `rows` hidden states."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self, get_args
 from penstock.config import Within, check_bounds
 from penstock.config.bounds import MOST_STEPS
 from penstock.decision.field import Asked, Field, Movable
+from penstock.dispatch import DISPATCHES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,8 @@ EverySteps = Annotated[int, Within(1, MOST_STEPS, "steps are numbered with eight
 
 
 def _samples(asked: Asked, choice: Decision) -> Sequence[str]:
-    return asked.movable.samples if _may_move(asked, choice) else ("none",)
+    joined = DISPATCHES[choice.dispatch].joins_rows
+    return asked.movable.samples if _may_move(asked, choice) and not joined else ("none",)
 
 
 def _experts(asked: Asked, choice: Decision) -> Sequence[str]:

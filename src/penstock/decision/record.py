@@ -81,7 +81,11 @@ def _schedules(asked: Asked, choice: Decision) -> Sequence[str]:
 
 
 def _dispatches(asked: Asked, choice: Decision) -> Sequence[str]:
-    return asked.dispatches if READERS[choice.schedule].expert_form in (None, "gather") else ("flat",)
+    if READERS[choice.schedule].expert_form not in (None, "gather"):
+        return ("flat",)
+    may_stay = "none" in asked.movable.samples  # a row for several experts is of no sample's home
+    fitting = [name for name in asked.dispatches if may_stay or not DISPATCHES[name].joins_rows]
+    return fitting or asked.dispatches
 
 
 def _expert_forms(asked: Asked, choice: Decision) -> Sequence[ExpertForm | None]:

@@ -3,12 +3,18 @@
 from penstock.dispatch.base import Dispatch, Leg, Place
 from penstock.dispatch.flat import FlatDispatch
 from penstock.dispatch.hierarchical import HierarchicalDispatch1D, HierarchicalDispatch2D
+from penstock.dispatch.node_once import MOST_NODE_SIZE, NodeOnceDispatch
 from penstock.mesh import Group
 from penstock.ops import Op
 
 DISPATCHES: dict[str, Dispatch] = {
     dispatch.name: dispatch
-    for dispatch in (FlatDispatch(), HierarchicalDispatch1D(), HierarchicalDispatch2D())
+    for dispatch in (
+        FlatDispatch(),
+        HierarchicalDispatch1D(),
+        HierarchicalDispatch2D(),
+        NodeOnceDispatch(),
+    )
 }
 
 
@@ -21,6 +27,21 @@ def find_dispatch(dispatch: Dispatch | str) -> Dispatch:
     return DISPATCHES[dispatch]
 
 
+def runnable(nodes: int, node_size: int, *, joins: bool) -> list[str]:
+    """Dispatches that differ on so many nodes. joins: whether a row may be for several experts.
+
+    In nodes of one rank legs inside them would be copies for nothing, unless they join rows.
+    """
+    if nodes == 1:
+        return [FlatDispatch.name]
+    return [
+        name
+        for name, dispatch in DISPATCHES.items()
+        if not dispatch.needs_table
+        or (joins and node_size <= MOST_NODE_SIZE if dispatch.joins_rows else node_size > 1)
+    ]
+
+
 __all__ = [
     "DISPATCHES",
     "Dispatch",
@@ -29,7 +50,9 @@ __all__ = [
     "HierarchicalDispatch1D",
     "HierarchicalDispatch2D",
     "Leg",
+    "NodeOnceDispatch",
     "Op",
     "Place",
     "find_dispatch",
+    "runnable",
 ]

@@ -75,7 +75,8 @@ class Dispatch(Protocol):
     """Brings rows, sorted by target rank, to those ranks, where they lie sorted by source rank.
 
     name: what a configuration calls it. hops: its legs as tasks, forward; combine takes them back.
-    needs_table: whether a rank must know what the others send to each other, not only its own share.
+    needs_table: whether it needs several nodes, and a rank must know what the others send to each other, not
+    only its own share. joins_rows: whether a row is for all of its token's experts in a node.
     """
 
     @property
@@ -86,6 +87,9 @@ class Dispatch(Protocol):
 
     @property
     def needs_table(self) -> bool: ...
+
+    @property
+    def joins_rows(self) -> bool: ...
 
     def __hash__(self) -> int: ...
 

@@ -16,6 +16,7 @@ class FlatDispatch:
     name = "flat"
     hops: tuple[Hop, ...] = FLAT
     needs_table = False
+    joins_rows = False
 
     def legs(self, table: Table, place: Place) -> tuple[Leg, ...]:
         sent, received = blocks(table[place.rank]), blocks(table[:, place.rank])

@@ -31,6 +31,7 @@ class HierarchicalDispatch1D:
         Hop(Op.DISPATCH_SCATTER, Group.NODE),
     )
     needs_table = True
+    joins_rows = False
 
     def legs(self, table: Table, place: Place) -> tuple[Leg, ...]:
         rows = _by_node(table, place)
@@ -52,6 +53,7 @@ class HierarchicalDispatch2D:
         Hop(Op.DISPATCH, Group.RAIL, Lane.INTER),
     )
     needs_table = True
+    joins_rows = False
 
     def legs(self, table: Table, place: Place) -> tuple[Leg, ...]:
         rows, node, local = _by_node(table, place), place.node, place.local

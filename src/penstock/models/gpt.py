@@ -148,6 +148,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The decoder. Its experts are those of one rank: `num_experts / ep_size` per MoE layer.
 
+    node_size: see `build_layer`.
     make_moe: makes the MoE layer of a block from its number; without it `moe` says what they are made of.
     shard: which part of heads, dense widths and vocabulary this rank has. experts: which part of every
     expert.
@@ -160,13 +161,14 @@ class GPT(nn.Module):
         *,
         ep_size: int = 1,
         ep_rank: int = 0,
+        node_size: int = 1,
         make_moe: MakeLayer | None = None,
         shard: TensorShard = WHOLE,
         expert_shard: ExpertShard = ONE_SHARD,
     ) -> None:
         super().__init__()
         if make_moe is None:
-            make_moe = partial(_layer_of, config.hidden_size, moe, ep_size, ep_rank, expert_shard)
+            make_moe = partial(_layer_of, config.hidden_size, moe, ep_size, ep_rank, node_size, expert_shard)
         self.config, self.shard = config, shard
         vocabulary = (config.vocab_size, config.hidden_size)
         self.token_embedding = VocabularyShard(config, shard) if shard.size > 1 else nn.Embedding(*vocabulary)
@@ -266,6 +268,14 @@ def _is_constant(parameter: Tensor) -> bool:
 
 
 def _layer_of(
-    hidden_size: int, moe: MoEConfig, ep_size: int, ep_rank: int, shard: ExpertShard, layer: int
+    hidden_size: int,
+    moe: MoEConfig,
+    ep_size: int,
+    ep_rank: int,
+    node_size: int,
+    shard: ExpertShard,
+    layer: int,
 ) -> MoELayer:
-    return build_layer(hidden_size, moe, ep_size=ep_size, ep_rank=ep_rank, layer=layer, shard=shard)
+    return build_layer(
+        hidden_size, moe, ep_size=ep_size, ep_rank=ep_rank, node_size=node_size, layer=layer, shard=shard
+    )

@@ -41,20 +41,21 @@ def build_layer(
     *,
     ep_size: int = 1,
     ep_rank: int = 0,
+    node_size: int = 1,
     layer: int = 0,
     placement: ExpertPlacement | None = None,
     shard: ExpertShard = ONE_SHARD,
 ) -> MoELayer:
     """The layer that `config` describes, with this rank's share of the experts. layer: its number, for noise.
 
-    placement: where experts are; None shares them out in the order of their numbers. shard: which part of
-    every expert this rank has. Raises PlacementError
-    if they cannot be shared evenly.
+    node_size: ranks of an expert group in one node, for dispatch = node_once. placement: where experts are;
+    None shares them out in the order of their numbers. shard: which part of every expert this rank has.
+    Raises PlacementError if they cannot be shared evenly.
     """
     placement = placement or ExpertPlacement.even(config.num_experts, ep_size)
     return MoELayer(
         gate=GATES[config.gate](hidden_size, config, layer),
-        order=build_order(config, ep_size),
+        order=build_order(config, ep_size, ep_rank=ep_rank, node_size=node_size),
         expert=build_experts(hidden_size, config, placement.slots, shard),
         dispatch=DISPATCHES[dispatch_of(config)],
         hooks=build_hooks(hidden_size, config),
@@ -71,8 +72,18 @@ def dispatch_of(config: MoEConfig) -> str:
     return "flat" if config.dispatch == "auto" else config.dispatch
 
 
-def build_order(config: MoEConfig, ep_size: int) -> Order:
-    """The order that `config.order` names."""
+def build_order(config: MoEConfig, ep_size: int, *, ep_rank: int = 0, node_size: int = 1) -> Order:
+    """The order that `config.order` names, or that the dispatch needs. node_size: see `build_layer`."""
+    if DISPATCHES[dispatch_of(config)].joins_rows:
+        return MergedOrder(
+            config.num_experts,
+            config.top_k,
+            ep_size,
+            node_size=node_size,
+            rank=ep_rank,
+            capacity_factor=config.capacity_factor,
+            min_capacity=config.min_capacity,
+        )
     if config.order_name == "sort":
         if config.one_copy_per_rank:
             return MergedOrder(config.num_experts, config.top_k, ep_size)
@@ -146,8 +157,8 @@ def _soft(hidden_size: int, config: MoEConfig, layer: int) -> Gate:
 def _options(config: MoEConfig) -> dict[str, Any]:
     """What all gates know by which tokens choose."""
     groups = None
-    if config.num_groups is not None and config.group_top_k is not None:
-        groups = ExpertGroups(groups=config.num_groups, limit_to=config.group_top_k)
+    if config.expert_groups is not None:
+        groups = ExpertGroups(groups=config.expert_groups[0], limit_to=config.expert_groups[1])
     rate = config.expert_bias_rate
     return {
         "renormalise": config.renormalise,

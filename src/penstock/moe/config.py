@@ -60,7 +60,8 @@ class MoEConfig:
     slots_per_expert: of each sample, with gate=soft.
     min_capacity: the least number of slots with a capacity_factor.
     order: sort (dropless), index or einsum (both need a capacity_factor); auto = the fastest that fits.
-    dispatch: one of DISPATCHES; auto = by the fitted models of the links.
+    dispatch: one of DISPATCHES; auto = by the fitted models of the links. With node_once a token that goes to
+        several experts of a node crosses to it once, and its outputs are summed there.
     one_copy_per_rank: a token that goes to several experts of a rank travels once, its outputs are summed
         there. compression: of rows under way, none, bfloat16 or int8 (a scale per row).
     aux_loss_coeff: weight of the load-balance loss. z_loss_coeff: weight of the router z-loss.
@@ -124,6 +125,28 @@ class MoEConfig:
         return self.order
 
     @property
+    def expert_groups(self) -> tuple[int, int] | None:
+        """How many groups of experts there are, and how many of them a token may use."""
+        if self.num_groups is None or self.group_top_k is None:
+            return None
+        return self.num_groups, self.group_top_k
+
+    @property
+    def joins_rows(self) -> bool:
+        """Whether a row is for all of its token's experts in a node, by the dispatch."""
+        return self.dispatch != "auto" and DISPATCHES[self.dispatch].joins_rows
+
+    @property
+    def can_join(self) -> bool:
+        """Whether another dispatch may make one row of all of a token's rows for a node."""
+        return not any(refused for *_, refused in self._unjoinable)
+
+    @property
+    def exchanges_counts(self) -> bool:
+        """Whether the number of rows depends on the routing, so that ranks have to tell each other."""
+        return self.order_name == "sort" or self.joins_rows
+
+    @property
     def slots_per_sample(self) -> int:
         """Rows that each sample has at each expert, where that is fixed (gate=soft); else 0."""
         return self.slots_per_expert if self.kind == "soft" else 0
@@ -134,11 +157,10 @@ class MoEConfig:
         return EXPERT_MATRICES[self.expert]
 
     def row_bytes(self, hidden_size: int, element_bytes: int) -> int:
-        """Bytes of one row under way."""
+        """Bytes of one row under way, without numbers beside it."""
         if self.compression == "int8":
             return int8_row_bytes(hidden_size)
-        columns = hidden_size + (2 * self.top_k if self.one_copy_per_rank else 0)
-        return columns * (2 if self.compression == "bfloat16" else element_bytes)
+        return hidden_size * (2 if self.compression == "bfloat16" else element_bytes)
 
     def _check_top_k(self) -> None:
         if self.top_k > self.num_experts:
@@ -188,6 +210,8 @@ class MoEConfig:
         why = refusal(self.kind, self.order_name, dropless=self.capacity_factor is None)
         if why is not None:
             raise ConfigError("order", self.order, f"with gate = {self.gate}: {why}", "Or use order = auto.")
+        if self.joins_rows:
+            self._check_joined()
         if self.one_copy_per_rank and self.order_name != "sort":
             why = "slots belong to experts, so a row cannot serve two of them"
             raise ConfigError(
@@ -196,6 +220,28 @@ class MoEConfig:
         if self.one_copy_per_rank and self.compression is not None:
             why = "numbers that travel with a shared row would be rounded with it"
             raise ConfigError("compression", self.compression, why, "Use none, or one_copy_per_rank = false.")
+
+    def _check_joined(self) -> None:
+        """A row for all of a token's experts in a node needs tokens that choose, and numbers beside it."""
+        for key, which, other, refused in self._unjoinable:
+            if refused:
+                why = f"sends one row for several experts, and {key} = {getattr(self, key)} is set, {which}"
+                raise ConfigError("dispatch", self.dispatch, why, f"Use flat, or {other}.")
+
+    @property
+    def _unjoinable(self) -> tuple[tuple[str, str, str, bool], ...]:
+        """Settings with which rows cannot be joined: why, what else to use, and whether it is so."""
+        return (
+            ("gate", "whose tokens do not choose experts", "another gate", self.kind != "token"),
+            ("order", "whose masks have a slot for every choice", "order = auto", self.order == "einsum"),
+            ("one_copy_per_rank", "which is the same by rank", "false for it", self.one_copy_per_rank),
+            (
+                "compression",
+                "which rounds what is beside it",
+                "none for it",
+                self.compression is not None,
+            ),
+        )
 
 
 def int8_row_bytes(hidden_size: int) -> int:

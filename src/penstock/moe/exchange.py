@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from penstock.dispatch import Dispatch, Place
-from penstock.moe.orders.base import OrderPlan
+from penstock.moe.orders.base import Order, OrderPlan
 from penstock.moe.routes import ChunkRoute, RouteMaker, Routes
 
 
@@ -21,8 +21,8 @@ class Exchange(Protocol):
     @property
     def ep_rank(self) -> int: ...
 
-    def maker(self, dispatch: Dispatch, *, row_counts: bool) -> RouteMaker:
-        """What makes routes here. Raises ValueError if these ranks cannot run this dispatch."""
+    def maker(self, dispatch: Dispatch, order: Order) -> RouteMaker:
+        """What makes routes here. Raises ValueError if these ranks cannot run this dispatch of this order."""
         ...
 
     def routes(self, plan: OrderPlan, num_local_experts: int, maker: RouteMaker) -> Routes:
@@ -70,8 +70,8 @@ class Alone:
 
     ep_size, ep_rank, data_parallel_size = 1, 0, 1
 
-    def maker(self, dispatch: Dispatch, *, row_counts: bool) -> RouteMaker:
-        return RouteMaker(dispatch, Place(0, 1, 1), row_counts)
+    def maker(self, dispatch: Dispatch, order: Order) -> RouteMaker:
+        return RouteMaker(dispatch, Place(0, 1, 1), order.row_counts)
 
     def routes(self, plan: OrderPlan, num_local_experts: int, maker: RouteMaker) -> Routes:
         if plan.slots is not None:

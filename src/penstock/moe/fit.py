@@ -8,14 +8,18 @@ from penstock.moe.accept import REFUSED
 from penstock.placement import ExpertPlacement, PlacementError
 
 if TYPE_CHECKING:
+    from penstock.dispatch import Dispatch
     from penstock.moe.experts.base import Experts
     from penstock.moe.gates.base import Gate
     from penstock.moe.hooks.base import Hook
     from penstock.moe.orders.base import Order
 
 
-def check_parts(gate: Gate, order: Order, expert: Experts, hooks: tuple[Hook, ...], ep_size: int) -> None:
+def check_parts(
+    gate: Gate, order: Order, expert: Experts, dispatch: Dispatch, hooks: tuple[Hook, ...], ep_size: int
+) -> None:
     """Raise ValueError that says which parts do not fit, why, and what would."""
+    check_dispatch(order, dispatch)
     if gate.kind not in order.kinds:
         takes = f"it takes choices of kind {' or '.join(order.kinds)}, not {gate.kind}"
         reasons = {(str(kind), str(name)): why for (kind, name), why in REFUSED.items()}
@@ -31,10 +35,37 @@ def check_parts(gate: Gate, order: Order, expert: Experts, hooks: tuple[Hook, ..
     encoding = next((hook for hook in hooks if hook.encodes_rows), None)
     if encoding is not None and order.row_counts:
         raise ValueError(
-            f"{type(encoding).__name__} with one copy per rank: numbers that travel with the rows would be "
-            "rounded; use only one of the two"
+            f"{type(encoding).__name__} with one copy per rank or node: numbers that travel with the rows "
+            "would be rounded; use only one of the two"
         )
     _check_order(order, gate, ep_size)
+
+
+def check_dispatch(order: Order, dispatch: Dispatch, node_size: int | None = None) -> None:
+    """Raise ValueError unless a row of `order` is for as many ranks as `dispatch` brings it to.
+
+    node_size: ranks of an expert group in one node, where that is known.
+    """
+    made_for = getattr(order, "node_size", 1)
+    if made_for > 1 and not dispatch.joins_rows:
+        raise ValueError(
+            f"{type(order).__name__}(node_size={made_for}) makes one row for all of a token's experts in a "
+            f'node, and dispatch {dispatch.name} brings a row to one rank: use dispatch="node_once", or '
+            "node_size=1"
+        )
+    if not dispatch.joins_rows:
+        return
+    if not order.row_counts:
+        raise ValueError(
+            f"dispatch {dispatch.name} sends one row for all of a token's experts in a node, and "
+            f"{type(order).__name__} makes one for each: use MergedOrder(..., node_size=ranks of a node, "
+            'rank=ep_rank), or dispatch="hierarchical_2d"'
+        )
+    if node_size is not None and node_size != made_for:
+        raise ValueError(
+            f"{type(order).__name__} was built for node_size = {made_for}, and {node_size} ranks of an "
+            f"expert group are in one node: build it with node_size={node_size}"
+        )
 
 
 def check_placement(placement: ExpertPlacement, num_experts: int, ep_size: int, slots: int) -> None:

@@ -98,7 +98,7 @@ class MoELayer(nn.Module):
         ep_size, ep_rank = _place_of(exchange, ep_size, ep_rank)
         if placement is not None:
             check_placement(placement, gate.num_experts, ep_size, expert.num_local_experts)
-        check_parts(gate, order, expert, tuple(hooks), ep_size)
+        check_parts(gate, order, expert, find_dispatch(dispatch), tuple(hooks), ep_size)
         self.gate, self.order, self.experts, self.shared = gate, order, expert, shared
         self.dispatch, self.hooks = find_dispatch(dispatch), Hooks(tuple(hooks))
         self.ep_size, self.ep_rank, self.num_local_experts = ep_size, ep_rank, expert.num_local_experts
@@ -107,7 +107,7 @@ class MoELayer(nn.Module):
         self.exchange: Exchange | None = exchange if exchange is not None or ep_size > 1 else Alone()
         self._maker = None
         if self.exchange is not None:
-            self._maker = self.exchange.maker(self.dispatch, row_counts=order.row_counts)
+            self._maker = self.exchange.maker(self.dispatch, order)
             self.exchange.adopt(expert)
         self._words = _in_words(gate, order, expert, self.dispatch, tuple(hooks), balance)
         self._words += f", placement {self.placement.digest[:8]}"

@@ -47,7 +47,8 @@ def _counts(task: Task, sizes: Sizes) -> Work:
 
 
 def _leg(task: Task, sizes: Sizes) -> Work:
-    sent_bytes = sizes.wire_bytes(sizes.rows(task) * task.cut.row_copies)
+    rows, between = sizes.rows(task) * task.cut.row_copies, outward(task.op) == Op.DISPATCH
+    sent_bytes = sizes.leg_bytes(rows, outward=task.op in HOME, between=between)
     return Work(collective="leg", sent_bytes=sent_bytes, follows_rows=True)
 
 

@@ -165,10 +165,14 @@ class Problem:
         return lower_bound(plan.graph, self.cost(choice, plan.shape), self.mesh)
 
     def uncut(self, choice: Decision) -> StepShape:
-        """The shape with the legs of the choice's dispatch."""
+        """The shape with the legs of the choice's dispatch, and the counts that these need."""
         if choice.dispatch == self.workload.dispatch:
             return self.shape
-        return replace(self.shape, dispatch=DISPATCHES[choice.dispatch].hops)
+        return replace(
+            self.shape,
+            dispatch=DISPATCHES[choice.dispatch].hops,
+            exchange_counts=not self.workload_of(choice).fixed_slots,
+        )
 
     def only(self, layers: tuple[int, ...]) -> Problem:
         """The same step of a model that has only these layers."""

@@ -11,7 +11,7 @@ from penstock.config.bounds import MOST_RANKS, Ranks
 from penstock.cost import ClusterFile, ProfiledCluster, Workload
 from penstock.decision import Movable, PlacementConfig
 from penstock.decision.field import NOTHING_MOVES
-from penstock.dispatch import DISPATCHES
+from penstock.dispatch import runnable
 from penstock.mesh import group_sizes, holders, ranks_per_node
 from penstock.placement import ExpertPlacement
 from penstock.plan.models import MODELS, PublishedModel
@@ -26,7 +26,6 @@ Samples = Annotated[int, Within(1, 1 << 20, "all samples of a step are in memory
 Tokens = Annotated[int, Within(1, 1 << 24, "a sample's attention is computed in one piece")]
 Experts = Annotated[int, Within(1, 1 << 20, "the router compares every token with all of them")]
 UNITS = {"num_layers": "layers", "seq_len": "tokens per sample"}
-FLAT = "flat"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,10 +157,10 @@ def _problem(
     work = _workload(model, changes, nodes, per_node)
     shape = StepShape(
         moe_layers=(True,) * model.num_layers,
-        exchange_counts=work.capacity_factor is None,
+        exchange_counts=not work.fixed_slots,
         sharing=Sharing(mp_size=work.mp_size, esp_size=work.esp_size),
     )
-    dispatches = tuple(DISPATCHES) if 1 < work.ranks_per_node < work.ep_size else (FLAT,)
+    dispatches = tuple(runnable(work.nodes, work.ranks_per_node, joins=work.esp_size == 1))
     slowness = cluster.file.slowness if cluster.file.ranks == nodes * per_node else ()
     return Problem(shape=shape, workload=work, cluster=cluster, dispatches=dispatches, slowness=slowness)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.gates.soft import SoftGate
+from penstock.moe.node_routes import route_maker
 from penstock.moe.shard_routes import (
     FusedRoutes,
     GatheredRoutes,
@@ -28,12 +29,12 @@ def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
     _check_whole_samples(moe, layout, form)
     shared = layout.esp_size > 1 or (layout.mp_size > 1 and form in ("s2", "baseline"))
     if not shared:
-        return RouteMaker(moe.dispatch, layout.place, moe.order.row_counts)
+        return route_maker(moe.dispatch, layout.place, moe.order)
     if moe.order.row_counts:
         raise ValueError(
-            f"moe.one_copy_per_rank sends one row for several experts of a rank, and with esp_size = "
+            f"one copy per rank or node is one row for several experts, and with esp_size = "
             f"{layout.esp_size} and expert_form = {form} rows are counted by expert. Set "
-            "moe.one_copy_per_rank=false"
+            "moe.one_copy_per_rank=false and another moe.dispatch than node_once"
         )
     if moe.hooks.any and layout.esp_size > 1:
         raise ValueError(

@@ -354,7 +354,7 @@ class PipelinedStack(nn.Module):
         """What the ranks do about batches of different sizes."""
         if self.relocation is not None:
             return SharedSizes(self.machinery.layout, self.machinery.control)
-        fixed = any(self._shape.moe_layers) and not self._shape.exchange_counts
+        fixed = any(layer is not None and layer.order.counts_slots for layer in self.moe_layers)
         return EqualSizes(self.machinery.control) if fixed else AnySizes()
 
     def _relocation(self, shape: StepShape) -> Relocation | None:

@@ -110,6 +110,7 @@ def model_of(model: ModelConfig, moe: MoEConfig, layout: Layout, make_moe: MakeL
         moe,
         ep_size=layout.ep_size,
         ep_rank=layout.ep_rank,
+        node_size=layout.ep_node_size,
         make_moe=make_moe,
         shard=TensorShard(layout.mp_rank, layout.mp_size),
         expert_shard=ExpertShard(layout.esp_rank, layout.esp_size),
@@ -153,6 +154,8 @@ def workload(config: RunConfig, layout: Layout, gradients: GradientBytes) -> Wor
         dense_ffn_hidden_size=config.model.dense_hidden_size,
         slots_per_sample=config.moe.slots_per_sample,
         wire_row_bytes=config.moe.row_bytes(config.model.hidden_size, element_bytes),
+        one_copy_per_rank=config.moe.one_copy_per_rank,
+        expert_groups=config.moe.expert_groups,
         dispatch=dispatch_of(config.moe),
         node_size=layout.ep_node_size,
         devices_per_node=layout.node_size,
@@ -165,7 +168,7 @@ def base_shape(config: RunConfig, layout: Layout) -> StepShape:
     moe_layers = tuple(config.model.is_moe(layer) for layer in range(config.model.num_layers))
     return StepShape(
         moe_layers=moe_layers,
-        exchange_counts=config.moe.order_name == "sort",
+        exchange_counts=config.moe.exchanges_counts,
         dispatch=DISPATCHES[dispatch_of(config.moe)].hops,
         shared_experts=config.moe.shared_ffn_hidden_size > 0,
         sharing=sharing_of(layout, config.moe.aux_loss_group),

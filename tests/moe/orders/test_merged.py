@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.cost.workload import split_sizes
 from penstock.moe.choices import TokenChoice
 from penstock.moe.experts.product import grouped_product
-from penstock.moe.orders.merged import MOST_LOCAL_EXPERTS, MergedOrder
+from penstock.moe.orders.merged import MOST_EXPERTS_THERE, MergedOrder
 from penstock.moe.routes import ChunkRoute
 from tests.moe.orders.support import HIDDEN, NO_SUMS, Scaling, chunk_counts, numbers, run_ranks, token_choices
 
@@ -72,11 +72,11 @@ def test_weights_travel_and_do_not_stay() -> None:
 
 def test_expert_numbers_survive_bfloat16() -> None:
     """With as many experts on a rank as are allowed, every one gets its own token."""
-    experts_T1 = torch.arange(MOST_LOCAL_EXPERTS).flip(0).unsqueeze(1)
+    experts_T1 = torch.arange(MOST_EXPERTS_THERE).flip(0).unsqueeze(1)
     choice = TokenChoice(experts_T1, torch.ones_like(experts_T1).bfloat16(), NO_SUMS)
-    x_TM = torch.ones(MOST_LOCAL_EXPERTS, 1, dtype=torch.bfloat16)
-    order = MergedOrder(MOST_LOCAL_EXPERTS, 1, 1)
-    (out,) = run_ranks(order, [choice], [x_TM], MOST_LOCAL_EXPERTS)
+    x_TM = torch.ones(MOST_EXPERTS_THERE, 1, dtype=torch.bfloat16)
+    order = MergedOrder(MOST_EXPERTS_THERE, 1, 1)
+    (out,) = run_ranks(order, [choice], [x_TM], MOST_EXPERTS_THERE)
     assert torch.equal(out, (experts_T1 + 2).bfloat16())
 
 

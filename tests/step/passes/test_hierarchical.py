@@ -20,6 +20,7 @@ CHAINS = {
     "flat": "D X C",
     "hierarchical_1d": "DG D DS X CG C CS",
     "hierarchical_2d": "DG D X C CS",
+    "node_once": "D DS X CG C",
 }
 
 
@@ -55,9 +56,10 @@ def test_every_leg_knows_the_route_and_its_group(name: str) -> None:
             assert reads(graph, str(leg))["route"] == "L0.N.m0.F"
 
 
-def test_the_leg_between_nodes_follows_rails_in_two_dimensions_alone() -> None:
+def test_which_legs_between_nodes_follow_rails() -> None:
     axes = {name: task_at(rewritten(name), "L1.C.m0.c0.F").axes for name in CHAINS}
-    assert axes == {"flat": Group.EXPERT, "hierarchical_1d": Group.EXPERT, "hierarchical_2d": Group.RAIL}
+    wide = ("flat", "hierarchical_1d")
+    assert axes == {name: Group.EXPERT if name in wide else Group.RAIL for name in CHAINS}
 
 
 def test_a_flat_dispatch_changes_nothing() -> None:

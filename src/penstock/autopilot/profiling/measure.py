@@ -71,7 +71,7 @@ def profile_layout(
     if first is None:
         return profile_run(config, machinery, budget_s=budget_s)
     links_s = LINKS_SHARE * budget_s
-    links = measure_links(machinery, hierarchical_among(config.moe, machinery.layout), links_s)
+    links = measure_links(machinery, hierarchical_among(config, machinery.layout), links_s)
     return measure_tasks(config, machinery, budget_s - links_s, replace(first, links=links))
 
 
@@ -95,7 +95,7 @@ def profile_links(config: RunConfig, machinery: Machinery) -> ClusterFile:
 
 def _with_links(config: RunConfig, machinery: Machinery, budget_s: float, *, used_only: bool) -> ClusterFile:
     layout = machinery.layout
-    legs_of = hierarchical_among(config.moe, layout)
+    legs_of = hierarchical_among(config, layout)
     links = measure_links(machinery, legs_of, budget_s, used_only=used_only)
     return ClusterFile(
         name="this cluster",

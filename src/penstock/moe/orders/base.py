@@ -42,14 +42,19 @@ class Order(ABC):
     """Brings tokens into rows and outputs back. Deterministic: no sum depends on the order of threads.
 
     name: what a configuration calls it. kinds: whose choices it can take. dynamic: sizes depend on the
-    routing and must be exchanged first. row_counts: whether one row may serve several experts of a rank, so
-    that counts per expert do not say how many rows there are.
+    routing and must be exchanged first. row_counts: whether one row may serve several experts of a rank or
+    a node, so that counts per expert do not say how many rows there are.
     """
 
     name: ClassVar[str]
     kinds: ClassVar[tuple[ChoiceKind, ...]]
     dynamic: ClassVar[bool]
     row_counts: ClassVar[bool] = False
+
+    @property
+    def counts_slots(self) -> bool:
+        """Whether an expert takes so many tokens of a rank at most, and so of a batch of one size."""
+        return not self.dynamic
 
     @abstractmethod
     def plan(self, choice: Choice, chunks: int) -> OrderPlan:

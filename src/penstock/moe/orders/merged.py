@@ -1,106 +1,178 @@
-"""One copy per rank: a token that goes to several experts of a rank travels there once, and comes back as
-one partial sum (DeepSeek-V3 dispatches once per node in this way; here once per rank).
+"""One copy per rank, or per node: a token that goes to several experts there travels there once, and comes
+back as one partial sum (DeepSeek-V3 dispatches once per node).
 
-A row on its way out is M columns of the token, k columns with the local expert number of each choice that
-lives at the destination (else -1), and k columns with the weights of those choices (else 0); all in the
-token's precision. On its way back it has M columns.
-Shapes: T tokens, M hidden size, k choices, P ranks, E experts (total), L experts per rank, C chunks, R rows.
+A row on its way out is M columns of the token, k columns with the number of each choice among the experts of
+the destination (else -1), and k columns with the weights of those choices (else 0); all in the token's
+precision. On its way back it has M columns. A destination that is a node has several ranks, and inside it a
+row goes to those that have one of its experts.
+Shapes: T tokens, M hidden size, k choices, P ranks, E experts (total), L experts per rank, C chunks, R rows,
+N destinations of G ranks, S sets of places in one (see `penstock.dispatch.node_once`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from penstock.cost.workload import split_sizes
+from penstock.cost.workload import capacity_slots, split_sizes
+from penstock.dispatch.node_once import MOST_NODE_SIZE, num_sets
+from penstock.mesh import num_nodes, place_in_node
 from penstock.moe.choices import Choice, TokenChoice
 from penstock.moe.experts.base import Experts
 from penstock.moe.experts.product import Product
 from penstock.moe.orders.bags import histogram
 from penstock.moe.orders.base import Order, OrderPlan
+from penstock.moe.orders.index import places
 from penstock.moe.orders.rows import RowPlan
 from penstock.moe.orders.sort import bins, sorted_rows
 from penstock.moe.routes import ChunkRoute
 from penstock.placement import ExpertPlacement
 
-MOST_LOCAL_EXPERTS = 256
+MOST_EXPERTS_THERE = 256
 """Numbers up to here are exact in bfloat16, whose significand has eight bits."""
 
 
+@dataclass(frozen=True)
+class MergedRows:
+    """Which token stands in which row, and the experts that will see it: -1 for padding and drops."""
+
+    rows: RowPlan
+    experts_Tk: Tensor
+
+
 class MergedOrder(Order):
-    """A row for every rank that a token goes to, sorted by chunk, rank and token. Dropless.
+    """A row for every destination of a token, sorted by chunk, destination, set of places and token.
 
     A chunk is a range of tokens. Weights are rounded to the rows' precision, as in every other order; sums
-    over the experts of a rank are made there, so outputs differ from the sort order's by rounding.
+    over the experts of a destination are made there, so outputs differ from the sort order's by rounding.
 
-    num_experts: E. top_k: k. ep_size: P.
+    num_experts: E. top_k: k. ep_size: P. node_size: G, 1 = one copy per rank. rank: this one's place among
+    P. capacity_factor, min_capacity: who is dropped, as in `IndexOrder`; without a factor nobody is. There is
+    no padding in either case: what travels is what is left.
     """
 
     name, kinds, dynamic, row_counts = "sort", ("token",), True, True
 
-    def __init__(self, num_experts: int, top_k: int, ep_size: int) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        ep_size: int,
+        *,
+        node_size: int = 1,
+        rank: int = 0,
+        capacity_factor: float | None = None,
+        min_capacity: int = 4,
+    ) -> None:
         slots = ExpertPlacement.even(num_experts, ep_size).slots
-        if slots > MOST_LOCAL_EXPERTS:
-            raise ValueError(
-                f"num_experts / ep_size = {slots}: expert numbers travel with the rows and "
-                f"are exact up to {MOST_LOCAL_EXPERTS} per rank; use more ranks or one_copy_per_rank = false"
-            )
         self.num_experts, self.ranks, self.local_experts = num_experts, ep_size, slots
-        self.choices = top_k
+        self.choices, self.node_size, self.rank = top_k, node_size, rank
+        self.capacity_factor, self.min_capacity = capacity_factor, min_capacity
+        self.nodes, self.row_kinds = num_nodes(ep_size, node_size), num_sets(node_size)
+        self._check_sizes()
+
+    @property
+    def counts_slots(self) -> bool:
+        return self.capacity_factor is not None
 
     def plan(self, choice: Choice, chunks: int) -> OrderPlan:
         if not isinstance(choice, TokenChoice):
             raise self.refused(choice)
-        tokens, choices = choice.experts_Tk.shape
+        experts_Tk = self._kept(choice)
+        tokens, choices = experts_Tk.shape
         assert choices == self.choices, "gate and order were built for the same top_k"
         sizes = split_sizes(tokens, chunks)
-        bin_TP = bins(_ranks_used(choice.experts_Tk, self.ranks, self.local_experts), sizes, self.ranks)
-        rows_CP = histogram(bin_TP.flatten(), chunks * self.ranks + 1)[:-1].view(chunks, self.ranks)
-        bin_Tk = bins(choice.experts_Tk, sizes, self.num_experts)
+        parts = self.nodes * self.row_kinds
+        bin_TN = bins(self._sets_used(experts_Tk), sizes, parts)
+        rows_CX = histogram(bin_TN.flatten(), chunks * parts + 1)[:-1].view(chunks, parts)
+        bin_Tk = bins(experts_Tk, sizes, self.num_experts)
         inputs_CE = histogram(bin_Tk.flatten(), chunks * self.num_experts + 1)[:-1]
-        inputs_CPL = inputs_CE.view(chunks, self.ranks, self.local_experts)
-        counts_CN = torch.cat([inputs_CPL, rows_CP.unsqueeze(2)], dim=2).flatten(1)
-        chunk_rows = tuple(rows_CP.sum(dim=1).tolist())  # device-to-host sync: who shares a rank is data
-        return OrderPlan(
-            tokens, chunk_rows, counts_CN, None, sorted_rows(bin_TP, chunks * self.ranks, sum(chunk_rows))
-        )
+        chunk_rows = tuple(rows_CX.sum(dim=1).tolist())  # device-to-host sync: who shares a node is data
+        rows = sorted_rows(bin_TN, chunks * parts, sum(chunk_rows))
+        counts_CN = self._counts(inputs_CE.view(chunks, -1), rows_CX)
+        return OrderPlan(tokens, chunk_rows, counts_CN, None, MergedRows(rows, experts_Tk))
 
     def seated(self, ranks: int, slots: int) -> MergedOrder:
-        return MergedOrder(ranks * slots, self.choices, ranks)
+        if self.counts_slots:
+            return super().seated(ranks, slots)  # type: ignore[return-value]  # which raises
+        return MergedOrder(ranks * slots, self.choices, ranks, node_size=self.node_size, rank=self.rank)
 
     def weights(self, choice: Choice) -> Tensor:
         """None: they travel in the rows."""
         return choice.weights.new_empty(0).detach()
 
     def order(self, x_TM: Tensor, choice: Choice, plan: OrderPlan) -> Tensor:
-        assert isinstance(choice, TokenChoice), choice
-        rows: RowPlan = plan.rows
-        rank_R1 = rows.weight_of_row_R.unsqueeze(1) % self.ranks  # its "weights" are the pairs (token, rank)
-        expert_Rk = choice.experts_Tk[rows.token_of_row_R]
-        there_Rk = expert_Rk.div(self.local_experts, rounding_mode="floor") == rank_R1
-        local_Rk = torch.where(there_Rk, expert_Rk % self.local_experts, -1)
+        found: MergedRows = plan.rows
+        rows, here = found.rows, self.local_experts * self.node_size
+        node_R1 = rows.weight_of_row_R.unsqueeze(1) % self.nodes  # its "weights" are the pairs (token, node)
+        expert_Rk = found.experts_Tk[rows.token_of_row_R]
+        there_Rk = expert_Rk.div(here, rounding_mode="floor") == node_R1
+        local_Rk = torch.where(there_Rk, expert_Rk % here, -1)
         weights_Rk = rows.take(choice.weights.to(x_TM.dtype)).masked_fill(~there_Rk, 0)
         return torch.cat([rows.take(x_TM), local_Rk.to(x_TM.dtype), weights_Rk], dim=1)
 
     def unorder(self, rows_RM: Tensor, weights: Tensor, plan: OrderPlan) -> Tensor:
         del weights
-        rows: RowPlan = plan.rows
-        return rows.give(rows_RM, None)
+        found: MergedRows = plan.rows
+        return found.rows.give(rows_RM, None)
 
     def run_experts(self, rows_RM: Tensor, route: ChunkRoute, experts: Experts, product: Product) -> Tensor:
         """Rows in any order, with all columns, through the experts named in them; partial sums [R, M]."""
         columns = [rows_RM.shape[1] - 2 * self.choices, self.choices, self.choices]
-        x_RM, local_Rk, weights_Rk = rows_RM.split(columns, dim=1)
+        x_RM, there_Rk, weights_Rk = rows_RM.split(columns, dim=1)
         sizes = route.rows_per_expert
-        bin_Rk = bins(local_Rk.detach().long(), (len(rows_RM),), self.local_experts)
+        first = place_in_node(self.rank, self.node_size) * self.local_experts
+        local_Rk = there_Rk.detach().long() - first
+        local_Rk = local_Rk.masked_fill_(local_Rk >= self.local_experts, -1).clamp_(min=-1)
+        bin_Rk = bins(local_Rk, (len(rows_RM),), self.local_experts)
         inputs = sorted_rows(bin_Rk, self.local_experts, sum(sizes))  # counts say how many there are: no sync
         weights_Rk = weights_Rk.contiguous()  # or what is kept for backward would be all columns
         return inputs.give(experts(inputs.take(x_RM), sizes, product), weights_Rk)
 
+    def _kept(self, choice: TokenChoice) -> Tensor:
+        """The choices, [T, k], without those that come after the last slot of their expert."""
+        if self.capacity_factor is None:
+            return choice.experts_Tk
+        slots = capacity_slots(
+            choice.counted, self.num_experts, self.choices, self.capacity_factor, self.min_capacity
+        )
+        late_Tk = places(choice.experts_Tk, self.num_experts) >= slots
+        return choice.experts_Tk.masked_fill(late_Tk, -1)
 
-def _ranks_used(experts_Tk: Tensor, ranks: int, local_experts: int) -> Tensor:
-    """[T, P]: p where token t goes to rank p, else -1."""
-    rank_Tk = torch.where(experts_Tk < 0, ranks, experts_Tk.div(local_experts, rounding_mode="floor"))
-    used_TQ = torch.zeros(len(experts_Tk), ranks + 1, dtype=torch.bool, device=experts_Tk.device)
-    used_TP = used_TQ.scatter_(1, rank_Tk, True)[:, :ranks]  # the last column is where padding went
-    return torch.where(used_TP, torch.arange(ranks, device=experts_Tk.device), -1)
+    def _sets_used(self, experts_Tk: Tensor) -> Tensor:
+        """[T, N]: the number of the pair (node, places in it that token t goes to), -1 where to none."""
+        tokens, device = len(experts_Tk), experts_Tk.device
+        rank_Tk = torch.where(
+            experts_Tk < 0, self.ranks, experts_Tk.div(self.local_experts, rounding_mode="floor")
+        )
+        used_TQ = torch.zeros(tokens, self.ranks + 1, dtype=torch.int64, device=device)
+        used_TP = used_TQ.scatter_(1, rank_Tk, 1)[:, : self.ranks]  # the last column is where padding went
+        bit_G = 2 ** torch.arange(self.node_size, device=device)
+        set_TN = (used_TP.view(tokens, self.nodes, self.node_size) * bit_G).sum(dim=2) - 1
+        first_N = torch.arange(self.nodes, device=device) * self.row_kinds
+        return torch.where(set_TN < 0, -1, set_TN + first_N)
+
+    def _counts(self, inputs_CE: Tensor, rows_CX: Tensor) -> Tensor:
+        """For every rank the inputs of its experts and the rows for its node by set, [C, P * (L + S)]."""
+        inputs_CPL = inputs_CE.unflatten(1, (self.ranks, self.local_experts))
+        rows_CNS = rows_CX.unflatten(1, (self.nodes, self.row_kinds))
+        return torch.cat([inputs_CPL, rows_CNS.repeat_interleave(self.node_size, dim=1)], dim=2).flatten(1)
+
+    def _check_sizes(self) -> None:
+        there = self.local_experts * self.node_size
+        if there > MOST_EXPERTS_THERE:
+            what, setting = "ep_size", "one_copy_per_rank = false"
+            if self.node_size > 1:
+                what, setting = "the number of nodes", "dispatch=flat"
+            raise ValueError(
+                f"num_experts / {what} = {there}: expert numbers travel with the rows and are exact up to "
+                f"{MOST_EXPERTS_THERE} for each destination; use more ranks or {setting}"
+            )
+        if self.node_size > MOST_NODE_SIZE:
+            raise ValueError(
+                f"one copy per node on nodes of {self.node_size} ranks: ranks tell each other rows for every "
+                f"set of places in a node, {self.row_kinds} numbers; at most {MOST_NODE_SIZE} ranks. "
+                "Use dispatch=hierarchical_2d"
+            )

@@ -116,7 +116,8 @@ def check_samples_may_move(layers: Sequence[MoELayer | None], moe: MoEConfig) ->
             raise ValueError(
                 f"samples cannot move (placement.samples): layer {number} orders rows by "
                 f"{type(layer.order).__name__}, {_why_not(layer)}. Route dropless with the sort order "
-                "(moe.capacity_factor=none, moe.one_copy_per_rank=false), or set placement.samples=none"
+                "(moe.capacity_factor=none, moe.one_copy_per_rank=false, moe.dispatch other than node_once), "
+                "or set placement.samples=none"
             )
     if moe.aux_loss_group == "microbatch":
         raise ValueError(
@@ -127,7 +128,7 @@ def check_samples_may_move(layers: Sequence[MoELayer | None], moe: MoEConfig) ->
 
 def _why_not(layer: MoELayer) -> str:
     if layer.order.row_counts:
-        return "where one row serves several experts of a rank and cannot be told apart by sample"
+        return "where one row serves several experts and cannot be told apart by sample"
     return "where a fixed number of slots decides by the samples that share a rank who is dropped"
 
 

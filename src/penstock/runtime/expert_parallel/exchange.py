@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.dispatch import Dispatch
 from penstock.mesh import Group
 from penstock.moe.layer import MoELayer
-from penstock.moe.orders.base import OrderPlan
+from penstock.moe.node_routes import route_maker
+from penstock.moe.orders.base import Order, OrderPlan
 from penstock.moe.routes import ChunkRoute, RouteMaker, Routes
 from penstock.runtime.expert_parallel.guard import ExpertGuard
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of
@@ -80,10 +81,10 @@ class ExpertParallel:
     def data_parallel_size(self) -> int:
         return self.layout.world_size
 
-    def maker(self, dispatch: Dispatch, *, row_counts: bool) -> RouteMaker:
+    def maker(self, dispatch: Dispatch, order: Order) -> RouteMaker:
         if dispatch.needs_table:
             self.layout.require_nodes("dispatch", dispatch.name)
-        return RouteMaker(dispatch, self.layout.place, row_counts)
+        return route_maker(dispatch, self.layout.place, order)
 
     def routes(self, plan: OrderPlan, num_local_experts: int, maker: RouteMaker) -> Routes:
         if plan.slots is not None:

@@ -1,0 +1,84 @@
+"""One copy per node, played in one process: rows reach all ranks that they are for; all copies come back."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.dispatch import Leg, Place
+from penstock.dispatch.node_once import arrivals, joined_legs, joined_sizes, num_sets, sets_of
+from tests.dispatch.test_legs import exchanged, permuted
+from tests.support.draws import draws
+
+Row = tuple[int, int, int]
+"""Source rank, node, and the number of the set of places there."""
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[np.ndarray, int]:
+    """Rows from every rank for every node and set of places in it, and the ranks of a node."""
+    nodes, size = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    seed, most = draw(st.integers(0, 999)), draw(st.sampled_from([1, 2, 4]))
+    shape = (nodes * size, nodes, num_sets(size))
+    return np.random.default_rng(seed).integers(0, most, shape), size
+
+
+def came_home(received: list[Row], leg: Leg) -> Counter[int]:
+    """How many copies come back of every row that lies as the leg's blocks say."""
+    numbers = permuted([(i, 0, 0) for i in range(sum(leg.sizes))], leg)
+    assert len(numbers) == len(received)
+    return Counter(number for number, _, _ in numbers)
+
+
+@draws(60)
+@given(case=tables())
+def test_rows_reach_all_ranks_that_they_are_for_and_all_copies_come_back(
+    case: tuple[np.ndarray, int],
+) -> None:
+    table, size = case
+    ranks, nodes = len(table), table.shape[1]
+    places = [Place(rank, ranks, size) for rank in range(ranks)]
+    legs = [joined_legs(table[p.rank], table[:, p.node], p) for p in places]
+    home: list[list[Row]] = [
+        [(s, n, each) for n in range(nodes) for each, count in enumerate(table[s, n]) for _ in range(count)]
+        for s in range(ranks)
+    ]
+    rows, held = home, []
+    for number in range(2):
+        now = [mine[number] for mine in legs]
+        outboxes = [permuted(r, leg) for r, leg in zip(rows, now, strict=True)]
+        held.append(rows)
+        rows = exchanged(outboxes, now, places, back=False)
+    for place, arrived in zip(places, rows, strict=True):
+        wanted = [
+            row for source in home for row in source if row[1] == place.node and row[2] + 1 >> place.local & 1
+        ]
+        assert sorted(arrived) == sorted(wanted)
+        assert sum(arrivals(table[:, place.node], place)) == len(arrived)
+        order = [(row[0] % size, row[0] // size, row[2]) for row in arrived]
+        assert order == sorted(order), "by the place of who sent it, then its node, then set"
+    for place, mine, gateway in zip(places, legs, held[1], strict=True):
+        back = exchanged(rows, [each[1] for each in legs], places, back=True)[place.rank]
+        copies = came_home(back, mine[1])
+        reached = sets_of(size).sum(axis=1)
+        assert [copies[i] for i in range(len(gateway))] == [reached[row[2]] for row in gateway]
+
+
+@draws(40)
+@given(case=tables())
+def test_sizes_are_those_of_the_legs(case: tuple[np.ndarray, int]) -> None:
+    table, size = case
+    nodes_PN, ranks_PNG = table.sum(axis=2), table @ sets_of(size)
+    for rank in range(len(table)):
+        place = Place(rank, len(table), size)
+        exact = joined_legs(table[rank], table[:, place.node], place)
+        sizes = joined_sizes(nodes_PN, ranks_PNG.reshape(len(table), -1), place)
+        for leg, other in zip(exact, sizes, strict=True):
+            assert (leg.axes, leg.input_splits, leg.output_splits) == (
+                other.axes,
+                other.input_splits,
+                other.output_splits,
+            )
