@@ -8,6 +8,7 @@ from penstock.bench.config import CompareConfig
 from penstock.bench.naming import Named
 from penstock.config import ConfigError
 from penstock.decision import PlacementConfig
+from penstock.moe import MoEConfig
 
 
 def test_a_name_says_what_moves() -> None:
@@ -15,6 +16,12 @@ def test_a_name_says_what_moves() -> None:
     assert named == Named(schedule="penstock", samples="netmoe", experts="planned")
     placement = named.placement(PlacementConfig(guest_slots=3))
     assert (placement.samples, placement.experts, placement.guest_slots) == ("netmoe", "planned", 3)
+
+
+def test_a_name_says_how_rows_travel() -> None:
+    given = MoEConfig(dispatch="flat")
+    assert Named.of("penstock+node_once").moe(given).dispatch == "node_once"
+    assert Named.of("penstock").moe(given) is given
 
 
 def test_without_a_plus_everything_stays() -> None:
@@ -28,6 +35,7 @@ def test_without_a_plus_everything_stays() -> None:
         ("penstok", "no schedule is called penstok"),
         ("penstock+netmo", "nothing is moved by 'netmo'"),
         ("penstock+", "nothing is moved by ''"),
+        ("penstock+flat+node_once", "rows have one dispatch"),
         ("penstock+netmoe+netmoe", "samples can be moved in one way only"),
         ("penstock+planned+shadowing", "samples can be moved in one way only, and experts too"),
         ("auto+netmoe", "no schedule is called auto"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock.cost import ClusterFile, StepCost
 from penstock.decision import Decision, PlacementConfig
+from penstock.moe import MoEConfig
 from penstock.plan import Candidate, PlanFile, Problem, estimate_memory, predict_s
 from penstock.plan.effort import Searched
 from penstock.plan.predict import alone
@@ -113,5 +114,11 @@ def with_choice(config: RunConfig, choice: Decision) -> RunConfig:
         config,
         schedule=config.schedule.saying(choice),
         placement=config.placement.saying(choice),
-        moe=replace(config.moe, dispatch=choice.dispatch),
+        moe=_chosen_moe(config.moe, choice),
+        plan=replace(config.plan, lossy=False),  # the model is built for it
     )
+
+
+def _chosen_moe(moe: MoEConfig, choice: Decision) -> MoEConfig:
+    chosen = None if choice.compression == "none" else choice.compression
+    return replace(moe, dispatch=choice.dispatch, compression=chosen or moe.compression)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster
+from penstock.decision.record import RowForm
 from penstock.dispatch import DISPATCHES, runnable
 from penstock.dispatch.node_once import MOST_NODE_SIZE
 from penstock.moe import MoEConfig
@@ -40,6 +43,7 @@ def _problem(
         workload=workload(config, layout, gradients),
         cluster=cluster,
         dispatches=tuple(candidates(config, layout)),
+        compressions=_compressions(config, layout),
         slowness=slowness,
         movable=config.placement.movable,
     )
@@ -62,6 +66,13 @@ def candidates(config: RunConfig, layout: Layout) -> list[str]:
     if moe.joins_rows:
         _check_joined(config, layout)
     return [moe.dispatch]
+
+
+def _compressions(config: RunConfig, layout: Layout) -> tuple[str, ...]:
+    """As what rows may travel; "none" = as section [moe] says."""
+    moe = config.moe
+    fits = moe.compression is None and not moe.one_copy_per_rank and layout.esp_size == 1
+    return get_args(RowForm) if config.plan.lossy and fits else ("none",)
 
 
 def _check_joined(config: RunConfig, layout: Layout) -> None:

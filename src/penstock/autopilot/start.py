@@ -113,12 +113,13 @@ def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
 def _rivals(found: FoundPlan, most: int) -> list[Candidate]:
     """The best of as many other schedules, and of them that with the fewest pieces in any case.
 
-    Of the dispatch that was chosen, since the model is built for it.
+    Of the dispatch and the form of rows that were chosen, since the model is built for it.
     """
     best, firsts = found.best, {found.best.choice.schedule: found.best}
     for other in found.others:
         near = other.predicted_s <= WORTH_TRYING * best.predicted_s
-        if near and other.choice.dispatch == best.choice.dispatch:
+        same = replace(other.choice, dispatch=best.choice.dispatch, compression=best.choice.compression)
+        if near and same == other.choice:
             firsts.setdefault(other.choice.schedule, other)
     others = list(firsts.values())[1:]
     simplest = sorted(others, key=lambda each: len(each.plan.graph.tasks))[: min(1, most)]

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from penstock.bench.memory import peak_bytes, start_peak
+from penstock.dispatch import DISPATCHES, of_hops
 from penstock.graph import Lane
+from penstock.ops.transfers import FLAT
 from penstock.schedule import StepPlan
 from penstock.topology import Control
 from penstock.trace import TaskRecord, occupation, overhead_s
@@ -49,13 +51,15 @@ class Entry:
     def work(self) -> str:
         """Entries with the same work compute the same and send the same bytes, whatever their order.
 
-        Where ranks share attention or experts it is the form of the MoE part, and what moves beside; "" for a
-        peer, whose work is that of the first entry.
+        Where ranks share attention or experts it is the form of the MoE part, where rows have legs their
+        dispatch, and what moves beside; "" for a peer, whose work is that of the first entry.
         """
         if self.plan is None:
             return ""
         form = "" if self.plan.shape.sharing.is_none else self.plan.shape.expert_form
-        return "+".join([form, *self.name.split("+")[1:]])
+        moves = [part for part in self.name.split("+")[1:] if part not in DISPATCHES]
+        legs = self.plan.shape.dispatch
+        return "+".join([form, *([] if legs == FLAT else [of_hops(legs).name]), *moves])
 
     @property
     def label(self) -> str:

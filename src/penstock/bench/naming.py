@@ -1,4 +1,4 @@
-"""What is compared, by name: a schedule, and what moves in its steps: `penstock+netmoe+planned`."""
+"""What is compared, by name: a schedule, what moves, how rows travel: `penstock+planned+node_once`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Final, get_args
 from penstock.config import ConfigError
 from penstock.decision import PlacementConfig
 from penstock.decision.moving import ExpertMoves, SampleMoves
+from penstock.dispatch import DISPATCHES
+from penstock.moe import MoEConfig
 from penstock.schedule import SCHEDULES
 
 AUTO: Final = "auto"
@@ -20,9 +22,11 @@ EXPERTS: Final[tuple[ExpertMoves, ...]] = tuple(name for name in get_args(Expert
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """One contender by its name. samples, experts: as section [placement] calls them."""
+    """One contender by its name. samples, experts: as section [placement] calls them. dispatch: none = as
+    section [moe] says."""
 
     schedule: str
+    dispatch: str | None = None
     samples: SampleMoves = STAYS
     experts: ExpertMoves = STAYS
 
@@ -42,15 +46,21 @@ class Named:
         """Section [placement], but for what moves."""
         return replace(given, samples=self.samples, experts=self.experts)
 
+    def moe(self, given: MoEConfig) -> MoEConfig:
+        """Section [moe], but for how rows travel."""
+        return given if self.dispatch is None else replace(given, dispatch=self.dispatch)
+
     def _with(self, move: str, name: str) -> Named:
+        if move in DISPATCHES and self.dispatch is None:
+            return replace(self, dispatch=move)
         for samples in SAMPLES:
             if samples == move and self.samples == STAYS:
                 return replace(self, samples=samples)
         for experts in EXPERTS:
             if experts == move and self.experts == STAYS:
                 return replace(self, experts=experts)
-        if move in (*SAMPLES, *EXPERTS):
-            why = "samples can be moved in one way only, and experts too"
+        if move in (*SAMPLES, *EXPERTS, *DISPATCHES):
+            why = "samples can be moved in one way only, experts too, and rows have one dispatch"
             raise ConfigError("schedules", name, why, "Name one of each at most.")
-        hint = f"After a + use one of {', '.join((*SAMPLES, *EXPERTS))}."
+        hint = f"After a + use one of {', '.join((*SAMPLES, *EXPERTS, *DISPATCHES))}."
         raise ConfigError("schedules", name, f"nothing is moved by {move!r}", hint)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from penstock.autopilot.profiling import profile_links
-from penstock.autopilot.run_problem import run_problem
+from penstock.autopilot.run_problem import candidates, run_problem
 from penstock.bench.config import BenchConfig
 from penstock.bench.contender import Entry
 from penstock.bench.field import chosen, layout_words
@@ -23,7 +24,8 @@ from penstock.schedule import SCHEDULES, StepPlan
 from penstock.simulate import simulate
 from penstock.topology import Layout
 from penstock.trace import TaskRecord
-from penstock.train.assemble import build_machinery, first_plan
+from penstock.train.assemble import base_shape, build_machinery, first_plan
+from penstock.train.config import RunConfig
 from penstock.virtual import VirtualStack, build_virtual
 
 
@@ -61,7 +63,7 @@ class VirtualField:
         machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
         self.control, self._transports = machinery.control, machinery.transports
         self._stack = build_virtual(self._config, config.virtual, machinery)
-        self._links = profile_links(self._config, machinery)
+        self._links = profile_links(self._config, machinery, self._dispatches(config.compare.schedules))
         self._cluster = self._stack.links = ProfiledCluster.build(self._links)
         self._first_measured = config.compare.warmup
         self.entries = tuple(self._entry(name) for name in config.compare.schedules)
@@ -100,9 +102,11 @@ class VirtualField:
         return estimate_memory(problem, choice).total_bytes
 
     def _choice(self) -> Entry:
-        """What the joint search finds, on links as measured and devices as imitated, with even routing."""
-        problem = run_problem(self._config, self._layout, self._links)
-        problem = replace(problem, dispatches=(problem.workload.dispatch,))
+        """What the joint search finds, of all dispatches, on links as measured and devices as imitated.
+
+        It takes routing to be even.
+        """
+        problem = run_problem(self._open, self._layout, self._links)
         found = chosen(problem, self.control)
         self.notes = explain(problem, found).lines
         self._memory_bytes[AUTO] = found.best.memory_bytes
@@ -124,8 +128,26 @@ class VirtualField:
         return Named.of(name).placement(self._bench.placement)
 
     def _first_plan(self, name: str, schedule: ScheduleConfig) -> StepPlan:
-        config = replace(self._config, schedule=schedule, placement=self._placement(name))
-        return first_plan(config, self._layout, self._stack.base_shape, self._stack.bucket_sizes)
+        config = self._config_of(name, schedule)
+        return first_plan(config, self._layout, base_shape(config, self._layout), self._stack.bucket_sizes)
+
+    def _config_of(self, name: str, schedule: ScheduleConfig) -> RunConfig:
+        """Raises ConfigError for a dispatch that these ranks cannot run."""
+        moe = Named.of(name).moe(self._config.moe)
+        config = replace(self._config, moe=moe, schedule=schedule, placement=self._placement(name))
+        candidates(config, self._layout)
+        return config
+
+    def _dispatches(self, names: Sequence[str]) -> tuple[str, ...]:
+        """What the entries send rows by, beside what all do that do not say it themselves."""
+        found = [Named.of(name).dispatch for name in names if name != AUTO]
+        found += candidates(self._open, self._layout) if AUTO in names else []
+        return tuple(dict.fromkeys(name for name in found if name is not None))
+
+    @property
+    def _open(self) -> RunConfig:
+        """The run with the dispatch that the user left open."""
+        return replace(self._config, moe=self._bench.moe)
 
     def _ordered(self, name: str, first: StepPlan) -> Entry:
         system = Named.of(name).schedule

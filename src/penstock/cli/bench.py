@@ -77,7 +77,7 @@ def _check_together(config: BenchConfig, wanted: Wanted) -> None:
         hint = "Give a capacity factor such as 1.25, or use --virtual."
         raise ConfigError("moe.capacity_factor", "none", why, hint)
     if not wanted.virtual and (moving := [name for name in config.compare.schedules if "+" in name]):
-        why = "samples and experts move where routing is dropless, which is compared on virtual devices only"
+        why = "what moves, and how rows travel, is compared on virtual devices only"
         raise ConfigError("--schedules", moving[0], why, "Add --virtual, or leave out what moves.")
     for name in names:
         checkout.peers(name).require(name)

@@ -166,7 +166,7 @@ class StepSizes:
         self.moe_layers = step.shape.moe_layers
         self.rows, self.reduced_bytes = step.rows, step.reduced_bytes
         self.hidden_bytes, self.wire_bytes = work.hidden_bytes, work.wire_bytes
-        self.leg_bytes = work.leg_bytes
+        self.leg_bytes, self.coding_bytes = work.leg_bytes, work.coding_bytes
         self.attention_flops, self.dense_flops = work.attention_flops, work.dense_flops
         self.router_flops = work.router_flops
         self.shared_flops, self.expert_flops = work.shared_flops, work.expert_flops

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -45,6 +45,11 @@ def capacity_slots(tokens: int, num_experts: int, top_k: int, capacity_factor: f
     return max(minimum, math.ceil(exact))
 
 
+def compressed_row_bytes(form: str, hidden_size: int) -> int:
+    """Bytes of a row as bfloat16, or as int8: a byte per number and a float32 scale, filled up."""
+    return 2 * hidden_size if form == "bfloat16" else FLOAT32_BYTES * (-(-hidden_size // FLOAT32_BYTES) + 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """The sizes of a step on one rank.
@@ -53,6 +58,7 @@ class Workload:
     expert_matrices: 2 for GELU experts, 3 for SwiGLU. element_bytes: of activations on the wire.
     slots_per_sample: rows of each sample at each expert where that is fixed (SoftMoE); 0 = it is not.
     wire_row_bytes: bytes of a row under way, where it is not a hidden state as it is; none = as it is.
+    coded: whether encoding and decoding rows is not part of what tasks were measured to take.
     one_copy_per_rank: one row serves all of a token's experts on a rank. expert_groups: how many groups of
     experts there are, and how many of them a token may use; none = it may use all.
     dispatch, node_size: how rows travel, and how many ranks of an expert group are in one node (0 = all).
@@ -82,6 +88,7 @@ class Workload:
     dense_ffn_hidden_size: int = 0
     slots_per_sample: int = 0
     wire_row_bytes: int | None = None
+    coded: bool = False
     one_copy_per_rank: bool = False
     expert_groups: tuple[int, int] | None = None
     dispatch: str = "flat"
@@ -221,6 +228,15 @@ class Workload:
     def wire_bytes(self, rows: float) -> float:
         """Bytes of `rows` rows under way."""
         return self.hidden_bytes(rows) if self.wire_row_bytes is None else rows * self.wire_row_bytes
+
+    def compressed(self, form: str) -> Workload:
+        """The same with rows of another form under way."""
+        row_bytes = compressed_row_bytes(form, self.hidden_size)
+        return replace(self, wire_row_bytes=row_bytes, coded=row_bytes != self.wire_row_bytes)
+
+    def coding_bytes(self, rows: float) -> float:
+        """Bytes that encoding or decoding so many rows reads and writes."""
+        return self.hidden_bytes(rows) + self.wire_bytes(rows) if self.coded else 0.0
 
     def row_bytes(self, *, outward: bool) -> float:
         """Bytes of a row on its way to experts (or of its gradient on the way back), or home.

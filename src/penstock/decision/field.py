@@ -72,6 +72,11 @@ class Asked(Protocol):
     def dispatches(self) -> tuple[str, ...]: ...
 
     @property
+    def compressions(self) -> tuple[str, ...]:
+        """Forms in which rows may travel, "none" = as section [moe] says."""
+        ...
+
+    @property
     def gradients(self) -> GradientBytes: ...
 
     @property

@@ -61,6 +61,7 @@ ChunkBytes = Annotated[
     ),
 ]
 PriorityName = Literal["search", "critical_path", "all_to_all_first"]
+RowForm = Literal["none", "bfloat16", "int8"]
 ORDERS = {
     "search": ("order: local search", "local search"),
     "critical_path": ("order: longest remaining path first", "longest path"),
@@ -86,6 +87,11 @@ def _dispatches(asked: Asked, choice: Decision) -> Sequence[str]:
     may_stay = "none" in asked.movable.samples  # a row for several experts is of no sample's home
     fitting = [name for name in asked.dispatches if may_stay or not DISPATCHES[name].joins_rows]
     return fitting or asked.dispatches
+
+
+def _compressions(asked: Asked, choice: Decision) -> Sequence[str]:
+    joined = DISPATCHES[choice.dispatch].joins_rows  # numbers beside a row would be rounded with it
+    return ("none",) if joined or not any(asked.shape.moe_layers) else asked.compressions
 
 
 def _expert_forms(asked: Asked, choice: Decision) -> Sequence[ExpertForm | None]:
@@ -156,6 +162,13 @@ DISPATCH = Field(
     head="dispatch",
     cell=lambda d: d.dispatch.replace("_", " "),
 )
+COMPRESSION = Field(
+    values=_compressions,
+    words=lambda d: "" if d.compression == "none" else f"rows as {d.compression}",
+    head="rows",
+    cell=lambda d: "-" if d.compression == "none" else d.compression,
+    may_be_left_out=True,
+)
 EXPERT_FORM = Field(
     values=_expert_forms,
     words=lambda d: "" if d.expert_form is None else f"expert form {d.expert_form}",
@@ -185,6 +198,7 @@ class Decision:
         least common multiple of both, each of which experts compute for itself; MOST_SLICES at most.
     all_reduce_chunk_bytes: FlowMoE's S_p.
     dispatch: how rows travel.
+    compression: as what rows travel; none = as section [moe] says. Others only where plan.lossy allows it.
     expert_form: how rows meet all shards of their experts, where ranks share those or attention; none = as
         the schedule usually has it, which is `gather`. All others need a flat dispatch.
     priority: by which rule penstock orders; `search` starts from the others and is the best and the slowest.
@@ -200,6 +214,7 @@ class Decision:
     backward_chunks: Annotated[PieceCount | None, BACKWARD_CHUNKS] = 1
     all_reduce_chunk_bytes: Annotated[ChunkBytes, ALL_REDUCE] = 1 << 20
     dispatch: Annotated[str, DISPATCH] = "flat"
+    compression: Annotated[RowForm, COMPRESSION] = "none"
     expert_form: Annotated[ExpertForm | None, EXPERT_FORM] = None
     priority: Annotated[PriorityName, PRIORITY] = "search"
     samples: Annotated[SampleMoves, SAMPLES] = "none"
@@ -305,8 +320,7 @@ def _crumbles(forward: int, backward: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Decision):
-    """Section `[schedule]`: a decision without what is said elsewhere (`moe.dispatch`, `[placement]`) or not
-    at all.
+    """Section `[schedule]`: a decision without what is said elsewhere (`[moe]`, `[placement]`) or not at all.
 
     name: the schedule. refine_after: the number of steps after which the schedule is re-ordered by measured
     durations; 0 = never.
@@ -319,6 +333,7 @@ class ScheduleConfig(Decision):
     refine_after: Steps = 4
     schedule: str = given(init=False)
     dispatch: str = given(default="flat", init=False)
+    compression: RowForm = given(default="none", init=False)
     samples: SampleMoves = given(default="none", init=False)
     experts: ExpertMoves = given(default="none", init=False)
     guest_slots: int = given(default=1, init=False)

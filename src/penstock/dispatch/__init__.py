@@ -6,6 +6,7 @@ from penstock.dispatch.hierarchical import HierarchicalDispatch1D, HierarchicalD
 from penstock.dispatch.node_once import MOST_NODE_SIZE, NodeOnceDispatch
 from penstock.mesh import Group
 from penstock.ops import Op
+from penstock.ops.transfers import Hop
 
 DISPATCHES: dict[str, Dispatch] = {
     dispatch.name: dispatch
@@ -25,6 +26,11 @@ def find_dispatch(dispatch: Dispatch | str) -> Dispatch:
     if dispatch not in DISPATCHES:
         raise ValueError(f"no dispatch is called {dispatch!r}; there are {', '.join(DISPATCHES)}")
     return DISPATCHES[dispatch]
+
+
+def of_hops(hops: tuple[Hop, ...]) -> Dispatch:
+    """The registered dispatch with these legs."""
+    return next(dispatch for dispatch in DISPATCHES.values() if dispatch.hops == hops)
 
 
 def runnable(nodes: int, node_size: int, *, joins: bool) -> list[str]:
@@ -54,5 +60,6 @@ __all__ = [
     "Op",
     "Place",
     "find_dispatch",
+    "of_hops",
     "runnable",
 ]

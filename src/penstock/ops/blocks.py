@@ -19,6 +19,11 @@ def _copied(task: Task, sizes: Sizes) -> float:
     return sizes.hidden_bytes(2 * sizes.tokens(task) * sizes.top_k)
 
 
+def _coded(task: Task, sizes: Sizes) -> float:
+    """Bytes of encoding rows as they travel, or of decoding them."""
+    return sizes.coding_bytes(sizes.tokens(task) * sizes.top_k)
+
+
 def _copies(task: Task, sizes: Sizes) -> Work:
     return Work(copied_bytes=_copied(task, sizes))
 
@@ -26,7 +31,12 @@ def _copies(task: Task, sizes: Sizes) -> Work:
 def _attention(task: Task, sizes: Sizes) -> Work:
     tokens = sizes.tokens(task)
     dense = 0.0 if sizes.moe_layers[task.layer] else sizes.dense_flops(tokens)
-    return Work(flops=sizes.attention_flops(tokens) + dense, copied_bytes=_copied(task, sizes))
+    copied_bytes = _copied(task, sizes) if dense else _copied(task, sizes) + _coded(task, sizes)
+    return Work(flops=sizes.attention_flops(tokens) + dense, copied_bytes=copied_bytes)
+
+
+def _unordered(task: Task, sizes: Sizes) -> Work:
+    return Work(copied_bytes=_copied(task, sizes) + _coded(task, sizes))
 
 
 def _shared(task: Task, sizes: Sizes) -> Work:
@@ -39,7 +49,7 @@ def _experts(task: Task, sizes: Sizes) -> Work:
     rows = sizes.rows(task) * task.cut.row_copies
     return Work(
         flops=sizes.expert_flops(rows) / sizes.esp_size,
-        copied_bytes=2 * sizes.hidden_bytes(rows),
+        copied_bytes=2 * sizes.hidden_bytes(rows) + 2 * sizes.coding_bytes(rows),
         pieces=len(task.cut.held),
         follows_rows=True,
     )
@@ -80,7 +90,7 @@ register(
         name=Op.UNORDER,
         title="un-order, gate weights, residual",
         kind=Kind.COMPUTE,
-        work=_copies,
+        work=_unordered,
         given=frozenset({"order", "passengers"}),
         gradients=REPLICATED,
     ),

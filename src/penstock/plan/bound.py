@@ -95,7 +95,7 @@ class QuickBounds:
 
     def _statistics_s(self, choice: Decision) -> float:
         """The sums that normalise the loss; they are of all layers at once, however a step is cut."""
-        key = choice.dispatch, choice.more
+        key = choice.dispatch, choice.compression, choice.more
         if key not in self._known_statistics:
             shape = self._problem.uncut(choice)
             cost = self._problem.cost(choice, shape)
@@ -117,6 +117,7 @@ class QuickBounds:
             choice.samples,
             choice.experts,
             choice.dispatch,
+            choice.compression,
             choice.more,
         )
         if key not in self._known:

@@ -14,6 +14,7 @@ from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
 from penstock.plan.predict import alone
 from penstock.plan.problem import Problem
 from penstock.plan.search import Candidate, FoundPlan, evaluate
+from penstock.plan.wire import row_words
 from penstock.simulate import lane_work
 from penstock.words import change, gib, milliseconds
 
@@ -33,7 +34,8 @@ MOST_TASKS = 20_000
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
     """A plan and the reasons for it. busy: work over step time, by lane. faster: by the resource that is
-    twice as fast, the predicted step time over the present one, both ordered by the same rules."""
+    twice as fast, the predicted step time over the present one, both ordered by the same rules. rows: what
+    rounded ones save."""
 
     best: Candidate
     next_best: Candidate | None
@@ -43,12 +45,13 @@ class Explanation:
     memory: MemoryEstimate
     budget: MemoryBudget | None
     lower_bound_s: float
+    rows: str = ""
 
     @property
     def lines(self) -> tuple[str, ...]:
         """Exactly five."""
         return (
-            f"Plan     {self.best.choice.words}",
+            f"Plan     {self.best.choice.words}{self.rows}",
             f"Time     {self._time()}",
             f"Limit    {self._limit()}; memory: {self._memory()}",
             f"Next     {self._next()}",
@@ -120,6 +123,7 @@ def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
         memory=estimate_memory(problem, best.choice),
         budget=memory,
         lower_bound_s=found.lower_bound_s,
+        rows=row_words(problem, best.choice, best.plan),
     )
 
 

@@ -51,7 +51,8 @@ class PlanConfig:
     source: "given" = section [schedule] says; "auto" = measured, searched and explained at the start; else
     the path of a plan file to be run as it is. layout: which ranks share attention and experts; "given" =
     section [parallel] says, "auto" = compared by quick plans at the start, on the samples per step that it
-    says, and with its ep_size if it has one. cluster: a cluster file, by name or path; none = measure.
+    says, and with its ep_size if it has one. lossy: whether a search may let rows travel rounded, as bfloat16
+    or int8 (`moe.compression`). cluster: a cluster file, by name or path; none = measure.
     profile_s: how long to measure at the start, and again when links have changed. budget: how many times as
     much as usual a search looks at, counted in simulated tasks and not in seconds. trials: so many of the
     most promising plans are run for some steps each, and the fastest is kept; 1 = the prediction decides.
@@ -63,6 +64,7 @@ class PlanConfig:
 
     source: str = GIVEN
     layout: Literal["given", "auto"] = "given"
+    lossy: bool = False
     cluster: str | None = None
     profile_s: Seconds = 15.0
     budget: Budget = 1.0

@@ -190,6 +190,10 @@ class PlanFile:
             hint = f"Use one of {', '.join(problem.dispatches)}."
             key = f"{name}.choice.dispatch"
             raise ConfigError(key, choice.dispatch, "this layout cannot run that dispatch", hint)
+        same = problem.workload_of(choice).wire_row_bytes == problem.workload.wire_row_bytes
+        if choice.compression not in problem.compressions and not same:
+            key, why = f"{name}.choice.compression", "rounds rows under way, which this run does not allow"
+            raise ConfigError(key, choice.compression, why, "Set plan.lossy=true, or use another plan.")
         self._check_partition(problem, choice, name)
         samples = problem.workload.batch
         if choice.microbatches > samples:

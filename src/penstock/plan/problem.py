@@ -24,7 +24,8 @@ from penstock.step.shape import FORM_TOKENS
 class Problem:
     """One step of a model on a cluster.
 
-    shape: uncut, of any dispatch. dispatches: those that the ranks can run.
+    shape: uncut, of any dispatch. dispatches: those that the ranks can run. compressions: as what rows may
+    travel, "none" = as the workload says.
     slowness: by rank, how many times longer its computation takes than the cluster says; empty = none.
     load: by rank, how many times as many tokens its experts get as with even routing; empty = even.
     movable: samples and experts, as far as they may move. evidence: how steps are routed; none = evenly.
@@ -34,6 +35,7 @@ class Problem:
     workload: Workload
     cluster: ClusterConfig
     dispatches: tuple[str, ...] = ("flat",)
+    compressions: tuple[str, ...] = ("none",)
     slowness: tuple[float, ...] = ()
     load: tuple[float, ...] = ()
     movable: Movable = NOTHING_MOVES
@@ -100,14 +102,16 @@ class Problem:
         return replace(self, load=group * self.mesh.size(Group.EXPERT_REPLICAS))
 
     def workload_of(self, choice: Decision) -> Workload:
-        return replace(self.workload, dispatch=choice.dispatch)
+        work = replace(self.workload, dispatch=choice.dispatch)
+        return work if choice.compression == "none" else work.compressed(choice.compression)
 
     def cost(self, choice: Decision, cut: StepShape) -> Cost:
         """Seconds of every task of a step cut so, per rank where ranks differ.
 
         The last one is kept: ordering, simulating and bounding a choice price the same tasks.
         """
-        key = choice.dispatch, choice.samples, choice.experts, choice.more, cut
+        wire = choice.dispatch, choice.compression
+        key = wire, choice.samples, choice.experts, choice.more, cut
         if key not in self._last_cost:
             self._last_cost.clear()
             self._last_cost[key] = self._new_cost(choice, cut)

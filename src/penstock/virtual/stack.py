@@ -7,10 +7,11 @@ stack.step(number)      # forward and backward tasks, transfers of real bytes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.cost import ClusterConfig, RoutedCost, Workload
 from penstock.decision import GradientBytes, PlacementConfig
+from penstock.dispatch import of_hops
 from penstock.ops import Op
 from penstock.runtime.checks.agree import check_agreement
 from penstock.runtime.executor import Execution
@@ -116,7 +117,8 @@ class VirtualStack:
         if self._counts is None or self._counts[0] != number:
             self._counts = number, self.routing.counts(number)
         counts_DBYE, placed = self._counts[1], self.movement.placed(number)
-        return RoutedCost(self.plan.shape, self.workload, self.cluster, counts_DBYE, placed=placed)
+        work = replace(self.workload, dispatch=of_hops(self.plan.shape.dispatch).name)
+        return RoutedCost(self.plan.shape, work, self.cluster, counts_DBYE, placed=placed)
 
     def prepare(self, number: int) -> None:
         """Draw the routing of step `number` and work out its sizes and durations, before the step is timed.

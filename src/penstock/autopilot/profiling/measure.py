@@ -13,6 +13,7 @@ from penstock.autopilot.run_problem import hierarchical_among
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import LinkModel
 from penstock.decision import ScheduleConfig
+from penstock.dispatch import DISPATCHES
 from penstock.runtime import Machinery
 from penstock.topology import Layout
 from penstock.train.config import RunConfig
@@ -85,17 +86,26 @@ def profile_schedules(
     return measure_tasks(config, machinery, budget_s, profile_links(config, machinery), schedules)
 
 
-def profile_links(config: RunConfig, machinery: Machinery) -> ClusterFile:
+def profile_links(config: RunConfig, machinery: Machinery, dispatches: Sequence[str] = ()) -> ClusterFile:
     """Measure the links that plans rest on, for some seconds; devices are as section [cluster] assumes them.
 
-    All ranks call it together and get the same.
+    dispatches: whose legs are measured beside those that the configuration leaves open. All ranks call it
+    together and get the same.
     """
-    return _with_links(config, machinery, LINKS_S, used_only=True)
+    return _with_links(config, machinery, LINKS_S, used_only=True, dispatches=dispatches)
 
 
-def _with_links(config: RunConfig, machinery: Machinery, budget_s: float, *, used_only: bool) -> ClusterFile:
+def _with_links(
+    config: RunConfig,
+    machinery: Machinery,
+    budget_s: float,
+    *,
+    used_only: bool,
+    dispatches: Sequence[str] = (),
+) -> ClusterFile:
     layout = machinery.layout
-    legs_of = hierarchical_among(config, layout)
+    asked = [name for name in dispatches if DISPATCHES[name].needs_table]
+    legs_of = dict.fromkeys([*hierarchical_among(config, layout), *asked])
     links = measure_links(machinery, legs_of, budget_s, used_only=used_only)
     return ClusterFile(
         name="this cluster",

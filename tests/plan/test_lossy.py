@@ -1,0 +1,67 @@
+"""Rows travel rounded only where the user allows it, and then it is said what that saves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from penstock.autopilot.planned import with_choice
+from penstock.autopilot.run_problem import assumed_problem
+from penstock.config import ConfigError
+from penstock.cost.workload import compressed_row_bytes
+from penstock.decision import Decision
+from penstock.decision.record import FIELDS, RowForm
+from penstock.moe import MoEConfig
+from penstock.plan import PlanFile, explain, find_plan
+from penstock.plan.plan_config import PlanConfig
+from penstock.plan.space import values
+from penstock.topology import Layout
+from penstock.train.config import RunConfig
+from tests.plan.problems import problem
+
+EVERY = get_args(RowForm)
+LAYOUT = Layout(world_size=4, ep_size=4, rank=0, node_size=2)
+
+
+def test_a_search_that_may_rounds_rows_and_says_what_that_saves() -> None:
+    given = problem(dispatches=("flat", "node_once"))
+    open_ = replace(given, compressions=EVERY)
+    exact, rounded = (find_plan(each, effort="low") for each in (given, open_))
+    assert exact.best.choice.compression == "none"
+    assert rounded.best.choice.compression == "int8"
+    assert rounded.best.predicted_s < exact.best.predicted_s
+    first = explain(open_, rounded).lines[0]
+    assert "rows as int8" in first and "rounded: plan.lossy" in first
+    assert "rounded" not in explain(given, exact).lines[0]
+    file = PlanFile.of(open_, rounded.best, model="tiny", cluster="two-nodes", why=())
+    assert file.step_plan(open_).schedule == rounded.best.plan.schedule
+    with pytest.raises(ConfigError, match=r"Set plan\.lossy=true"):
+        file.step_plan(given)
+
+
+def test_rows_that_are_joined_are_not_rounded_too() -> None:
+    each = replace(problem(dispatches=("flat", "node_once")), compressions=EVERY)
+    tried = {
+        name: values(each, Decision(dispatch=name), FIELDS["compression"]) for name in ("flat", "node_once")
+    }
+    assert tried == {"flat": EVERY, "node_once": ("none",)}
+
+
+def test_only_the_user_opens_the_choice_and_what_was_chosen_stays() -> None:
+    exact = RunConfig(moe=MoEConfig(num_experts=4))
+    lossy = replace(exact, plan=PlanConfig(source="auto", lossy=True))
+    assert assumed_problem(exact, LAYOUT).compressions == ("none",)
+    assert assumed_problem(lossy, LAYOUT).compressions == EVERY
+    taken = with_choice(lossy, Decision(compression="bfloat16"))
+    assert (taken.moe.compression, taken.plan.lossy) == ("bfloat16", False)
+    assert assumed_problem(taken, LAYOUT).compressions == ("none",)
+    assert with_choice(lossy, Decision()).moe.compression is None
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "int8"])
+@pytest.mark.parametrize("hidden", [4, 33, 128])
+def test_rows_have_the_bytes_of_the_setting(form: RowForm, hidden: int) -> None:
+    assert form != "none"
+    assert compressed_row_bytes(form, hidden) == MoEConfig(compression=form).row_bytes(hidden, 4)
