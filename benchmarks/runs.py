@@ -206,12 +206,12 @@ SUITE: Final = (
             *("--virtual", "--emulate", "4x4", "--inter-rate", "400mbit", "--intra-rate", "3200mbit"),
             *("--schedules", "penstock,penstock+hierarchical_2d,penstock+node_once"),
             *("moe.num_experts=64", "moe.top_k=8", "moe.capacity_factor=none", "moe.moe_ffn_hidden_size=256"),
-            *(*SMALL, "schedule.microbatches=2", "compare.rounds=3"),
+            *("model.num_layers=2", "model.seq_len=64", "schedule.microbatches=2", "compare.rounds=3"),
         ),
         note="Top-8 of 64 experts with even routing: the first row sends every copy of a token by itself, "
         "the last one copy to every node of its experts, with their numbers and weights beside it. Limits "
         "and bytes are of each dispatch by itself; all-reduces and counts are among them.",
-        seconds=120,
+        seconds=80,
         drawn=False,
     ),
     Run(

@@ -97,7 +97,7 @@ class VirtualField:
 
     def _estimated_bytes(self, name: str, schedule: ScheduleConfig) -> int:
         """Memory of a device that computes, by formula: a virtual one holds only what it sends."""
-        problem = run_problem(self._config, self._layout, self._links)
+        problem = run_problem(self._config_of(name, schedule), self._layout, self._links)
         choice = schedule.decision(problem.workload.dispatch, self._placement(name))
         return estimate_memory(problem, choice).total_bytes
 
