@@ -10,6 +10,7 @@ import pytest
 from penstock.autopilot.planned import with_choice
 from penstock.autopilot.run_problem import assumed_problem
 from penstock.config import ConfigError
+from penstock.cost import ClusterConfig
 from penstock.cost.workload import compressed_row_bytes
 from penstock.decision import Decision
 from penstock.decision.record import FIELDS, RowForm
@@ -26,7 +27,8 @@ LAYOUT = Layout(world_size=4, ep_size=4, rank=0, node_size=2)
 
 
 def test_a_search_that_may_rounds_rows_and_says_what_that_saves() -> None:
-    given = problem(dispatches=("flat", "node_once"))
+    slow_link = ClusterConfig(flops_per_s=1e12, memory_bytes_per_s=1e11, link_bytes_per_s=2e7)
+    given = problem(dispatches=("flat", "node_once"), cluster=slow_link)
     open_ = replace(given, compressions=EVERY)
     exact, rounded = (find_plan(each, effort="low") for each in (given, open_))
     assert exact.best.choice.compression == "none"
