@@ -119,8 +119,9 @@ def _check(layout: Layout, rounds: int) -> None:
 
 
 def runnable(layout: Layout) -> tuple[str, ...]:
-    """Dispatches that these ranks can run: hierarchical ones need nodes."""
-    return tuple(name for name, each in DISPATCHES.items() if layout.ep_nodes > 1 or not each.needs_table)
+    """Dispatches of rows for one rank that these ranks can run: hierarchical ones need nodes."""
+    fitting = (name for name, each in DISPATCHES.items() if layout.ep_nodes > 1 or not each.needs_table)
+    return tuple(name for name in fitting if not DISPATCHES[name].joins_rows)
 
 
 def even_sizes(sizes_bytes: Sequence[int], ranks: int) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery
 from tests.support.ranks import Pools
 
+WAYS = [name for name, each in DISPATCHES.items() if not each.joins_rows]
 KIB = 1024
 SIZES = (4 * KIB, 40 * KIB)
 ROUNDS = 2
@@ -91,7 +92,7 @@ def trips_of(rank: int, name: str, chunks: int) -> tuple[bool, dict[int, int], d
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunks", [FEW_LARGE, MANY_SMALL])
-@pytest.mark.parametrize("name", DISPATCHES)
+@pytest.mark.parametrize("name", WAYS)
 def test_rows_come_home_and_the_bytes_are_those_of_the_legs(ranks: Pools, name: str, chunks: int) -> None:
     for same, sent, told in ranks(WORLD).run(trips_of, name, chunks):
         assert same and sent and sent == told
@@ -102,7 +103,7 @@ def test_every_dispatch_is_measured_at_every_size(found: DispatchTimes) -> None:
     cases = [(chunks, size) for chunks in (FEW_LARGE, MANY_SMALL) for size in (4 * KIB, 40 * KIB)]
     assert [(trip.chunks, trip.size_bytes) for trip in found.trips] == cases
     for trip in found.trips:
-        assert list(trip.times_s) == list(trip.traffic) == list(found.models) == list(DISPATCHES)
+        assert list(trip.times_s) == list(trip.traffic) == list(found.models) == list(WAYS)
         assert all(len(times) == ROUNDS and min(times) > 0 for times in trip.times_s.values())
     for row in summarise_dispatches(found, None).rows:
         assert all(seconds > 0 for seconds in row.predicted_s.values())
@@ -148,7 +149,7 @@ def test_without_nodes_there_is_one_dispatch(ranks: Pools, node_size: int, ep_si
 
 
 def test_which_dispatches_a_layout_can_run() -> None:
-    assert runnable(layout_of(0)) == tuple(DISPATCHES)
+    assert runnable(layout_of(0)) == tuple(WAYS)
     assert runnable(layout_of(0, node_size=0)) == runnable(layout_of(0, ep_size=2)) == ("flat",)
 
 
@@ -242,7 +243,7 @@ def test_json_and_back() -> None:
     assert (row["fastest"], row["auto"]) == ("hierarchical_2d", "flat")
     assert row["auto_ratio"] == pytest.approx(1.25) and row["limit_s"] == pytest.approx(0.01)
     for key in ("times_s", "predicted_s", "efficiency"):
-        assert list(row[key]) == list(DISPATCHES)
+        assert list(row[key]) == list(WAYS)
     assert set(row["times_s"]["flat"]) == {"median", "low", "high"}
 
 
@@ -251,7 +252,7 @@ def test_both_tables_are_markdown_with_winner_and_choice() -> None:
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert len(tables) == 2 * 4 and len({line.count("|") for line in tables}) == 1
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables]
-    assert cells[0] == cells[4] == ["per rank", *DISPATCHES, "efficiency", "auto/best"]
+    assert cells[0] == cells[4] == ["per rank", *WAYS, "efficiency", "auto/best"]
     assert cells[2] == [
         "9.766 KiB",
         "*12.0 ±  0% >11.0",
@@ -285,5 +286,5 @@ def test_the_text_fits_a_terminal(rate: float | None) -> None:
     )
     for text in (render_dispatches(result), render_dispatches(replace(result, rows=slow))):
         assert all(len(line) <= COLUMNS for line in text.splitlines()), text
-        assert all(name in text for name in DISPATCHES)
+        assert all(name in text for name in WAYS)
     assert ("unknown rate" in render_dispatches(result)) == (rate is None)
