@@ -37,7 +37,7 @@ def test_without_a_plus_everything_stays() -> None:
         ("penstock+", "nothing is moved by ''"),
         ("penstock+flat+node_once", "rows have one dispatch"),
         ("penstock+netmoe+netmoe", "samples can be moved in one way only"),
-        ("penstock+planned+shadowing", "samples can be moved in one way only, and experts too"),
+        ("penstock+planned+shadowing", "samples can be moved in one way only, experts too"),
         ("auto+netmoe", "no schedule is called auto"),
     ],
 )
