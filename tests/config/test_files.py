@@ -45,7 +45,7 @@ PLAN = {
     "lower_bound_s": 0.1,
     "memory_bytes": 1,
     "why": ["because"],
-    "sizes": {**dict.fromkeys(SIZES, 1), "tokens": "split"},
+    "sizes": {**dict.fromkeys(SIZES, 1), "tokens": "split", "sharded_optimizer": False},
     "choice": {
         "schedule": "flowmoe",
         "microbatches": 2,

@@ -25,6 +25,7 @@ from penstock.autopilot.planned import Planned, with_choice
 from penstock.autopilot.refine import refine
 from penstock.autopilot.replan import replan
 from penstock.autopilot.retune import Tuning
+from penstock.autopilot.run_problem import settled as of_optimizer
 from penstock.autopilot.start import start
 from penstock.autopilot.trials import Trials, worth_while
 from penstock.autopilot.watch import Drift, Watch
@@ -59,10 +60,11 @@ class Autopilot:
     def __init__(
         self, config: RunConfig, machinery: Machinery, resumption: Resumption | None, say: Say
     ) -> None:
-        self._asked, self._say = config, say
+        self._say = say
         continued = continued_plan(config, machinery, resumption, say) if resumption is not None else None
         settled = continued is not None  # an earlier start has tried, ordered and tuned it already
         self.planned = continued or start(config, machinery, say)
+        self._asked = of_optimizer(config, sharded=self.planned.problem.shape.updating is not None)
         self._steps = 0
         self._tuned = settled or config.plan.tuner is None
         self._tuning: Tuning | None = None

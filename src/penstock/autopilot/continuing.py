@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.autopilot.deciding import decided
 from penstock.autopilot.planned import Planned
 from penstock.autopilot.profiling.machine import here
-from penstock.autopilot.run_problem import assumed_problem, run_problem
+from penstock.autopilot.run_problem import assumed_problem, run_problem, settled
 from penstock.config import UNSET, ConfigError, to_dict
 from penstock.cost import ClusterFile
 from penstock.cost.match import mismatch
@@ -46,6 +46,8 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
         if to_dict(type(asked)()) | settings.get(section, {}) != to_dict(asked):
             raise ConfigError(section, UNSET, "the settings have changed")
     paper, file = decided(machinery.control, lambda: _files(from_), f"reading the plan of {path.name}")
+    if config.optimizer.sharded == "auto":
+        config = settled(config, sharded=paper.sizes.sharded_optimizer)
     if file is None:
         problem = assumed_problem(config, layout)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 from penstock.config import ConfigError
@@ -10,11 +11,29 @@ from penstock.decision.record import RowForm
 from penstock.dispatch import DISPATCHES, runnable
 from penstock.dispatch.node_once import MOST_NODE_SIZE
 from penstock.moe import MoEConfig
-from penstock.plan import Problem
+from penstock.plan import Candidate, Problem
 from penstock.plan.plan_config import GIVEN
+from penstock.plan.predict import closing_s
 from penstock.topology import Layout, ParallelConfig
-from penstock.train.assemble import base_shape, gradient_bytes, workload
+from penstock.train.assemble import base_shape, gradient_bytes, is_sharded, workload
 from penstock.train.config import RunConfig
+
+
+def settled(config: RunConfig, *, sharded: bool) -> RunConfig:
+    """The run with one of the two optimisers."""
+    return replace(config, optimizer=replace(config.optimizer, sharded=sharded))
+
+
+def open_runs(config: RunConfig) -> tuple[RunConfig, ...]:
+    """The run with each optimiser that the configuration leaves open, the plain one first."""
+    if config.optimizer.sharded != "auto":
+        return (config,)
+    return settled(config, sharded=False), settled(config, sharded=True)
+
+
+def whole_s(problem: Problem, candidate: Candidate) -> float:
+    """The predicted seconds of a whole iteration, clipping and updates included."""
+    return candidate.predicted_s + closing_s(problem)
 
 
 def run_problem(
@@ -37,7 +56,7 @@ def assumed_problem(config: RunConfig, layout: Layout) -> Problem:
 def _problem(
     config: RunConfig, layout: Layout, cluster: ClusterConfig, slowness: tuple[float, ...] = ()
 ) -> Problem:
-    gradients = gradient_bytes(config.model, config.moe, layout, sharded=config.optimizer.sharded)
+    gradients = gradient_bytes(config.model, config.moe, layout, sharded=is_sharded(config.optimizer))
     return Problem(
         shape=base_shape(config, layout),
         workload=workload(config, layout, gradients),

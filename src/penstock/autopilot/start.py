@@ -14,7 +14,14 @@ from penstock.autopilot.deciding import Beat, decided, decided_slowly
 from penstock.autopilot.planned import Order, Planned, Rival
 from penstock.autopilot.profiling import profile_links, profile_run
 from penstock.autopilot.profiling.machine import here
-from penstock.autopilot.run_problem import assumed_problem, check_shared, run_problem
+from penstock.autopilot.run_problem import (
+    assumed_problem,
+    check_shared,
+    open_runs,
+    run_problem,
+    settled,
+    whole_s,
+)
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
@@ -36,6 +43,7 @@ from penstock.plan.space import in_effect
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.resume import Say
+from penstock.words import milliseconds
 
 WORTH_TRYING = 1.3
 """Plans whose predicted time is more than WORTH_TRYING times the best are not tried."""
@@ -66,10 +74,9 @@ def as_given(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
     Where the dispatch is open and ranks have a choice, links are measured for some seconds, and the dispatch
     with the shortest predicted step is taken.
     """
-    problem = assumed_problem(config, machinery.layout)
-    asked = config.schedule.decision(problem.workload.dispatch, config.placement)
-    choice = in_effect(problem, asked)
+    problem, choice = _asked(config, machinery)
     if len(problem.dispatches) > 1:
+        config = settled(config, sharded=problem.shape.updating is not None)
         measured = run_problem(config, machinery.layout, profile_links(config, machinery))
         names = problem.dispatches
         times_s = {name: evaluate(measured, replace(choice, dispatch=name)).predicted_s for name in names}
@@ -81,32 +88,68 @@ def as_given(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
     return planned
 
 
+def _asked(config: RunConfig, machinery: Machinery) -> tuple[Problem, Decision]:
+    """What section [schedule] says, with the optimiser whose iteration is shorter if that is open."""
+    asked: list[tuple[float, Problem, Decision]] = []
+    for run in open_runs(config):
+        problem = assumed_problem(run, machinery.layout)
+        choice = in_effect(problem, run.schedule.decision(problem.workload.dispatch, run.placement))
+        asked.append((whole_s(problem, evaluate(problem, choice)), problem, choice))
+    _, problem, choice = min(asked, key=lambda each: each[0])
+    return problem, choice
+
+
 def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
     """Measure or read the cluster, and take the best plan for it."""
     check_shared(config.moe, config.parallel)
     file = cluster_of(config, machinery, say)
-    problem = run_problem(config, machinery.layout, file)
+    problems = [run_problem(run, machinery.layout, file) for run in open_runs(config)]
 
-    def decide(beat: Beat) -> tuple[list[tuple[Decision, Order, float]], tuple[str, ...], Searched]:
-        found, lines = find(problem, file, config.plan.budget, say, beat)
+    def decide(beat: Beat) -> tuple[int, list[tuple[Decision, Order, float]], tuple[str, ...], Searched]:
+        number, found, lines = _fastest(problems, file, config.plan.budget, say, beat)
         promising = [found.best, *_rivals(found, config.plan.trials - 1)]
         orders = [(each.choice, Order.of(each.plan), each.predicted_s) for each in promising]
-        return orders, lines, found.searched
+        return number, orders, lines, found.searched
 
-    timeout_s = config.parallel.timeout_s
-    promising, lines, searched = decided_slowly(machinery.control, decide, "choosing a plan", timeout_s)
+    decided_by = machinery.control, decide, "choosing a plan", config.parallel.timeout_s
+    number, promising, lines, searched = decided_slowly(*decided_by)
     say("\n".join(numbered(lines, 1)))
     best, *rivals = [
         Rival(choice=choice, plan=order.plan, predicted_s=seconds) for choice, order, seconds in promising
     ]
     return Planned(
-        problem=problem,
+        problem=problems[number],
         choice=best.choice,
         plan=best.plan,
         file=file,
         lines=lines,
         rivals=tuple(rivals),
         searched=searched,
+    )
+
+
+def _fastest(
+    problems: Sequence[Problem], file: ClusterFile, budget: float, say: Say, beat: Beat
+) -> tuple[int, FoundPlan, tuple[str, ...]]:
+    """Which of some problems has the shortest whole iteration, of those that fit into memory if any does; its
+    plan, and the lines that explain it."""
+    found: list[tuple[FoundPlan, tuple[str, ...]]] = []
+    warnings: list[list[str]] = []
+    for problem in problems:
+        warnings.append([])
+        found.append(find(problem, file, budget, warnings[-1].append, beat))
+    times_s = [whole_s(each, plan.best) for each, (plan, _) in zip(problems, found, strict=True)]
+    number = min(range(len(found)), key=lambda i: (bool(warnings[i]), times_s[i]))
+    for warning in warnings[number]:
+        say(warning)
+    plan, lines = found[number]
+    if len(problems) == 1:
+        return number, plan, lines
+    both = f"{milliseconds(times_s[0])} with AdamW, {milliseconds(times_s[1])} with shares of it"
+    return (
+        number,
+        plan,
+        (*lines, f"Update   predicted whole iterations, clipping and update included: {both}"),
     )
 
 
@@ -131,6 +174,8 @@ def replay(config: RunConfig, machinery: Machinery, path: Path, say: Say) -> Pla
     """The plan in a file, unchanged."""
     paper = decided(machinery.control, lambda: PlanFile.read(path), f"reading {path}")
     layout, file = machinery.layout, None
+    if config.optimizer.sharded == "auto":
+        config = settled(config, sharded=paper.sizes.sharded_optimizer)
     problem = assumed_problem(config, layout)
     if config.plan.cluster is not None:
         file = cluster_of(config, machinery, say)

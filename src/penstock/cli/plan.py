@@ -256,6 +256,8 @@ def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
     if (options.layout or config.plan.layout) == AUTO:
         found = layouts.run_layouts(config, file, _memory(options.memory_gib, file.memory_bytes))
         config, notes = layouts.with_layout(config, found.best.sizes), found.lines
+    if config.optimizer.sharded == "auto":
+        notes = (*notes, "penstock train decides optimizer.sharded = auto; this is the plan without shares")
     experts = config.moe.num_experts
     layout = Layout.build(config.parallel, file.ranks, 0, experts, node_size=file.ranks_per_node)
     return Subject(

@@ -97,7 +97,7 @@ def _check_layout(config: RunConfig, processes: int) -> None:
     layout = Layout.build(config.parallel, processes, 0, config.moe.num_experts)
     if there is not None:
         batch = config.data.batch_per_device
-        sharded = config.optimizer.sharded
+        sharded = config.optimizer.sharded is not False  # it may be
         check_memory(
             config.model, config.moe, batch, layout, there_bytes=there, sharing=processes, sharded=sharded
         )

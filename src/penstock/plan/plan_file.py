@@ -57,6 +57,7 @@ class PlanSizes:
     mp_size: Size = 1
     esp_size: Size = 1
     tokens: TokenLayout = "split"
+    sharded_optimizer: bool = False
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -78,6 +79,7 @@ class PlanSizes:
             mp_size=work.mp_size,
             esp_size=work.esp_size,
             tokens=problem.shape.sharing.tokens,
+            sharded_optimizer=problem.shape.updating is not None,
         )
 
 

@@ -96,7 +96,7 @@ def _assumed_moving(config: RunConfig, layout: Layout) -> ExpertMoving | None:
     if choice.experts == "none":
         return None
     sizes = workload(
-        config, layout, gradient_bytes(config.model, config.moe, layout, sharded=config.optimizer.sharded)
+        config, layout, gradient_bytes(config.model, config.moe, layout, sharded=is_sharded(config.optimizer))
     )
     return expert_moving(
         config.placement, choice, StepCost(base_shape(config, layout), sizes, config.cluster)
@@ -177,9 +177,14 @@ def base_shape(config: RunConfig, layout: Layout) -> StepShape:
     )
 
 
+def is_sharded(config: OptimizerConfig) -> bool:
+    """Whether the optimiser is sharded; as long as that is open, it is not."""
+    return config.sharded is True
+
+
 def updating_of(config: OptimizerConfig, layout: Layout) -> Updating | None:
     """How steps update parameters themselves; None where the optimiser does, between steps."""
-    if not config.sharded:
+    if not is_sharded(config):
         return None
     return Updating(clips=config.clip_grad_norm is not None, replicas=layout.edp_size > 1)
 
@@ -187,7 +192,7 @@ def updating_of(config: OptimizerConfig, layout: Layout) -> Updating | None:
 def build_optimizer(stack: PipelinedStack, config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW over the trained parameters of a stack that was built for it: whole, or a share on every rank."""
     named = list(stack.model.named_parameters())
-    if not config.sharded:
+    if not is_sharded(config):
         optimizer = build_adamw(named, config)
         initialise_state(optimizer)
         return optimizer

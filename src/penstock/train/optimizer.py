@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from penstock.config import Within, check_bounds
 from penstock.config.bounds import Steps
 
+Sharded = Literal[True, False, "auto"]
 NamedParameter = tuple[str, nn.Parameter]
 Positive = Annotated[float, Within(0, 1e30, "larger numbers overflow float32", above=True)]
 Share = Annotated[float, Within(0, 1, "it is a fraction")]
@@ -33,7 +34,8 @@ class OptimizerConfig:
     `eps`             added to the denominator of an update
     `clip_grad_norm`  largest gradient norm over the whole model; None leaves gradients as they are
     `sharded`         every data-parallel rank keeps the moments of a share of the parameters and updates it,
-                      by tasks of the step's schedule (ZeRO, stage 1)
+                      by tasks of the step's schedule (ZeRO, stage 1); `auto`: where a whole iteration is
+                      predicted to be shorter so, or does not fit into memory otherwise
 
     Raises `ConfigError` naming the field when a value cannot be used.
     """
@@ -46,7 +48,7 @@ class OptimizerConfig:
     beta2: Decay = 0.95
     eps: Positive = 1e-8
     clip_grad_norm: Positive | None = 1.0
-    sharded: bool = False
+    sharded: Sharded = False
 
     def __post_init__(self) -> None:
         check_bounds(self)
