@@ -90,7 +90,7 @@ def test_every_gate_and_order_in_every_layout(ranks: Pools, gate: str, order: st
             ORDERS["merged"],
             (4, 1, 2, 2),
             FORMS,
-            "one row for several experts of a rank, and with esp_size = 2",
+            "one row for several experts, and with esp_size = 2",
         ),
         ({"compression": "int8"}, (4, 1, 2, 2), FORMS, "with esp_size = 2 those are partial sums"),
         (GATES["soft"], (4, 2, 4, 1), ("gather", "s1"), "mixes all tokens of a sample, and with mp_size = 2"),
