@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import penstock
+from penstock.adapt.experts import keep_share
 from penstock.config import ConfigError
 from tests.support.adapted import Batch, distance, grads_of, share_of, small, without_labels
 from tests.support.ranks import Pools
@@ -161,8 +162,117 @@ def test_refusals() -> None:
     given = Batch().inputs()
     with pytest.raises(ValueError, match=r"needs labels"):
         model(**without_labels(given))
-    model.model.layers[1].mlp.experts = torch.nn.Sequential(model.model.layers[1].mlp.experts)
-    with pytest.raises(ValueError, match=r"experts of layer 1 were replaced or wrapped \(Sequential\)"):
-        model(**given)
     with pytest.raises(ValueError, match=r"output_attentions cannot be used in one"):
         model(**given, output_attentions=True)
+    with pytest.raises(ValueError, match=r"input_ids must be \[samples, tokens\]"):
+        model(**{name: each[0] for name, each in given.items()})
+    with pytest.raises(ValueError, match="computes all of its layers again"):
+        model.activation_checkpointing_enable(every_n_layers=2)
+    with pytest.raises(TypeError, match="DistributedDataParallel"):
+        torch.nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(ValueError, match="no causal language model"):
+        penstock.parallelize(small("mixtral").model)
+    twice = small("mixtral")
+    twice.model.layers[1].mlp.experts = twice.model.layers[0].mlp.experts
+    with pytest.raises(ValueError, match="the experts of, another one"):
+        penstock.parallelize(twice)
+
+
+def other_layer(model: Any) -> None:
+    model.model.layers[1] = copy.deepcopy(small("qwen2_moe").model.layers[1])
+
+
+def other_dense_layer(model: Any) -> None:
+    model.model.layers[0] = torch.nn.Sequential(model.model.layers[0])
+
+
+def fewer_layers(model: Any) -> None:
+    model.model.layers = model.model.layers[:1]
+
+
+def wrapped_experts(model: Any) -> None:
+    model.model.layers[1].mlp.experts = torch.nn.Sequential(model.model.layers[1].mlp.experts)
+
+
+def other_router(model: Any) -> None:
+    model.model.layers[1].mlp.gate = small("qwen2_moe").model.layers[1].mlp.gate
+
+
+def other_shared_expert(model: Any) -> None:
+    model.model.layers[1].mlp.shared_expert = small("qwen2_moe").model.layers[1].mlp.shared_expert
+
+
+def hook_on_outputs(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda module, given, out: 2 * out)
+
+
+def other_loss(model: Any) -> None:
+    model.loss_function = lambda logits, **_: logits.square().mean()
+
+
+def layers_run_again(model: Any) -> None:
+    model.model.gradient_checkpointing_enable({"use_reentrant": True})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (other_layer, r"layer 1 was replaced or wrapped \(Qwen2MoeDecoderLayer\)"),
+        (other_dense_layer, r"layer 0 was replaced or wrapped \(Sequential\)"),
+        (fewer_layers, "1 layers now, and 2 were parallelized"),
+        (wrapped_experts, r"experts of layer 1 were replaced or wrapped \(Sequential\)"),
+        (other_router, "the router of layer 1 was replaced"),
+        (other_shared_expert, "the shared expert of layer 1 was replaced"),
+        (hook_on_outputs, "a hook on Qwen2MoeSparseMoeBlock of layer 1 would not see"),
+        (other_loss, "model.loss_function was replaced"),
+        (layers_run_again, "layer 0 would run again in backward"),
+    ],
+)
+def test_what_steps_would_leave_out_is_refused(change: Callable[[Any], None], words: str) -> None:
+    model = penstock.parallelize(small("qwen2_moe", mlp_only_layers=[0]), plan="sequential")
+    given = Batch().inputs()
+    model.eval()(**without_labels(given), output_router_logits=True)  # transformers' own hooks are taken
+    model.train()(**given)
+    change(model)
+    with pytest.raises(ValueError, match=words):
+        model(**given)
+
+
+def test_what_changes_between_steps_is_followed() -> None:
+    """What is trained, which the first plan does not reckon with, and the weight of the balance loss."""
+    wanted, model = (small("mixtral") for _ in range(2))
+    penstock.parallelize(model, plan="flowmoe")
+    given = Batch().inputs()
+    for trained, coefficient in (("lm_head", 0.0), ("", 5.0)):
+        for each in (wanted, model):
+            each.zero_grad()
+            each.router_aux_loss_coef = coefficient
+            for name, parameter in each.named_parameters():
+                parameter.requires_grad_(trained in name)
+            each(**given, output_router_logits=True).loss.backward()
+        expected, found = grads_of(wanted), grads_of(model)
+        assert found.keys() == expected.keys()
+        assert all(distance(grad, expected[name]) < 1e-5 for name, grad in found.items())
+
+
+def test_a_share_of_experts_is_the_parameter_that_was_whole() -> None:
+    """An optimizer made before goes on training it, and layers that share it still do."""
+    one, other = (layer.mlp.experts for layer in small("mixtral").model.layers)
+    other.down_proj = one.down_proj
+    whole, before = one.down_proj.detach().clone(), dict(one.named_parameters())
+    for experts in (one, other):
+        keep_share(experts, [2, 5])
+    assert all(parameter is before[name] for name, parameter in one.named_parameters())
+    assert other.down_proj is one.down_proj and one.down_proj.equal(whole[[2, 5]])
+
+
+def test_kept_logits_are_those_asked_for() -> None:
+    """Also where labels of all samples lie in one place of memory."""
+    wanted, model = (small("mixtral") for _ in range(2))
+    penstock.parallelize(model, plan="flowmoe")
+    tokens_BL = Batch().inputs()["input_ids"]
+    given = {"input_ids": tokens_BL, "shift_labels": tokens_BL[:1].expand(4, -1)}
+    for asked in (0, 3, torch.tensor([1, 4])):
+        expected = wanted(tokens_BL, logits_to_keep=asked).logits.detach()
+        assert distance(model(**given, logits_to_keep=asked).logits, expected) < 1e-5
+    assert model(**given, logits_to_keep=None).logits is None

@@ -132,8 +132,7 @@ def _engine(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: 
             moe = layers[layer].moe
             assert moe is not None
             cut.spread = Spread(machinery, moe)
-    coefficient = float(getattr(found.config, "router_aux_loss_coef", 0.0))
-    return Engine(stack, decoder, planner, coefficient, memory)
+    return Engine(stack, decoder, planner, memory)
 
 
 def _cuts(found: Found) -> dict[int, Cut]:

@@ -41,7 +41,7 @@ class Cut:
     """
 
     def __init__(self, experts: Any, router: nn.Module, shared: Any, top_k: int) -> None:
-        self.experts, self._shared, self.top_k = experts, shared, top_k
+        self.experts, self.router, self.shared, self.top_k = experts, router, shared, top_k
         self._cutting = False
         self._logits: Tensor | None = None
         self._caught: Caught | None = None
@@ -86,8 +86,8 @@ class Cut:
         """Leave the modules as they were."""
         self._hook.remove()
         del self.experts.forward
-        if self._shared is not None:
-            del self._shared.forward
+        if self.shared is not None:
+            del self.shared.forward
 
     def _note(self, router: nn.Module, given: Any, returned: Any) -> None:
         del router, given
@@ -106,7 +106,7 @@ class Cut:
     def _pass(self, x: Tensor) -> Tensor:
         if self._cutting:
             return torch.zeros_like(x)
-        out: Tensor = type(self._shared).forward(self._shared, x)
+        out: Tensor = type(self.shared).forward(self.shared, x)
         return out
 
 

@@ -89,52 +89,41 @@ class CutLayer:
     def __init__(
         self, layer: Any, index: int, moe: MoELayer, cut: Cut, calls: Calls, family: Family, memory: Memory
     ) -> None:
-        self._layer, self._index, self._cut, self._calls, self._family = layer, index, cut, calls, family
+        self.layer, self.index, self.cut, self._calls, self._family = layer, index, cut, calls, family
         self._memory = memory
         self.moe: MoELayer | None = moe
-
-    def check(self) -> None:
-        """Raise ValueError if the layer's experts are no longer those that its tasks run."""
-        block = self._family.block_of(self._layer)
-        found = None if block is None else block.get_submodule(self._family.experts)
-        if found is not self._cut.experts:
-            raise ValueError(
-                f"the experts of layer {self._index} were replaced or wrapped ({type(found).__name__}) after "
-                "the model was parallelized, and its steps would go on without what that adds. Adapters on "
-                "experts cannot be scheduled: give adapters to attention only"
-            )
 
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
         assert self.moe is not None
         if not len(h_BLM):
             x_TM = h_BLM.flatten(0, 1)
-            none_Tk = x_TM.new_empty(0, self._cut.top_k)
-            self._cut.put(Caught(x_TM, none_Tk.long(), none_Tk, x_TM.new_empty(0, self.moe.num_experts)))
+            none_Tk = x_TM.new_empty(0, self.cut.top_k)
+            self.cut.put(Caught(x_TM, none_Tk.long(), none_Tk, x_TM.new_empty(0, self.moe.num_experts)))
             return h_BLM, x_TM
-        call = self._calls.of(keys, self._index)
+        call = self._calls.of(keys, self.index)
 
         def up_to_experts(h_BLM: Tensor) -> tuple[Tensor, ...]:
-            with self._cut.open():
-                residual_BLM = _run(self._layer, h_BLM, call)
-            caught = self._cut.take()
+            with self.cut.open():
+                residual_BLM = _run(self.layer, h_BLM, call)
+            caught = self.cut.take()
             return residual_BLM, caught.x_TM, caught.weights_Tk, caught.logits_TE, caught.experts_Tk
 
         residual_BLM, x_TM, weights_Tk, logits_TE, experts_Tk = self._memory.run(up_to_experts, h_BLM)
-        self._cut.put(Caught(x_TM, experts_Tk, weights_Tk, logits_TE))
+        self.cut.put(Caught(x_TM, experts_Tk, weights_Tk, logits_TE))
         return residual_BLM, x_TM
 
     def here(self) -> Tensor:
         """What the experts make of the tokens that `attend` has brought to them, all on this rank, [T, M]."""
-        return self._cut.run(self._cut.take())
+        return self.cut.run(self.cut.take())
 
     def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
         del keys
         return self._family.finish(
-            self._layer, residual_BLM, out_TM.view_as(residual_BLM).to(residual_BLM.dtype)
+            self.layer, residual_BLM, out_TM.view_as(residual_BLM).to(residual_BLM.dtype)
         )
 
     def dense(self, x_TM: Tensor) -> Tensor:
-        raise AssertionError(f"layer {self._index} has experts for {list(x_TM.shape)}")
+        raise AssertionError(f"layer {self.index} has experts for {list(x_TM.shape)}")
 
     def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
         _refuse_shards(h_BLM, keys)
@@ -149,13 +138,13 @@ class WholeLayer:
     moe: MoELayer | None = None
 
     def __init__(self, layer: Any, index: int, calls: Calls, memory: Memory) -> None:
-        self._layer, self._index, self._calls, self._memory = layer, index, calls, memory
+        self.layer, self.index, self._calls, self._memory = layer, index, calls, memory
 
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
         out_BLM = h_BLM
         if len(h_BLM):
-            call = self._calls.of(keys, self._index)
-            (out_BLM,) = self._memory.run(lambda h_BLM: (_run(self._layer, h_BLM, call),), h_BLM)
+            call = self._calls.of(keys, self.index)
+            (out_BLM,) = self._memory.run(lambda h_BLM: (_run(self.layer, h_BLM, call),), h_BLM)
         return out_BLM, out_BLM.flatten(0, 1)
 
     def dense(self, x_TM: Tensor) -> Tensor:
@@ -195,7 +184,7 @@ class Decoder:
     def __init__(
         self, model: Any, family: Family, layers: Layers, calls: Calls, plain: Callable[..., Any]
     ) -> None:
-        self.parts, self._model, self._family, self._calls, self.plain = layers, model, family, calls, plain
+        self.parts, self.model, self.family, self._calls, self.plain = layers, model, family, calls, plain
         self._inputs = Inputs()
         self.keeps_logits = False
         self.kept: dict[int, Tensor] = {}
@@ -228,17 +217,29 @@ class Decoder:
         """As the model makes them of what leaves its last layer."""
         base = self.base
         if not len(h_BLM):
-            weight: Tensor = self._model.get_output_embeddings().weight
+            weight: Tensor = self.model.get_output_embeddings().weight
             return h_BLM.flatten(0, 1) @ weight.to(h_BLM.dtype).t()
-        normed_BLM = base.get_submodule(self._family.norm)(h_BLM)
+        normed_BLM = base.get_submodule(self.family.norm)(h_BLM)
         with _instead(base, normed_BLM):
-            out = self.plain(self._model, inputs_embeds=h_BLM, use_cache=False)
+            out = self.plain(self.model, inputs_embeds=h_BLM, use_cache=False)
         logits_TV: Tensor = out.logits.flatten(0, 1)
         return logits_TV
 
     @property
     def base(self) -> Any:
-        return self._family.decoder(self._model)
+        return self.family.decoder(self.model)
+
+    @property
+    def layers(self) -> list[Any]:
+        """Those that the model has now."""
+        return list(self.base.get_submodule(self.family.layers))
+
+    @property
+    def coefficient(self) -> float:
+        """What weighs the balance loss: as in transformers, the model says so itself."""
+        config = self.base.config.get_text_config()
+        at_first = getattr(config, "router_aux_loss_coef", 0.0)
+        return float(getattr(self.model, "router_aux_loss_coef", at_first))
 
     @property
     def hidden_size(self) -> int:
@@ -247,18 +248,18 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = next(self._model.parameters()).dtype
+        found: torch.dtype = next(self.model.parameters()).dtype
         return found
 
     def replicated_parameters(self, layer: int) -> list[nn.Parameter]:
         experts = {id(p) for p in self.expert_parameters(layer)}
-        layers = list(self.base.get_submodule(self._family.layers))
+        layers = self.layers
         found = [p for p in layers[layer].parameters() if id(p) not in experts]
         if layer == 0:  # also where it is the head: what a layer below uses is reduced with that one
-            found += self._model.get_input_embeddings().parameters()
+            found += self.model.get_input_embeddings().parameters()
         if layer == len(layers) - 1:
-            found += self.base.get_submodule(self._family.norm).parameters()
-            found += self._model.get_output_embeddings().parameters()
+            found += self.base.get_submodule(self.family.norm).parameters()
+            found += self.model.get_output_embeddings().parameters()
         return found
 
     def expert_parameters(self, layer: int) -> list[nn.Parameter]:
@@ -275,7 +276,7 @@ class Decoder:
 
     @contextmanager
     def _recording(self, calls: list[LayerCall], entered: list[Tensor]) -> Iterator[Any]:
-        base, path = self.base, self._family.layers
+        base, path = self.base, self.family.layers
         parent_path, _, name = path.rpartition(".")
         parent = base.get_submodule(parent_path)
         layers = parent._modules[name]

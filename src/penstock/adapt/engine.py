@@ -14,7 +14,8 @@ from torch import Tensor
 
 from penstock.adapt.balance import BalanceOverLayers
 from penstock.adapt.cut import CutGate
-from penstock.adapt.decoder import CutLayer, Decoder, Inputs
+from penstock.adapt.decoder import Decoder, Inputs
+from penstock.adapt.intact import check_intact
 from penstock.adapt.memory import Memory
 from penstock.adapt.planning import Planner
 from penstock.dispatch import find_dispatch
@@ -48,7 +49,7 @@ class StepInputs:
     def targets(self) -> Tensor:
         """For every token what is to follow it, [B, L]."""
         if self.shift_labels_BL is not None:
-            return self.shift_labels_BL
+            return self.shift_labels_BL.contiguous()  # logits are kept by where labels lie in memory
         assert self.labels_BL is not None
         return torch.nn.functional.pad(self.labels_BL[:, 1:], (0, 1), value=NO_LABEL)
 
@@ -61,17 +62,12 @@ class StepInputs:
 
 
 class Engine:
-    """The stack of a model, its pieces, and when its plan is made: at the first step, whose sizes are known.
-
-    coefficient: weighs the balance loss in steps that are asked for it.
+    """The stack of a model, its pieces, and when its plan is made: at the first step, whose sizes are known,
+    and when something is trained that was frozen then, for which the plan has no reduction.
     """
 
-    def __init__(
-        self, stack: PipelinedStack, decoder: Decoder, planner: Planner, coefficient: float, memory: Memory
-    ) -> None:
+    def __init__(self, stack: PipelinedStack, decoder: Decoder, planner: Planner, memory: Memory) -> None:
         self.stack, self.decoder, self._planner, self.memory = stack, decoder, planner, memory
-        self._plain = replace(stack.moe, aux_loss_coeff=0.0)
-        self._balanced = replace(stack.moe, aux_loss_coeff=coefficient)
         self._balance = BalanceOverLayers()
         self._planned = False
         self._first = 0
@@ -84,9 +80,7 @@ class Engine:
         """The loss of the whole batch of all ranks, and the balance loss, which is part of it."""
         stack = self.stack
         stack.training = training
-        for part in self.decoder.parts:
-            if isinstance(part, CutLayer):
-                part.check()
+        check_intact(self.decoder)
         self._prepare(given)
         ids_B = torch.arange(self._first, self._first + len(given.tokens_BL))
         inputs = Inputs(self._first, given.mask_BL, given.positions_BL)
@@ -103,16 +97,31 @@ class Engine:
 
     def _prepare(self, given: StepInputs) -> None:
         stack = self.stack
-        moe: MoEConfig = self._balanced if given.balances else self._plain
+        coefficient = self.decoder.coefficient if given.balances else 0.0
+        moe: MoEConfig = replace(stack.moe, aux_loss_coeff=coefficient)
         for layer in stack.moe_layers:
             if layer is not None and isinstance(layer.gate, CutGate):
                 layer.gate.balances = given.balances
         stack.minimise(moe, self._balance, given.valid)
         stack.compute_in(_autocast_dtype(stack.machinery.device))
-        if not self._planned and stack.training:
+        if stack.training and not (self._planned and self._reduces_all()):
             sizes = stack.machinery.control.largest(given.tokens_BL.shape, "comparing the sizes of batches")
             stack.adopt(self._planner.of(stack, *map(int, sizes)))
             self._planned = True
+
+    def _reduces_all(self) -> bool:
+        """Whether the plan has a reduction for every gradient of what is trained now."""
+        gradients, shape = self.stack.gradients, self.stack.plan.shape
+        if gradients.holds(shape):
+            return True
+        sizes = gradients.sizes_bytes
+        pairs = (sizes.replicated, shape.all_reduce_chunks), (sizes.experts, shape.expert_all_reduce_chunks)
+        return all(
+            any(chunks[: layer + 1])
+            for trained, chunks in pairs
+            for layer, size_bytes in enumerate(trained)
+            if size_bytes
+        )
 
 
 class Spread:

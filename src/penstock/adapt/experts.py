@@ -76,7 +76,7 @@ def check_experts(experts: nn.Module, num_experts: int, where: str) -> None:
 
 def keep_share(experts: nn.Module, held: Sequence[int]) -> None:
     """Keep these experts of all, in memory of their own."""
-    for name, parameter in list(experts.named_parameters(recurse=False)):
+    for parameter in experts.parameters(recurse=False):
         if len(held) < len(parameter):
             kept = parameter.detach()[list(held)]  # a copy
-            setattr(experts, name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
+            parameter.data, parameter.grad = kept, None  # an optimizer may know it, or another layer

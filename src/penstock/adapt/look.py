@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from penstock.adapt.experts import check_experts
 from penstock.adapt.family import Family
 from penstock.adapt.planning import ModelSizes
@@ -72,10 +70,22 @@ class Found:
         )
 
 
-def look(model: nn.Module, family: Family) -> Found:
+def look(model: Any, family: Family) -> Found:
     """The parts of a model. Raises ValueError for one that cannot be scheduled."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None or not hasattr(model, family.base.partition(".")[0] or "config"):
+        raise ValueError(
+            f"{type(model).__name__} is no causal language model: it has no output head over the vocabulary, "
+            "whose loss a step computes. Use AutoModelForCausalLM"
+        )
     layers = list(family.decoder(model).get_submodule(family.layers))
     blocks = [family.block_of(layer) for layer in layers]
+    experts = [id(block.get_submodule(family.experts)) for block in blocks if block is not None]
+    if len({id(layer) for layer in layers}) < len(layers) or len(set(experts)) < len(experts):
+        raise ValueError(
+            f"{type(model).__name__}: some layers are, or have the experts of, another one, and where "
+            "they call them cannot be told apart. Give each a module of its own; parameters may be shared"
+        )
     _check_settings(model, family)
     sizes: set[int] = set()
     for number, block in enumerate(blocks):

@@ -13,10 +13,11 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.adapt.engine import Engine, StepInputs
 from penstock.adapt.export import whole_state
+from penstock.runtime.checks.misuse import refuse_data_parallel
 
 KNOWN = (
     "input_ids",
@@ -44,6 +45,7 @@ def schedule(model: nn.Module, engine: Engine) -> Engine:
         "__deepcopy__": _copied,
         "gradient_checkpointing_enable": _recompute,
         "gradient_checkpointing_disable": _keep,
+        "_ddp_params_and_buffers_to_ignore": property(_refuse_data_parallel),
     }
     model.__class__ = type(plain.__name__, (plain,), {**named, **own})
     model.__dict__["_penstock"] = engine
@@ -89,15 +91,34 @@ def _step(model: Any, named: dict[str, Any]) -> Any:
     if unknown or named.get("input_ids") is None:
         what = f"{', '.join(unknown)} cannot be used in one" if unknown else "it begins with input_ids"
         raise ValueError(f"a training step of a scheduled model: {what}. It takes {', '.join(KNOWN)}")
+    _check_kinds(named)
     engine = engine_of(model)
     given = _inputs_of(model, named)
     loss, aux = engine.step(given, training=True)
     precise = torch.promote_types(engine.decoder.dtype, torch.float32)
     out = MoeCausalLMOutputWithPast(
-        loss=loss.to(precise), aux_loss=None if aux is None else aux.to(precise), logits=engine.kept_logits()
+        loss=loss.to(precise),
+        aux_loss=None if aux is None else aux.to(precise),
+        logits=_kept(engine.kept_logits(), named),
     )
     as_dict = named.get("return_dict")
     return out if (model.config.return_dict if as_dict is None else as_dict) else out.to_tuple()
+
+
+def _check_kinds(named: dict[str, Any]) -> None:
+    if named["input_ids"].dim() != 2:
+        raise ValueError(f"input_ids must be [samples, tokens], not {list(named['input_ids'].shape)}")
+    mask = named.get("attention_mask")
+    if mask is not None and not isinstance(mask, Tensor):
+        raise ValueError(f"attention_mask must be one tensor in a training step, not {type(mask).__name__}")
+
+
+def _kept(logits_BLV: Tensor | None, named: dict[str, Any]) -> Tensor | None:
+    """Those that `logits_to_keep` asks for: as many last ones, 0 for all, or these places."""
+    if logits_BLV is None:
+        return None
+    asked = named["logits_to_keep"]
+    return logits_BLV[:, -asked:] if isinstance(asked, int) else logits_BLV[:, asked]
 
 
 def _inputs_of(model: Any, named: dict[str, Any]) -> StepInputs:
@@ -113,7 +134,7 @@ def _inputs_of(model: Any, named: dict[str, Any]) -> StepInputs:
         positions_BL=named.get("position_ids"),
         valid=None if items is None else float(items),
         balances=bool(balances),
-        keep_logits="logits_to_keep" in named,
+        keep_logits=named.get("logits_to_keep") is not None,
     )
 
 
@@ -158,9 +179,25 @@ def _copied(self: Any, memo: dict[int, Any]) -> Any:
     return twin
 
 
-def _recompute(self: Any, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-    """Compute again in backward what layers and experts need there; no rows are sent a second time."""
+def _refuse_data_parallel(self: Any) -> Any:
+    """The first that DistributedDataParallel asks of a module; the next would be rank 0's experts for all."""
+    del self
+    return refuse_data_parallel()
+
+
+def _recompute(
+    self: Any,
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+    every_n_layers: int = 1,
+    offload: bool = False,
+) -> None:
+    """Compute again in backward what layers and experts need there; no rows are sent a second time.
+
+    Also what `activation_checkpointing_enable` calls. Raises ValueError for what is not done.
+    """
     del gradient_checkpointing_kwargs  # how torch does it is decided here
+    if every_n_layers != 1 or offload:
+        raise ValueError("a scheduled model computes all of its layers again, and moves nothing to the host")
     engine_of(self).memory.recomputes = True
 
 
