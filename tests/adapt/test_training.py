@@ -85,6 +85,24 @@ def test_what_ranks_save_together_transformers_reads(ranks: Pools, tmp_path: Pat
             assert read.eval().generate(prompt, max_new_tokens=length, do_sample=False).equal(tokens)
 
 
+def ask_for_different_losses(rank: int, world: int) -> list[str]:
+    """What is said where ranks divide by different numbers, or one alone asks for the balance loss."""
+    model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe")
+    given, found = Batch().inputs(rank, rank + 1), []
+    for asked in ({"num_items_in_batch": 20 + rank}, {"output_router_logits": rank == 0}):
+        with pytest.raises(ValueError) as caught:
+            model(**given, **asked)
+        found.append(str(caught.value))
+    model(**given, num_items_in_batch=20).loss.backward()
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_must_ask_for_the_same_loss(ranks: Pools) -> None:
+    for said in ranks(2).run(ask_for_different_losses, 2):
+        assert all("ranks were asked for different losses" in each for each in said)
+
+
 def test_gradients_accumulate_and_losses_are_scaled() -> None:
     """As the Trainer asks for it: the sum of losses by the tokens of all parts of a batch."""
     wanted, model = (small("qwen2_moe") for _ in range(2))

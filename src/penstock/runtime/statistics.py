@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -54,6 +55,17 @@ class StatisticsCodec:
 
     def __init__(self, config: MoEConfig, balance: Balance, valid: float | None = None) -> None:
         self._config, self._balance, self._valid = config, balance, valid
+
+    @property
+    def terms(self) -> int:
+        """A number below 2**32 of what the loss is made of, by which ranks compare theirs."""
+        known = (
+            self._config.aux_loss_coeff,
+            self._config.z_loss_coeff,
+            self._valid,
+            type(self._balance).__name__,
+        )
+        return crc32(repr(known).encode())
 
     def pack(self, heads: Sequence[HeadSums], routers: Sequence[Sequence[GateSums]]) -> Tensor:
         """routers: per MoE layer, per microbatch. Returns [HEADER + 2 * Y * E]."""

@@ -52,7 +52,7 @@ class Step:
             transports=machinery.transports,
             buckets=self.buckets,
             codec=stack.codec,
-            marks=with_samples(stack.gradients.to_sum, batch, layout),
+            marks=with_samples(stack.gradients.to_sum, batch, layout, stack.codec.terms),
             relocation=stack.relocation,
             training=training,
             updates=stack.updates,

@@ -1,4 +1,5 @@
-"""Whether ranks that share attention work on the same samples, found out without an exchange of its own.
+"""Whether ranks that share attention work on the same samples, and where none share it, whether all ranks
+minimise the same loss, found out without an exchange of its own.
 
 Their marks stand beside those of parameters (`checks.marks`) in the sums of the statistics task, weighted so
 that they cancel where the ranks of every group agree.
@@ -19,20 +20,27 @@ from penstock.topology import Control, Layout
 PRIME, PERIOD, BASE = 2**31 - 1, 8191, 31
 
 
-def with_samples(marks: Tensor, batch: Batch, layout: Layout) -> Tensor:
-    """`marks` with this rank's samples as the last of them; as they are where no ranks share attention."""
+def with_samples(marks: Tensor, batch: Batch, layout: Layout, terms: int) -> Tensor:
+    """`marks` with this rank's samples as the last of them; where no ranks share attention, with `terms`, a
+    whole number of what its loss is made of."""
     if layout.mp_size == 1:
-        return marks
+        of_terms = float(weight_among(Group.WORLD, layout) * terms)
+        return torch.cat([marks[:-1], marks.new_full((1,), of_terms)])
     of_samples = weight_among(Group.TENSOR, layout) * _mark(batch).to(marks)
     return torch.cat([marks[:-1], of_samples.view(1)])
 
 
 def check_samples(total: Tensor, layout: Layout) -> None:
-    """Raise ValueError, the same on all ranks, if the sums over ranks say that samples differ.
+    """Raise ValueError, the same on all ranks, if the sums over ranks say that samples or losses differ.
 
     Never where a transport sums nothing.
     """
     if float(total[0]) == layout.world_size and float(total[-1]) != 0:
+        if layout.mp_size == 1:
+            raise ValueError(
+                "ranks were asked for different losses: coefficients of the balance and z terms, and the "
+                "number by which token losses are divided (num_items_in_batch), must be alike on all"
+            )
         raise ValueError(
             f"ranks that share attention (mp_size = {layout.mp_size}) were given different samples. Give all "
             "ranks of a group the same tokens, labels, sample_ids_B and valid_BL: those of layout.dp_rank"
