@@ -57,6 +57,7 @@ class Step:
             training=training,
             updates=stack.updates,
         )
+        self.changes = 0 if stack.updates is None else stack.updates.changes
         program = stack.program(training=training)
         self.execution = Execution(stack.plan, program, machinery.lanes, self.context, machinery.layout.rank)
 
@@ -100,7 +101,7 @@ class Step:
         self.finished = True
         self.context.loss_gradient = loss_gradient
         if self.context.updates is not None:
-            self.context.updates.begin(self.buckets, self.shape)
+            self.context.updates.begin(self.buckets, self.shape, self.changes)
         buckets = (*self.buckets.all, self.stack.gradients.watched())
         for bucket in buckets:
             bucket.begin()

@@ -146,6 +146,17 @@ def _change(stack: PipelinedStack, habits: Habits, number: int) -> None:
         stack.adopt(plan_step(choice, stack.base_shape, gradients, lambda _: unit_cost))
 
 
+def freezes_alone(rank: int, case: Case, alone: bool) -> Trained:
+    """Two steps, between which the first rank may freeze everything for an evaluation of all ranks."""
+    habits = Habits()
+    stack, optimizer = build(rank, case, habits, sharded=True)
+    go_on(stack, optimizer, rank, case, habits, range(1))
+    stack.eval().requires_grad_(not (alone and rank == 0))
+    loss_of(stack, rank, case, 99)
+    stack.train().requires_grad_(True)
+    return go_on(stack, optimizer, rank, case, habits, range(1, 2))
+
+
 def moments_bytes(rank: int, case: Case, sharded: bool) -> tuple[int, int]:
     """What this rank keeps of AdamW's moments after a step, and what the planner thinks that it keeps."""
     stack, optimizer = build(rank, case, Habits(), sharded=sharded)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from penstock.decision import Decision
 from penstock.runtime import ShardedAdamW, clip_grad_norm_
+from penstock.schedule import plan_step, unit_cost
 from penstock.train.optimizer import build_adamw
 from tests.runtime.sharded.steps import Habits, build, go_on, loss_of
 from tests.support.layouts import layout_case
@@ -118,3 +122,98 @@ def test_state_goes_from_one_kind_of_optimiser_to_the_other_and_back() -> None:
         assert result.losses == pytest.approx(results[0].losses, rel=1e-12)
         for name, tensor in results[0].parameters.items():
             check_close(result.parameters[name], tensor, 1e-12, name)
+
+
+def test_loaded_state_is_what_the_next_steps_use() -> None:
+    """Learning rates set afterwards count, and a parameter without a saved state begins anew."""
+    stack, optimizer = build(0, CASE, Habits(), sharded=True)
+    loss_of(stack, 0, CASE, 0).backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
+    states = optimizer.state_dict()["state"].values()
+    assert {float(each["step"]) for each in states} == {0.0}
+    assert not any(each["exp_avg"].any() for each in states)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = copy.deepcopy(stack.state_dict())
+    loss_of(stack, 0, CASE, 1).backward()
+    optimizer.step()
+    for name, tensor in stack.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_the_state_of_other_parameters_is_refused() -> None:
+    _, optimizer = build(0, CASE, Habits(), sharded=True)
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].repeat(2, 1)
+    with pytest.raises(ValueError, match="of another model, layout or order of parameters"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("settings", "group", "said"),
+    [
+        ({"lr": -0.1}, {}, "lr = -0.1 .* at least 0"),
+        ({"lr": float("nan")}, {}, "lr = nan"),
+        ({"betas": (0.9, 1.0)}, {}, "betas = .* less than 1"),
+        ({"eps": -1.0}, {}, "eps = -1.0"),
+        ({"max_norm": -1.0}, {}, "max_norm = -1.0: it must be more than 0"),
+        ({}, {"weight_decay": -1.0}, "weight_decay = -1.0"),
+        ({}, {"amsgrad": True}, "amsgrad = True .* does not have it"),
+        ({}, {"params": [torch.nn.Parameter(torch.ones(2))]}, "none of the stack's"),
+    ],
+)
+def test_what_would_not_be_as_adamw_does_is_refused(
+    settings: dict[str, Any], group: dict[str, Any], said: str
+) -> None:
+    stack, _ = build(0, CASE, Habits(), sharded=True)
+    made = {"params": list(stack.parameters()), "weight_decay": 0.0, **group}
+    with pytest.raises(ValueError, match=said):
+        ShardedAdamW(stack, [made], **{"lr": 0.1, "max_norm": 1.0, **settings})
+
+
+def test_an_optimizer_whose_stack_has_another_one_is_refused() -> None:
+    stack, first = build(0, CASE, Habits(), sharded=True)
+    assert isinstance(first, ShardedAdamW)
+    group = {"params": list(stack.parameters())}
+    with pytest.raises(ValueError, match="no weight_decay"):
+        ShardedAdamW(stack, [group], lr=0.1, max_norm=1.0)
+    with first.in_backward():
+        loss_of(stack, 0, CASE, 0).backward()
+    ShardedAdamW(stack, [{**group, "weight_decay": 0.0}], lr=0.1, max_norm=1.0)
+    assert not first.updates.is_stale  # nobody else would have gathered them
+    loss_of(stack, 0, CASE, 0).backward()
+    with pytest.raises(RuntimeError, match="another ShardedAdamW"):
+        first.step()
+
+
+def test_a_backward_pass_is_refused_after_an_update_that_followed_its_forward_pass() -> None:
+    """The fused AdamW does not tell autograd that it has changed a tensor."""
+    stack, optimizer = build(0, CASE, Habits(), sharded=True)
+    assert isinstance(optimizer, ShardedAdamW)
+    losses = [loss_of(stack, 0, CASE, number) for number in range(3)]
+    losses[0].backward()
+    losses[1].backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="updated between a forward pass and its backward"):
+        losses[2].backward()
+    both = loss_of(stack, 0, CASE, 3) + loss_of(stack, 0, CASE, 4)
+    with optimizer.in_backward(), pytest.raises(RuntimeError, match="that of one loss alone"):
+        both.backward()
+
+
+def test_a_plan_adopted_before_the_update_leaves_the_sums_whole() -> None:
+    case = replace(CASE, schedule=replace(CASE.schedule, all_reduce_chunk_bytes=700))
+    results = []
+    for adopts in (False, True):
+        stack, optimizer = build(0, case, Habits(), sharded=True)
+        loss_of(stack, 0, case, 0).backward()
+        if adopts:
+            choice = Decision(schedule="flowmoe", microbatches=1)
+            sizes = stack.gradients.sizes_bytes
+            stack.adopt(plan_step(choice, stack.base_shape, sizes, lambda _: unit_cost))
+        optimizer.step()
+        results.append(stack.state_dict())
+    for name, tensor in results[0].items():
+        assert torch.equal(results[1][name], tensor), name

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.schedule import SCHEDULES
-from tests.runtime.sharded.steps import STEPS, Habits, Trained, moments_bytes, train
+from tests.runtime.sharded.steps import STEPS, Habits, Trained, freezes_alone, moments_bytes, train
 from tests.support.layouts import Layout, engines, layout_case
 from tests.support.pairwise import pairwise
 from tests.support.parity import Case, check_close
@@ -73,6 +73,14 @@ def test_three_steps(
     pool = ranks(case.world_size)
     plain = pool.run(train, case, LOOPS[loop], False)
     check_same(pool.run(train, case, LOOPS[loop], True), plain)
+
+
+def test_a_rank_that_freezes_for_an_evaluation_exchanges_nothing_alone(ranks: Pools) -> None:
+    """The others would not join it, so the next step would never end."""
+    case = case_of((2, 1, 1, 1), "flowmoe")
+    together, ours = (ranks(2).run(freezes_alone, case, alone) for alone in (False, True))
+    for mine, theirs in zip(ours, together, strict=True):
+        assert (mine.losses, mine.norms) == (theirs.losses, theirs.norms)
 
 
 @pytest.mark.slow

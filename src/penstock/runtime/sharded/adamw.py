@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.sharded.share import MASTER, MOMENTS
+from penstock.runtime.sharded.groups import check_group, check_norm, check_state
+from penstock.runtime.sharded.share import MASTER, MOMENTS, Share
 from penstock.runtime.sharded.updates import Groups, Updates
 from penstock.runtime.stack import PipelinedStack
 
@@ -21,7 +22,8 @@ SHARDED = "penstock_sharded"
 class ShardedAdamW(torch.optim.Optimizer):
     """AdamW on a stack whose steps sum gradients in shares (`optimizer.sharded`, `StepShape.updating`).
 
-    groups: as `torch.optim.AdamW` takes them, each with a `weight_decay`. lr, betas, eps: of all of them.
+    groups: as `torch.optim.AdamW` takes them, each with a `weight_decay`, of parameters of the stack. lr,
+    betas, eps: of all of them. A stack has one such optimizer: to build another takes it from the first.
     max_norm: gradients are scaled so that their norm is at most this; None = as they are. A step whose norm
     is not finite changes nothing. `norm` is that of the last step.
 
@@ -32,7 +34,7 @@ class ShardedAdamW(torch.optim.Optimizer):
     the others. Without clipping nothing waits for the norm there, so it is the loss alone that may refuse.
 
     Raises ValueError for a stack whose steps do not sum in shares, or are made for the other kind of
-    clipping.
+    clipping, and for groups with numbers, options or parameters that cannot be used.
     """
 
     def __init__(
@@ -52,17 +54,24 @@ class ShardedAdamW(torch.optim.Optimizer):
                 f"max_norm = {max_norm}, and the stack's steps {planned}: build the stack with "
                 f"updating=Updating(clips={max_norm is not None})"
             )
-        super().__init__([dict(group) for group in groups], {"lr": lr, "betas": betas, "eps": eps})
+        check_norm(max_norm)
         self._stack = stack
+        super().__init__([dict(group) for group in groups], {"lr": lr, "betas": betas, "eps": eps})
         machinery = stack.machinery
+        if stack.updates is not None:
+            stack.updates.flush(stack.plan.graph)
         self.updates = Updates(machinery.layout, machinery.transports, self.param_groups, max_norm)
         stack.updates = self.updates
-        for parameter in self._trained():
-            if not parameter.is_contiguous():
-                raise ValueError(
-                    f"a parameter of shape {list(parameter.shape)} is not contiguous, so no share of it can "
-                    "be updated in place: make it contiguous, or use optimizer.sharded=false"
-                )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Update these parameters, too. Raises ValueError for what cannot be updated in shares."""
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1], [*self._stack.parameters()])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        for parameter in self.param_groups[-1]["params"]:
             setattr(parameter, SHARDED, True)
 
     @property
@@ -74,6 +83,7 @@ class ShardedAdamW(torch.optim.Optimizer):
     @contextmanager
     def in_backward(self) -> Iterator[None]:
         """Let the backward pass inside update parameters, too: it is the last one before `step`."""
+        self._check_current()
         self.updates.in_backward = True
         try:
             yield
@@ -85,8 +95,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         """Update by the sums of the last backward passes, unless they have done so themselves."""
         if closure is not None:
             raise ValueError("a sharded optimizer updates once per backward pass and takes no closure")
-        if self.updates.has_sums:
-            self.updates.run(self._stack.plan.graph)
+        self._check_current()
+        self.updates.run()
 
     def flush(self) -> None:
         """Bring all parameters up to date that wait for the next forward pass; all ranks must call it."""
@@ -95,7 +105,7 @@ class ShardedAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget sums that no update has used."""
         super().zero_grad(set_to_none)
-        self.updates.has_sums = False
+        self.updates.forget()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -115,21 +125,35 @@ class ShardedAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's shares out of whole states, AdamW's own or a sharded one's.
 
-        All ranks must call it. Raises ValueError for the state of another number of parameters.
+        A parameter without a state begins anew. All ranks must call it. Raises ValueError for the state of
+        other parameters or of another kind of optimizer.
         """
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        pairs = [(p, state_dict["state"].get(n)) for n, p in zip(numbers, self._trained(), strict=False)]
+        check_state(state_dict["param_groups"], pairs)
         self._stack.settle()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for number, parameter in zip(numbers, self._trained(), strict=True):
-            saved, found = state_dict["state"].get(number), self.updates.share_of(parameter)
-            if saved is None or found is None:
-                continue
-            self.updates.steps[parameter].fill_(float(saved["step"]))
-            _, share = found
-            for name in share.states.keys() & saved.keys():
-                for piece, run in share.runs_of(parameter):
-                    part = saved[name].reshape(-1)[run.first :][: run.length]
-                    share.state(name, piece, run).copy_(part)
+        self.updates.groups = self.param_groups  # a new list
+        for parameter, saved in pairs:
+            if (found := self.updates.share_of(parameter)) is not None:
+                zeros = torch.zeros_like(parameter)
+                fresh = {"step": 0, **dict.fromkeys(MOMENTS, zeros)}
+                self._load(parameter, found[1], saved or fresh)
+
+    def _load(self, parameter: nn.Parameter, share: Share, saved: Mapping[str, Any]) -> None:
+        self.updates.steps[parameter].fill_(float(saved["step"]))
+        for name in share.states.keys() & saved.keys():
+            for piece, run in share.runs_of(parameter):
+                part = saved[name].reshape(-1)[run.first :][: run.length]
+                share.state(name, piece, run).copy_(part)
+
+    def _check_current(self) -> None:
+        """Raise RuntimeError if the stack sums for another optimizer."""
+        if self._stack.updates is not self.updates:
+            raise RuntimeError(
+                "another ShardedAdamW was built on this stack since, and the stack's steps sum gradients for "
+                "that one alone: build one with all parameter groups"
+            )
 
     def _trained(self) -> Sequence[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

@@ -79,6 +79,15 @@ class Share:
         self.states = {n: torch.zeros(self.places[-1], dtype=self.wide, device=device) for n in names}
         self.held: Tensor | None = None
 
+    def is_of(self, flat: FlatGradients) -> bool:
+        """Whether a buffer is of the very same numbers."""
+        pairs = zip(self.flat.parameters, flat.parameters, strict=False)
+        same = self.flat.sizes == flat.sizes and all(mine is other for mine, other in pairs)
+        first, kept = flat.parameters[0], self.states[MOMENTS[0]]
+        return (
+            same and (first.dtype, first.device) == (self.kind, kept.device) and self.flat.share == flat.share
+        )
+
     def within(self, run: range) -> Iterator[Run]:
         """What parameters have of a part of the buffer."""
         begin = 0

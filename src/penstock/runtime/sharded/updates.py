@@ -58,14 +58,25 @@ class Updates:
         self._group_of: dict[int, int] = {}  # the number of every parameter's group, by its id
         self.steps: dict[nn.Parameter, Tensor] = {}
         self.judged: Judged | None = None
-        self.in_backward = self.has_sums = False
+        self.in_backward = False
+        self.changes = 0  # how often parameters have been updated
+        self._summed: Graph | None = None  # of the step that has left sums
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether there are sums that no update has used."""
+        return self._summed is not None
+
+    def forget(self) -> None:
+        """Sums that no update has used shall not be."""
+        self._summed = None
 
     # ---- who owns what -------------------------------------------------------------------------------------
 
     def settle(self, buckets: Buckets, shape: StepShape) -> None:
         """Own shares of these buckets, as this shape cuts them; what there was of their state is dealt again.
 
-        All ranks must call it together; it costs an exchange where the cut has changed.
+        All ranks must call it together; it costs an exchange where the cut or a parameter has changed.
         """
         self._group_of = {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
         layers = range(shape.num_layers)
@@ -77,6 +88,9 @@ class Updates:
                 "the model or the plan has changed between a backward pass and the update that it is for: "
                 "call optimizer.step(), optimizer.zero_grad() or optimizer.flush() on all ranks before it"
             )
+        if cut == self._cut and self._follow(buckets):
+            self._buckets = buckets
+            return
         made: Shares = {}
         for kind in REDUCTIONS:
             for layer, bucket in enumerate(buckets.of(kind)):
@@ -88,6 +102,23 @@ class Updates:
         for parameter in self._parameters():
             if parameter not in self.steps:
                 self.steps[parameter] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+
+    def _follow(self, buckets: Buckets) -> bool:
+        """Use other buffers of the very same parameters; False if they are of others.
+
+        Nothing is exchanged: a rank has new buffers where it alone has frozen something for an evaluation.
+        """
+        pairs: list[tuple[Share, FlatGradients]] = []
+        for (kind, layer), shares in self._shares.items():
+            flats = buckets.of(kind)[layer].flats
+            if len(flats) != len(shares):
+                return False
+            pairs.extend(zip(shares, flats, strict=True))
+        if not all(share.is_of(flat) for share, flat in pairs):
+            return False
+        for share, flat in pairs:
+            share.flat = flat
+        return True
 
     def _share(self, kind: str, flat: FlatGradients, parts: Sequence[int]) -> Share:
         axes, mesh = self._axes(kind), self._layout.mesh
@@ -151,8 +182,17 @@ class Updates:
 
     # ---- in a step -----------------------------------------------------------------------------------------
 
-    def begin(self, buckets: Buckets, shape: StepShape) -> None:
-        """A backward pass begins. Sums that no update has used are kept, to be added to."""
+    def begin(self, buckets: Buckets, shape: StepShape, changes: int) -> None:
+        """A backward pass begins. Sums that no update has used are kept, to be added to.
+
+        changes: as there were when the forward pass ran. Raises RuntimeError if there were more since.
+        """
+        if changes != self.changes:
+            raise RuntimeError(
+                "parameters were updated between a forward pass and its backward pass, whose gradients would "
+                "be those of neither: run the backward passes of all losses before optimizer.step(), and "
+                "inside optimizer.in_backward() that of one loss alone"
+            )
         self.settle(buckets, shape)
         self.judged = None
         for share in self._all:
@@ -243,7 +283,7 @@ class Updates:
     def end(self, graph: Graph, loss: Tensor) -> None:
         """A backward pass has ended: its sums are there, or its updates are done."""
         if not self.in_backward:
-            self.has_sums = True
+            self._summed = graph
             return
         assert self.judged is not None, "a step that updates takes the norm"
         unjudged = 1 - loss.isfinite().to(torch.float32)
@@ -253,7 +293,8 @@ class Updates:
         """All updates of a step have run; parameters are to be gathered."""
         if counted := [self.steps[parameter] for parameter in self._parameters()]:
             torch._foreach_add_(counted, 1 - refused)
-        self.has_sums = False
+        self.forget()
+        self.changes += 1
         self._stale = {task.name for task in graph.tasks if of_optimizer(task) == "gather"}
 
     def gather(self, task: Task, transport: Transport) -> None:
@@ -272,8 +313,10 @@ class Updates:
 
     # ---- outside of a step ---------------------------------------------------------------------------------
 
-    def run(self, graph: Graph) -> None:
+    def run(self) -> None:
         """Norm and updates of the sums that there are; then gather parameters. All ranks must call it."""
+        if (graph := self._summed) is None:
+            return
         loss = torch.zeros((), device=self._device)
         for task in graph.tasks:
             if of_optimizer(task) == "norm":
