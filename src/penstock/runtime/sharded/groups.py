@@ -50,8 +50,8 @@ def check_state(
     """Raise ValueError unless saved groups are AdamW's and every state fits the parameter beside it."""
     for group in groups:
         _check_settings(group)
-    for parameter, saved in pairs:
-        for name in MOMENTS if saved else ():
+    for parameter, saved in ((p, state) for p, state in pairs if state):
+        for name in MOMENTS:
             found = None if name not in saved else list(saved[name].shape)
             if found != list(parameter.shape):
                 raise ValueError(
