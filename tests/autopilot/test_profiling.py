@@ -179,6 +179,8 @@ def test_nodes_have_links_inside_and_legs(ranks: Pools) -> None:
         ("hierarchical_1d", "DS", "intra"),
         ("hierarchical_2d", "DG", "intra"),
         ("hierarchical_2d", "D", "inter"),
+        ("node_once", "D", "inter"),
+        ("node_once", "DS", "intra"),
     }
 
 
