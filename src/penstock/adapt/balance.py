@@ -10,17 +10,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from penstock.moe.config import BalanceGroup
+from penstock.moe.balance import GlobalBalance
 
 
-class BalanceOverLayers:
-    """As in transformers, over the batch of all ranks: exact for any split into microbatches and ranks."""
-
-    group: BalanceGroup = "global"
-
-    def piece(self, chosen_BE: Tensor, probability_BE: Tensor) -> Tensor:
-        del chosen_BE
-        return probability_BE.new_zeros(())
+class BalanceOverLayers(GlobalBalance):
+    """As in transformers: over the batch of all ranks, and over all layers at once."""
 
     def total(self, pieces: Tensor, chosen_YE: Tensor, probability_YE: Tensor, tokens: Tensor) -> Tensor:
         del pieces

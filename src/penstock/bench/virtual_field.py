@@ -87,8 +87,9 @@ class VirtualField:
     def _entry(self, name: str) -> Entry:
         if name == AUTO:
             return self._choice()
-        tried = {self._first_plan(name, each).shape: each for each in variants(self._bench, name)}
-        ordered = [(self._ordered(name, self._first_plan(name, each)), each) for each in tried.values()]
+        tried = [(self._first_plan(name, each), each) for each in variants(self._bench, name)]
+        apart = {plan.shape: (plan, each) for plan, each in tried}
+        ordered = [(self._ordered(name, plan), each) for plan, each in apart.values()]
         best, schedule = min(ordered, key=lambda pair: pair[0].simulated_s or 0.0)
         assert best.plan is not None, "a schedule has a plan"
         self._stack.adopt(best.plan, self._placement(name))

@@ -206,21 +206,34 @@ def describe_schedule(
     asked = asked if placement is None else placement.applied(asked)
     workload = _workload(layers, microbatches, sharing, asked.form)
     updating = Updating() if sharded_optimizer else None
-    if updating is not None:  # every rank updates all of its experts
-        own = int(workload.expert_bytes) * workload.placement.slots
-        workload = replace(workload, expert_all_reduce_bytes=(own,) * layers)
+    workload = workload if updating is None else _with_updates(workload)
     size = -(-workload.all_reduce_bytes[0] // all_reduce_chunks)
     asked = replace(asked, all_reduce_chunk_bytes=size)
     run = _run(asked, workload, cluster, sharing, updating)
     still = replace(asked, schedule=BASELINE, samples="none", experts="none")
     baseline = _run(still, workload, cluster, sharing, updating)
+    notes = tuple(_notes(asked, run.plan.shape, all_reduce_chunks))
+    return _described(name, run, baseline, workload=workload, cluster=cluster, notes=notes, width=width)
+
+
+def _described(
+    name: str,
+    run: _Run,
+    baseline: _Run,
+    *,
+    workload: Workload,
+    cluster: ClusterConfig,
+    notes: tuple[str, ...],
+    width: int,
+) -> ScheduleDescription:
+    """What a simulated step shows, beside the baseline's."""
     return ScheduleDescription(
         name=name,
         about=_about(SCHEDULES[name]),
         shape=run.plan.shape,
         workload=workload,
         cluster=cluster,
-        notes=tuple(_notes(asked, run.plan.shape, all_reduce_chunks)),
+        notes=notes,
         grid=run.plan.schedule.grid(run.plan.graph, width=width),
         timeline=render_timeline(run.records, width=width),
         schedule_text=run.plan.schedule.text(),
@@ -245,6 +258,12 @@ def _about(system: System) -> str:
 
 
 # ---- the representative step -------------------------------------------------------------------------------
+
+
+def _with_updates(workload: Workload) -> Workload:
+    """The same step on ranks that each update all of their experts."""
+    own = int(workload.expert_bytes) * workload.placement.slots
+    return replace(workload, expert_all_reduce_bytes=(own,) * len(workload.all_reduce_bytes))
 
 
 def usual_sharing(name: str) -> Sharing:
