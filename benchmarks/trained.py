@@ -189,9 +189,9 @@ def render_trained(result: TrainedResult) -> str:
     losses = [case.loss for case in result.trained]
     apart = max(losses) / min(losses) - 1
     about = (
-        f"Iterations are medians of {STEPS - WARM_UP} steps, then of {ROUNDS} rounds; uplinks carried what "
-        f"starting and saving send, too. The busiest rank has so many times the mean of rows, by the experts "
-        f"that it owns. Losses at the end, {losses[0]:.4f}, differ by {apart:.1e} (relative; rounding)."
+        f"Iterations are medians of {STEPS - WARM_UP} steps, then of {ROUNDS} rounds. Uplink bytes include "
+        f"start and checkpoint. Busiest rank: rows for the experts that it owns, over the mean of all ranks. "
+        f"Losses at the end, {losses[0]:.4f}, differ by {apart:.1e} (relative; rounding)."
     )
     return "\n".join([*markdown_table(rows), "", about])
 

@@ -99,7 +99,7 @@ def _found(model: Any) -> Found:
 
 
 def _joined(timeout_s: float, device: torch.device) -> ProcessInfo:
-    """Who this process is; it is connected to the others if a launcher started some and nobody has."""
+    """Who this process is. Connects it to the others that a launcher started, unless that is done already."""
     started = detect(os.environ) or ALONE
     if dist.is_initialized():
         here = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}

@@ -1,4 +1,4 @@
-"""A family that nobody has described: looked at structurally, and checked before it is believed.
+"""Models of undescribed families: their parts are found by structure, and checked before they are used.
 
 Shapes: B samples, L tokens per sample, V vocabulary.
 """

@@ -137,11 +137,11 @@ def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...], nodes: 
 
 
 def _shared_card_bytes_per_s(links: tuple[LinkModel, ...], nodes: int) -> float | None:
-    """The rate of a node's card if its devices share one; None if each has its own, or nobody knows.
+    """The rate of a node's card if its devices share one; None if each has its own, or if that is unknown.
 
-    Alone, a device that shares gets the whole card, and one that does not gets what it gets when all send:
-    the measured rate is nearer to one of the two. Only where one expert group has all ranks, since several
-    groups that are measured at once would share cards, too.
+    A device that sends alone has a shared card to itself; with a card of its own it is no faster than when
+    all send. The measured rate is closer to one of the two. Unknown where there are several expert groups:
+    they are measured at the same time and share cards, too.
     """
     even, alone = (_measured(links, name, "ep") for name in ("all_to_all", "point_to_point"))
     world = max((link.ranks for link in links), default=0)

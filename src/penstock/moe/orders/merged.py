@@ -49,8 +49,8 @@ class MergedOrder(Order):
     over the experts of a destination are made there, so outputs differ from the sort order's by rounding.
 
     num_experts: E. top_k: k. ep_size: P. node_size: G, 1 = one copy per rank. rank: this one's place among
-    P. capacity_factor, min_capacity: who is dropped, as in `IndexOrder`; without a factor nobody is. There is
-    no padding in either case: what travels is what is left.
+    P. capacity_factor, min_capacity: which choices are dropped, as in `IndexOrder`; none without a factor.
+    Rows are never padded: only what is left travels.
     """
 
     name, kinds, dynamic, row_counts = "sort", ("token",), True, True

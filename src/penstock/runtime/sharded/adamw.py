@@ -125,8 +125,8 @@ class ShardedAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's shares out of whole states, AdamW's own or a sharded one's.
 
-        A parameter without a state begins anew. All ranks must call it. Raises ValueError for the state of
-        other parameters or of another kind of optimizer.
+        A parameter that has no state there starts afresh. All ranks must call it. Raises ValueError for the
+        state of other parameters or of another kind of optimizer.
         """
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         pairs = [(p, state_dict["state"].get(n)) for n, p in zip(numbers, self._trained(), strict=False)]

@@ -114,7 +114,7 @@ class Share:
     def weights(self, piece: int, run: Run) -> Tensor:
         """What AdamW changes: the parameter's own numbers, or those here that it has in float32.
 
-        Numbers that somebody has changed in the parameter since are taken from there.
+        Where the parameter was changed from outside since the last update, its own numbers are taken.
         """
         if MASTER not in self.states:
             return run.values
