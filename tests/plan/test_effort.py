@@ -16,7 +16,7 @@ from penstock.plan.effort import PLACEMENTS, QUICK, Effort, Meter, Searched
 from penstock.plan.published import PUBLISHED
 from penstock.plan.starts import first_choices
 from penstock.plan.subject import Overrides
-from penstock.schedule.penstock import MOST_PLACEMENTS, evaluations
+from penstock.schedule.penstock import MOST_PLACEMENTS, trials
 from tests.plan.problems import problem
 
 BUDGETS = (1e-4, 0.01, 0.03, 0.1)
@@ -117,7 +117,7 @@ def test_work_is_counted_by_tasks_and_timelines() -> None:
     meter.note(each, Decision(schedule="lina"), 100)
     assert meter.spent == 200  # ordered and simulated
     meter.note(each, Decision(schedule="penstock", priority="search"), 100)
-    assert meter.spent == 400 + 100 * evaluations(100) // QUICK
+    assert meter.spent == 400 + 100 * trials(100) // QUICK
 
 
 @pytest.mark.parametrize("budget", [0.0, -1.0, float("nan"), float("inf"), 1e6])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from math import inf
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,19 +16,20 @@ from penstock.bench.scheduled import run_config_of
 from penstock.cost import ClusterConfig, StepCost
 from penstock.decision import Decision
 from penstock.graph import Graph, Lane, Task
+from penstock.graph.paths import path_ends
 from penstock.schedule import SCHEDULES, Cost, Schedule, cut, freeze, unit_cost
-from penstock.schedule import search as search_module
-from penstock.schedule.board import Board, Found, Keys
+from penstock.schedule.board import Board, Keys
+from penstock.schedule.lineup import Lineup
 from penstock.schedule.penstock import remaining_path
-from penstock.schedule.search import SCENARIOS, search
+from penstock.schedule.search import search
 from penstock.simulate import simulate
 from penstock.step import StepShape, build_graph
 from penstock.topology import Layout
 from penstock.train.assemble import gradient_bytes, workload
-from tests.steps import random_seconds, seeds, shapes
+from tests.steps import random_orders, random_seconds, seeds, shapes
 from tests.support.draws import draws
 
-EVALUATIONS = 45
+TRIALS = 45
 SLOW_LINK = ClusterConfig(link_bytes_per_s=2.5e7)
 
 
@@ -48,15 +49,8 @@ def key_lists(draw: st.DrawFn, graph: Graph) -> Keys:
     return draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=size, max_size=size))
 
 
-def seconds_of(graph: Graph, cost: Cost, factors: tuple[float, float] = (1.0, 1.0)) -> list[float]:
-    """Durations in one scenario: computation and transfers by a factor each."""
-    compute, transfers = factors
-    return [cost(t) * (compute if t.lane is Lane.COMPUTE else transfers) for t in graph.tasks]
-
-
-def scenarios_s(graph: Graph, cost: Cost, keys: Keys) -> float:
-    """What the search makes small."""
-    return sum(Board(graph, seconds_of(graph, cost, f)).play(keys).seconds for f in SCENARIOS)
+def seconds_of(graph: Graph, cost: Cost) -> list[float]:
+    return [cost(task) for task in graph.tasks]
 
 
 def some_starts(graph: Graph, seed: int) -> list[Mapping[Task, float]]:
@@ -65,6 +59,13 @@ def some_starts(graph: Graph, seed: int) -> list[Mapping[Task, float]]:
 
 def as_keys(graph: Graph, start: Mapping[Task, float]) -> Keys:
     return [start[task] for task in graph.tasks]
+
+
+def lineup_of(graph: Graph, seed: int) -> tuple[Lineup, list[list[int]]]:
+    """Random durations, and a random order for every lane."""
+    lanes = random_orders(graph, seed)
+    orders = [[graph.position[task] for task in lanes.get(lane, ())] for lane in Lane]
+    return Lineup(graph, list(random_seconds(graph, seed).values())), orders
 
 
 def schedule_of(graph: Graph, orders: Sequence[Sequence[int]]) -> Schedule:
@@ -100,45 +101,64 @@ def test_a_board_can_be_played_again(graph: Graph, seed: int) -> None:
     assert board.play(keys) == board.play(keys)
 
 
+# ---- all tasks in a row ------------------------------------------------------------------------------------
+
+
+@given(graphs(), seeds)
+def test_a_row_says_the_orders_it_was_made_of(graph: Graph, seed: int) -> None:
+    lineup, orders = lineup_of(graph, seed)
+    assert list(lineup.orders(lineup.timed(orders).row)) == orders
+
+
+@given(st.data(), graphs(), seeds)
+def test_a_changed_row_is_a_row_and_timed_as_the_simulator_does(
+    data: st.DataObject, graph: Graph, seed: int
+) -> None:
+    lineup, orders = lineup_of(graph, seed)
+    timed, tasks = lineup.timed(orders), len(graph.tasks)
+    first, second = sorted(
+        data.draw(st.lists(st.integers(0, tasks - 1), min_size=2, max_size=2, unique=True))
+    )
+    move = data.draw(st.sampled_from([lineup.hold, lineup.advance]))
+    row = move(timed.row, first, second)
+    if row is None:
+        assert timed.row[first] in graph.behind(timed.row[second], 0)
+        return
+    assert sorted(row) == list(range(tasks)) and row[:first] == timed.row[:first]
+    assert row.index(timed.row[second]) < row.index(timed.row[first])
+    assert all(row.index(need) < row.index(task) for task in row for need in graph.links[task])
+    after = lineup.again(timed, row, first, inf)
+    assert after is not None
+    assert after.ends_s == path_ends(lineup.orders(row), graph.links, lineup.seconds)
+    assert lineup.again(timed, row, first, 0.99 * after.seconds) is None
+    assert lineup.again(timed, row, first, after.seconds * (1 + 1e-9)) == after
+
+
 # ---- the search --------------------------------------------------------------------------------------------
 
 
-@given(graphs(), seeds, st.integers(0, EVALUATIONS))
-def test_what_is_found_is_valid(graph: Graph, seed: int, evaluations: int) -> None:
+@given(graphs(), seeds, st.integers(0, TRIALS))
+def test_what_is_found_is_valid(graph: Graph, seed: int, trials: int) -> None:
     cost = random_seconds(graph, seed).__getitem__
-    found = search("found", graph, cost, some_starts(graph, seed), evaluations)
+    found = search("found", graph, cost, some_starts(graph, seed), trials)
     found.check(graph)
     assert found.name == "found"
-
-
-class NotedBoard(Board):
-    """A board that remembers the keys it was last played with: the last of a search are the best."""
-
-    keys: Keys
-
-    def play(self, keys: Keys) -> Found:
-        type(self).keys = keys
-        return super().play(keys)
 
 
 @given(graphs(), seeds)
 def test_nothing_worse_than_a_start_is_found(graph: Graph, seed: int) -> None:
     cost, starts = random_seconds(graph, seed).__getitem__, some_starts(graph, seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search_module, "Board", NotedBoard)
-        found = search("s", graph, cost, starts, EVALUATIONS)
-    keys = NotedBoard.keys
-    assert schedule_of(graph, Board(graph, seconds_of(graph, cost)).play(keys).orders) == found
-    best_start_s = min(scenarios_s(graph, cost, as_keys(graph, start)) for start in starts)
-    assert scenarios_s(graph, cost, keys) <= best_start_s
+    found, board = search("s", graph, cost, starts, TRIALS), Board(graph, seconds_of(graph, cost))
+    best_start_s = min(board.play(as_keys(graph, start)).seconds for start in starts)
+    assert simulate(found, graph, cost).iteration_s <= best_start_s
 
 
 @given(graphs(), seeds)
-def test_without_evaluations_it_is_the_best_of_the_starts(graph: Graph, seed: int) -> None:
+def test_without_trials_it_is_the_best_of_the_starts(graph: Graph, seed: int) -> None:
     cost, starts = random_seconds(graph, seed).__getitem__, some_starts(graph, seed)
-    best = min((as_keys(graph, start) for start in starts), key=lambda k: scenarios_s(graph, cost, k))
-    orders = Board(graph, seconds_of(graph, cost)).play(best).orders
-    assert search("s", graph, cost, starts, 0) == schedule_of(graph, orders)
+    board = Board(graph, seconds_of(graph, cost))
+    best = min((board.play(as_keys(graph, start)) for start in starts), key=lambda found: found.seconds)
+    assert search("s", graph, cost, starts, 0) == schedule_of(graph, best.orders)
 
 
 @given(cuts(), seeds)
@@ -146,8 +166,8 @@ def test_the_same_question_has_the_same_answer(shape: StepShape, seed: int) -> N
     """Ranks search each for itself, so nothing but graph, costs and starts may matter."""
     graph = build_graph(shape)
     cost, starts = random_seconds(graph, seed).__getitem__, some_starts(graph, seed)
-    first = search("s", graph, cost, starts, EVALUATIONS).text()
-    assert search("s", build_graph(shape), cost, starts, EVALUATIONS).text() == first
+    first = search("s", graph, cost, starts, TRIALS).text()
+    assert search("s", build_graph(shape), cost, starts, TRIALS).text() == first
 
 
 @given(graphs(), seeds)
@@ -156,8 +176,8 @@ def test_a_rank_that_is_slow_counts_for_all(graph: Graph, seed: int) -> None:
     one, two = random_seconds(graph, seed), random_seconds(graph, seed + 1)
     slowest = {task: max(one[task], two[task]) for task in graph.tasks}
     starts = some_starts(graph, seed)
-    both = search("s", graph, lambda t: np.array([one[t], two[t]]), starts, EVALUATIONS)
-    assert both == search("s", graph, slowest.__getitem__, starts, EVALUATIONS)
+    both = search("s", graph, lambda t: np.array([one[t], two[t]]), starts, TRIALS)
+    assert both == search("s", graph, slowest.__getitem__, starts, TRIALS)
 
 
 # ---- penstock's order --------------------------------------------------------------------------------------
@@ -189,7 +209,7 @@ def test_searching_gains_on_where_it_began() -> None:
     graph, slow_link = default_step()
     remaining_s = remaining_path(graph, slow_link)
     rule = [{task: -remaining_s[task] for task in graph.tasks}]
-    began, found = (search("s", graph, slow_link, rule, evaluations) for evaluations in (0, 600))
+    began, found = (search("s", graph, slow_link, rule, trials) for trials in (0, 600))
     assert began.lanes == rule_alone(graph, slow_link).lanes
     assert simulate(found, graph, slow_link).iteration_s < simulate(began, graph, slow_link).iteration_s
 

@@ -11,9 +11,9 @@ from penstock.schedule import penstock as searching
 @contextmanager
 def short_search() -> Iterator[None]:
     """Every order must give the same step, so the search for a good one stops early, on all ranks alike."""
-    most = searching.MOST_EVALUATIONS
-    searching.MOST_EVALUATIONS = searching.LEAST_EVALUATIONS
+    most = searching.MOST_TRIALS
+    searching.MOST_TRIALS = searching.LEAST_TRIALS
     try:
         yield
     finally:
-        searching.MOST_EVALUATIONS = most
+        searching.MOST_TRIALS = most

@@ -10,7 +10,7 @@ from penstock.config import ConfigError, Items, Within, check_bounds
 from penstock.decision import Decision
 from penstock.plan.predict import timelines
 from penstock.plan.problem import Problem
-from penstock.schedule.penstock import evaluations
+from penstock.schedule.penstock import trials
 from penstock.words import counted
 
 Effort = Literal["low", "usual"]
@@ -21,8 +21,8 @@ PLACEMENTS = {"low": 30_000, "usual": 800_000}
 PER_PLANNER = 5_000
 """What a published planner is charged for its formulas and simulations of its own."""
 
-QUICK = 6
-"""Tasks that a local search places in the time of one: it works on plain numbers only."""
+QUICK = 15
+"""A local search is charged for one of so many tasks that it places: plain numbers, rarely all of them."""
 
 MOST_BUDGET = 1000.0
 
@@ -91,7 +91,7 @@ class Meter:
         """Count a choice that was ordered and simulated. tasks: in its graph."""
         self.spent += tasks * (1 + timelines(problem))
         if choice.reads("priority") and choice.priority == "search":
-            self.spent += tasks * evaluations(tasks) // QUICK
+            self.spent += tasks * trials(tasks) // QUICK
 
     def note_planner(self) -> None:
         """A published planner has made its choice."""

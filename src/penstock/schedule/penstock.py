@@ -14,7 +14,7 @@ from penstock.schedule.search import search
 from penstock.schedule.system import lateness
 from penstock.step import StepShape
 
-LEAST_EVALUATIONS, MOST_EVALUATIONS, MOST_PLACEMENTS = 60, 3000, 600_000
+LEAST_TRIALS, MOST_TRIALS, MOST_PLACEMENTS = 120, 7500, 1_500_000
 APART = (0, 1, 2, 4, 8)
 
 
@@ -32,9 +32,9 @@ class Penstock(FlowMoE):
     compute  EM1 AT1 EM0 AT0 X1 ·  X0 U1 AT1 U0 AT0 X1 ·  X0 U1 HD1 U0 HD0 ·
     inter    ·   ·   N1  D1  N0 D0 C1 C0 ·   N1 D1  N0 D0 C1 C0 ·   ·  ·   ST
     backward
-    layer    L1                      L0 L1 L0 L1  L0                                  L1
-    compute  HD1 U1 HD0 X1 W1 AT1 U0 U1 X0 X1 AT0 U0    AT1 EM1   X0 W1 AT0 EM0 W0    W0
-    inter    ·   ·  C1  ·  D1 ·   ·  C0 C1 D0 D1  AR1.1 C0  AR1.0 ·  D0 ·   ·   AR0.0 AR0.1
+    layer    L1                      L0 L1 L0 L1  L0                            L1    L0
+    compute  HD1 U1 HD0 X1 W1 AT1 U0 U1 X0 X1 AT0 U0    AT1   EM1 X0 W0 AT0 EM0 W0    W1
+    inter    ·   ·  C1  ·  D1 ·   ·  C0 C1 D0 D1  AR1.0 AR1.1 C0  ·  D0 ·   ·   AR0.0 AR0.1
     """
 
     name = "penstock"
@@ -54,12 +54,12 @@ class Penstock(FlowMoE):
             return freeze(self.name, graph, cost, lambda task: (-remaining_s[task],))
         if choice.priority == "all_to_all_first":
             return freeze(self.name, graph, cost, all_to_all_first)
-        return search(self.name, graph, cost, _starts(graph, cost), evaluations(len(graph.tasks)))
+        return search(self.name, graph, cost, _starts(graph, cost), trials(len(graph.tasks)))
 
 
-def evaluations(tasks: int) -> int:
-    """How many orders of this number of tasks a search simulates."""
-    return max(LEAST_EVALUATIONS, min(MOST_EVALUATIONS, MOST_PLACEMENTS // tasks))
+def trials(tasks: int) -> int:
+    """How many changes of an order of this number of tasks a search simulates."""
+    return max(LEAST_TRIALS, min(MOST_TRIALS, MOST_PLACEMENTS // tasks))
 
 
 def _starts(graph: Graph, cost: Cost) -> list[dict[Task, float]]:

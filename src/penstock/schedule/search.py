@@ -1,58 +1,74 @@
-"""Better orders than any rule gives: local search over priorities, judged by the simulated iteration.
+"""Better orders than any rule gives: other priorities first, then simulated annealing over the order itself.
 
-A rule looks at ready tasks only. Whether it pays to finish one microbatch first, so that the network has
-something to send while the others are computed, shows many tasks later; simulating the whole step sees it.
+A rule looks at ready tasks only. Whether it pays to finish one microbatch first, or to let a lane wait for a
+task that the whole step waits for, shows many tasks later; simulating the whole step sees it. Priorities
+change much of an order at once, and no lane waits. Annealing changes little, and lanes may wait: only a
+change where a critical path waits for its lane can shorten a step, so nothing else is tried (van Laarhoven,
+Aarts and Lenstra, Job Shop Scheduling by Simulated Annealing, 1992).
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from penstock.graph import Graph, Lane, Task
-from penstock.schedule.board import Board, Keys, lanes_of
+from penstock.graph import Graph, Task
+from penstock.schedule.board import Board, Found, Keys, lanes_of
 from penstock.schedule.freeze import Cost, slowest
+from penstock.schedule.lineup import Lineup, Row, Timed, Waits
 from penstock.schedule.schedule import Schedule
 
-SCENARIOS = ((1.0, 1.0), (1.1, 1.0), (1.0, 1.1))
-"""Factors on computation and on transfers: predictions are some percent off, in either direction."""
+PLAYS = 5
+"""For so many changes of an order one change of priorities, which takes longer to simulate."""
 
 LARGEST_GROUP = 8
 WHOLE_KIND = 0.3
+"""How often tasks that differ in microbatch and chunk only move together; else a few, each by itself."""
+
+RUNS, LEAST_RUN = 3, 2500
+"""Times that the temperature falls, each beginning with the best order so far, and trials that one needs."""
+
+HOTTEST = 0.8
+"""Of a typical task: how much longer a step may become at first, roughly."""
+
+FURTHER, IN_EVERY_LAYER, ANOTHER_PATH = 0.3, 0.25, 0.1
+"""How often a change passes one task more, is made in all layers, and a rejected one ends work on a path."""
+
+NEAR = 3
+"""Layers of a step, counted in tasks: what is further apart in a row was not put there by the same choice."""
 
 
 def search(
-    name: str, graph: Graph, cost: Cost, starts: Sequence[Mapping[Task, float]], evaluations: int
+    name: str, graph: Graph, cost: Cost, starts: Sequence[Mapping[Task, float]], trials: int
 ) -> Schedule:
-    """The best order that `evaluations` simulated iterations find, from the best of `starts`.
+    """The best order that `trials` changes find, from the best that list scheduling with `starts` gives.
 
-    starts: priorities in seconds, smaller first. Judged by the sum over SCENARIOS, so that an order which is
-    good only if every duration is exactly as predicted does not win. The same graph and costs give the same
-    order on every rank: the random numbers have a fixed seed, and there is no time limit.
+    starts: priorities in seconds, smaller first. The same graph and costs give the same order on every rank:
+    the random numbers have a fixed seed, and there is no time limit.
     """
     seconds, rng = [slowest(cost(task)) for task in graph.tasks], random.Random(0)
-    boards = [Board(graph, _scaled(graph, seconds, factors)) for factors in SCENARIOS]
+    board, lineup = Board(graph, seconds), Lineup(graph, seconds)
+    keys = ([start[task] for task in graph.tasks] for start in starts)
+    best = lineup.timed(_prioritise(graph, board, keys, trials // PLAYS, rng).orders)
+    changes = _Changes(graph, lineup, rng)
+    runs = max(1, min(RUNS, trials // LEAST_RUN))
+    for _ in range(runs):
+        best = min(best, _anneal(best, changes, trials // runs), key=lambda each: each.seconds)
+    return Schedule(name, lanes_of(graph, lineup.orders(best.row)))
 
-    def judge(keys: Keys) -> float:
-        return sum(board.play(keys).seconds for board in boards)
 
-    keys = min(([start[task] for task in graph.tasks] for start in starts), key=judge)
-    best_s, kinds = judge(keys), _kinds(graph)
-    step_s = 2 * sum(seconds) / len(seconds)
-    for _ in range(evaluations // len(boards)):
+def _prioritise(graph: Graph, board: Board, starts: Iterable[Keys], plays: int, rng: random.Random) -> Found:
+    """The best that list scheduling gives with these priorities and with `plays` changes of the best ones."""
+    best, keys = min(((board.play(keys), keys) for keys in starts), key=lambda each: each[0].seconds)
+    kinds, step_s = _kinds(graph), 2 * sum(board.seconds) / len(board.seconds)
+    for _ in range(plays):
         moved = _move(keys, kinds, step_s, rng)
-        moved_s = judge(moved)
-        if moved_s <= best_s:  # an equal one is taken too: it may lead on
-            best_s, keys = moved_s, moved
-    return Schedule(name, lanes_of(graph, Board(graph, seconds).play(keys).orders))
-
-
-def _scaled(graph: Graph, seconds: Sequence[float], factors: tuple[float, float]) -> list[float]:
-    compute, transfers = factors
-    return [
-        s * (compute if task.lane is Lane.COMPUTE else transfers)
-        for task, s in zip(graph.tasks, seconds, strict=True)
-    ]
+        found = board.play(moved)
+        if found.seconds <= best.seconds:  # an equal one is taken too: it may lead on
+            best, keys = found, moved
+    return best
 
 
 def _kinds(graph: Graph) -> list[list[int]]:
@@ -74,3 +90,69 @@ def _move(keys: Keys, kinds: Sequence[Sequence[int]], step_s: float, rng: random
     for _ in range(rng.randint(1, LARGEST_GROUP)):
         moved[rng.randrange(len(keys))] += rng.gauss(0, step_s)
     return moved
+
+
+def _anneal(start: Timed, changes: _Changes, trials: int) -> Timed:
+    """The best order on the way of one falling temperature."""
+    lineup, rng = changes.lineup, changes.rng
+    best = now = start
+    hottest_s = HOTTEST * sum(lineup.seconds) / len(lineup.seconds)
+    changes.begin(now)
+    for trial in range(trials):
+        if not changes.waits.pairs:  # nothing on the path waits for a lane
+            break
+        heat_s = hottest_s * (1 - trial / trials) ** 2
+        most_s = now.seconds - heat_s * math.log(1 - rng.random())
+        row, first = changes.draw()
+        after = None if row is None else lineup.again(now, row, first, most_s)
+        if after is not None:
+            now = after
+            best = min(best, now, key=lambda each: each.seconds)
+        if after is not None or rng.random() < ANOTHER_PATH:
+            changes.begin(now)
+    return best
+
+
+@dataclass
+class _Changes:
+    """What may be changed about an order."""
+
+    graph: Graph
+    lineup: Lineup
+    rng: random.Random
+
+    def __post_init__(self) -> None:
+        self._alike: dict[object, dict[int, int]] = {}
+        for position, task in enumerate(self.graph.tasks):
+            self._alike.setdefault(task.name._replace(layer=0), {})[task.layer] = position
+        self._layers = 1 + max(task.layer for task in self.graph.tasks)
+
+    def begin(self, timed: Timed) -> None:
+        """Changes of this order from now on."""
+        self._row, self._place = timed.row, [0] * len(timed.row)
+        for place, task in enumerate(timed.row):
+            self._place[task] = place
+        self.waits: Waits = self.lineup.waits(timed, self.rng)
+
+    def draw(self) -> tuple[Row | None, int]:
+        """Another row, and the place of its first change; None for what dependencies do not allow."""
+        first, second = self.rng.choice(self.waits.pairs)
+        while self.waits.before[first] >= 0 and self.rng.random() < FURTHER:
+            first = self.waits.before[first]
+        move = self.lineup.hold if self.rng.random() < 0.5 else self.lineup.advance
+        if self.rng.random() >= IN_EVERY_LAYER:
+            return move(self._row, self._place[first], self._place[second]), self._place[first]
+        row, changed = self._row, len(self._row)
+        for one, other in self._in_every_layer(first, second):
+            here, there = row.index(one), row.index(other)
+            moved = move(row, here, there) if here < there else None
+            row, changed = (row, changed) if moved is None else (moved, min(changed, here))
+        return (None if row is self._row else row), changed
+
+    def _in_every_layer(self, first: int, second: int) -> list[tuple[int, int]]:
+        """The pairs of tasks that are to each other in their layers as these two are."""
+        firsts, seconds = (self._alike[self.graph.tasks[x].name._replace(layer=0)] for x in (first, second))
+        apart = self.graph.tasks[second].layer - self.graph.tasks[first].layer
+        far = NEAR * len(self._row) / self._layers
+        pairs = [(one, seconds[layer + apart]) for layer, one in firsts.items() if layer + apart in seconds]
+        return [(one, two) for one, two in pairs if 0 < self._place[two] - self._place[one] < far]
