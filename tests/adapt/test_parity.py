@@ -30,7 +30,7 @@ RANDOM = "phimoe"
 OWN = "granitemoeshared"
 """The family that the documentation adds."""
 
-BALANCED = ("mixtral", "qwen2_moe", "olmoe", "gpt_oss", "ernie4_5_moe")
+BALANCED = ("mixtral", "qwen2_moe", "olmoe", "gpt_oss", "ernie4_5_moe", "dbrx")
 
 
 def clear_seed(family: str, given: Any) -> int:

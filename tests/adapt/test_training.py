@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.adapt.experts import keep_share
+from penstock.adapt.experts import keep_shares
 from penstock.config import ConfigError
 from tests.support.adapted import Batch, distance, grads_of, share_of, small, without_labels
 from tests.support.ranks import Pools
@@ -278,8 +278,7 @@ def test_a_share_of_experts_is_the_parameter_that_was_whole() -> None:
     one, other = (layer.mlp.experts for layer in small("mixtral").model.layers)
     other.down_proj = one.down_proj
     whole, before = one.down_proj.detach().clone(), dict(one.named_parameters())
-    for experts in (one, other):
-        keep_share(experts, [2, 5])
+    keep_shares((one, other), [2, 5], 8)
     assert all(parameter is before[name] for name, parameter in one.named_parameters())
     assert other.down_proj is one.down_proj and one.down_proj.equal(whole[[2, 5]])
 

@@ -116,6 +116,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_mamba_kernels": False,
         },
     ),
+    "dbrx": (
+        "Dbrx",
+        {
+            "d_model": 32,
+            "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 8, "moe_top_k": 2},
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        },
+    ),
+    "llama4_text": (
+        "Llama4Text",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 1,
+            "head_dim": 8,
+            "intermediate_size_mlp": 24,
+            "moe_layers": [1],
+            "no_rope_layers": [1, 0],
+            "attention_chunk_size": 4,
+        },
+    ),
     "granitemoeshared": (
         "GraniteMoeShared",
         {**LOCAL, "residual_multiplier": 0.5, "shared_intermediate_size": 20},
@@ -133,7 +153,7 @@ def small(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **c
     settings = {**COMMON, **own, **changes}
     config = getattr(transformers, f"{name}Config")(**settings)
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for tensor_name, tensor in model.state_dict().items():
@@ -155,7 +175,7 @@ class InFloat64(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of all ranks. padded: the last sample has padding at its beginning."""
+    """Samples of all ranks. padded: the last sample has padding at its beginning, as fine-tuning has it."""
 
     samples: int = 4
     length: int = 12
@@ -172,7 +192,7 @@ class Batch:
         if self.padded:
             mask_BL = torch.ones_like(tokens_BL)
             mask_BL[-1, :4] = 0
-            labels_BL[-1, :5] = -100
+            labels_BL[-1, :4] = -100  # the last padding predicts the first token
             given["attention_mask"] = mask_BL
         return {name: each[first:stop] for name, each in given.items()}
 
@@ -190,14 +210,22 @@ def grads_of(model: Any) -> dict[str, Tensor]:
 def choices(model: Any, given: Mapping[str, Any]) -> list[Tensor]:
     """The experts that every token chooses, layer by layer, in evaluation."""
     found: list[Tensor] = []
-    experts = [module for module in model.modules() if hasattr(module, "_apply_gate")]
-    hooks = [e.register_forward_pre_hook(lambda _, a: found.append(a[1].sort().values)) for e in experts]
+    experts = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+    hooks = [e.register_forward_pre_hook(lambda e, a: found.append(_choice(e, *a))) for e in experts]
     with torch.no_grad():
         model.eval()(**given)
     model.train()
     for hook in hooks:
         hook.remove()
     return found
+
+
+def _choice(experts: Any, x: Tensor, *routed: Tensor) -> Tensor:
+    """In ascending order; where all experts get all tokens, weighed, of every one which it was chosen for."""
+    if routed:
+        return routed[0].sort().values
+    chosen_ET: Tensor = x.unflatten(0, (len(experts.down_proj), -1)).any(-1)
+    return chosen_ET
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:

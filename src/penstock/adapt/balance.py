@@ -1,8 +1,8 @@
 """The balance loss of transformers: judged over all MoE layers together, and not by layer.
 
 aux = E * sum_e f_e * P_e, where f_e is the number of choices of expert e per token and layer, and P_e its
-mean probability, both over the tokens of all MoE layers (`load_balancing_loss_func`, Switch Transformer,
-equations 4-6).
+mean probability, both over the tokens of all MoE layers that the attention mask shows
+(`load_balancing_loss_func`, Switch Transformer, equations 4-6).
 Shapes: B samples of a microbatch, E experts, Y MoE layers.
 """
 
@@ -14,14 +14,24 @@ from penstock.moe.balance import GlobalBalance
 
 
 class BalanceOverLayers(GlobalBalance):
-    """As in transformers: over the batch of all ranks, and over all layers at once."""
+    """As in transformers: over the batch of all ranks, and over all layers at once.
+
+    top_k: choices of a token, by which tokens are counted: padding may have a label, and go to experts.
+    """
+
+    def __init__(self, top_k: int) -> None:
+        self._top_k = top_k
 
     def total(self, pieces: Tensor, chosen_YE: Tensor, probability_YE: Tensor, tokens: Tensor) -> Tensor:
-        del pieces
-        rows = tokens * len(chosen_YE)
-        return chosen_YE.shape[-1] * (chosen_YE.sum(0) * probability_YE.sum(0)).sum() / rows**2
+        del pieces, tokens
+        products = chosen_YE.sum(0) * probability_YE.sum(0)
+        return chosen_YE.shape[-1] * products.sum() / self._rows(chosen_YE) ** 2
 
     def slope(self, chosen_BE: Tensor, chosen_YE: Tensor, layer: int, tokens: Tensor) -> Tensor:
-        del layer
-        rows = tokens * len(chosen_YE)
-        return (chosen_YE.shape[-1] * chosen_YE.sum(0) / rows**2).expand(chosen_BE.shape)
+        del layer, tokens
+        factors_E = chosen_YE.shape[-1] * chosen_YE.sum(0) / self._rows(chosen_YE) ** 2
+        return factors_E.expand(chosen_BE.shape)
+
+    def _rows(self, chosen_YE: Tensor) -> Tensor:
+        """Tokens of all MoE layers together."""
+        return (chosen_YE.sum() / self._top_k).clamp(min=1)

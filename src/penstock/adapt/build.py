@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.adapt.cut import Cut, CutGate
 from penstock.adapt.decoder import Calls, CutLayer, Decoder, Layers, WholeLayer
 from penstock.adapt.engine import Engine, Spread
-from penstock.adapt.experts import ModelExperts, keep_share
+from penstock.adapt.experts import ModelExperts, keep_shares
 from penstock.adapt.families import family_of
 from penstock.adapt.family import Family
 from penstock.adapt.guess import check, guess
@@ -72,9 +72,17 @@ def parallelize(
     if "_penstock" in model.__dict__:
         raise ValueError("the model is scheduled already: parallelize it once")
     found = _found(model)
-    device = next(model.parameters()).device
     parallel = ParallelConfig(ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
-    machinery = _machinery(parallel, _joined(timeout_s, device), found.num_experts, device)
+    machinery = machinery_for(parallel, found.num_experts, next(model.parameters()).device)
+    layout = machinery.layout
+    held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
+    keep_shares(found.experts, held, found.num_experts)
+    return scheduled(found, machinery, parallel, plan)
+
+
+def scheduled(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: str | Decision) -> Any:
+    """Let a schedule run the training steps of a model that has its share of experts; returns the model."""
+    model = found.model
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     if recomputes:
         model.gradient_checkpointing_disable()  # layers by themselves would recompute what they send
@@ -108,10 +116,9 @@ def _joined(timeout_s: float, device: torch.device) -> ProcessInfo:
     return started
 
 
-def _machinery(
-    parallel: ParallelConfig, info: ProcessInfo, num_experts: int, device: torch.device
-) -> Machinery:
-    node_size = None
+def machinery_for(parallel: ParallelConfig, num_experts: int, device: torch.device) -> Machinery:
+    """What runs steps on the ranks that a launcher started, which are joined. All ranks call it."""
+    info, node_size = _joined(parallel.timeout_s, device), None
     if info.launcher != "alone" and parallel.ranks_per_node is None:
         node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
     layout = Layout.build(parallel, info.world_size, info.rank, num_experts, node_size)
@@ -137,9 +144,15 @@ def _engine(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: 
 
 def _cuts(found: Found) -> dict[int, Cut]:
     """Where the layers with experts are cut, by their numbers."""
-    router = found.family.router
+    router, form = found.family.router, found.family.form
     return {
-        number: Cut(found.experts_of(block), block.get_submodule(router), found.shared_of(block), found.top_k)
+        number: Cut(
+            experts=found.experts_of(block),
+            router=block.get_submodule(router),
+            shared=found.shared_of(block),
+            top_k=found.top_k,
+            form=form,
+        )
         for number, block in enumerate(found.blocks)
         if block is not None
     }
@@ -153,19 +166,18 @@ def _layers(
     ep_size: int = 1,
     ep_rank: int = 0,
 ) -> Layers:
-    """The layers as the engine runs them; of experts this rank's share is kept."""
+    """The layers as the engine runs them; of experts this rank has its share."""
     layers: list[CutLayer | WholeLayer] = []
+    placement = ExpertPlacement.even(found.num_experts, ep_size)
     for number, (layer, block) in enumerate(zip(found.layers, found.blocks, strict=True)):
         cut = cuts.get(number)
         if cut is None:
             layers.append(WholeLayer(layer, number, calls, memory))
             continue
-        placement = ExpertPlacement.even(found.num_experts, ep_size)
-        keep_share(found.experts_of(block), placement.held(ep_rank))
         moe = MoELayer(
             gate=CutGate(found.num_experts, cut),
             order=SortOrder(found.num_experts),
-            expert=ModelExperts(found.experts_of(block), placement.slots, memory),
+            expert=ModelExperts(found.experts_of(block), placement.slots, found.family.form, memory),
             shared=None if found.shared_of(block) is None else SharedPart(block, found.family),
             ep_size=ep_size,
             ep_rank=ep_rank,

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.adapt.forms import ExpertForm, RouterCall
 from penstock.moe.choices import GateSums, TokenChoice, count_choices, sum_by_sample
 from penstock.moe.gates.base import Gate
 from penstock.moe.tokens import Tokens
@@ -25,25 +26,31 @@ Spread = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Caught:
-    """What experts were called with. logits_TE: of the router, as it returned them."""
+    """What experts were called with.
+
+    logits_TE: of the router, as it returned them. attended_T: bool, the tokens that count for a balance loss;
+    None: all.
+    """
 
     x_TM: Tensor
     experts_Tk: Tensor
     weights_Tk: Tensor
     logits_TE: Tensor
+    attended_T: Tensor | None = None
 
 
 class Cut:
     """Stands in place of the `forward` of the experts of one MoE block, and of its shared experts.
 
     shared: the module of shared experts, or None. top_k: experts per token. spread: how experts run when the
-    model is not cut, where other ranks hold some of them.
+    model is not cut, where other ranks hold some of them. form: how experts are called.
     """
 
-    def __init__(self, experts: Any, router: nn.Module, shared: Any, top_k: int) -> None:
+    def __init__(self, *, experts: Any, router: nn.Module, shared: Any, top_k: int, form: ExpertForm) -> None:
         self.experts, self.router, self.shared, self.top_k = experts, router, shared, top_k
+        self._form = form
         self._cutting = False
-        self._logits: Tensor | None = None
+        self._asked: RouterCall | None = None
         self._caught: Caught | None = None
         self.spread: Spread | None = None
         # As attributes of the modules, which keep their classes: `nn.Module.__call__` looks there first.
@@ -55,7 +62,7 @@ class Cut:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Inside, experts return zeros and note what they are called with."""
-        self._cutting, self._caught, self._logits = True, None, None
+        self._cutting, self._caught, self._asked = True, None, None
         try:
             yield
         finally:
@@ -69,7 +76,7 @@ class Cut:
 
     def take(self) -> Caught:
         """The same, forgotten here."""
-        caught, self._caught, self._logits = self.caught, None, None
+        caught, self._caught, self._asked = self.caught, None, None
         return caught
 
     def put(self, caught: Caught) -> None:
@@ -90,18 +97,22 @@ class Cut:
             del self.shared.forward
 
     def _note(self, router: nn.Module, given: Any, returned: Any) -> None:
-        del router, given
-        if self._cutting:
-            self._logits = returned[0] if isinstance(returned, tuple) else returned
+        del router
+        self._asked = RouterCall(given, returned)
 
-    def _meet(self, x_TM: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+    def _meet(self, *given: Tensor) -> Tensor:
+        if not self._cutting and self.spread is None:
+            self._asked = None
+            out: Tensor = type(self.experts).forward(self.experts, *given)
+            return out
+        assert self._asked is not None, "a router is called before its experts"
+        routed, logits_TE = self._form.called(self._asked, given), self._form.logits(self._asked)
+        self._asked = None
         if self._cutting:
-            assert self._logits is not None, "a router is called before its experts"
-            self._caught = Caught(x_TM, experts_Tk, weights_Tk, self._logits.flatten(0, -2))
-            return torch.zeros_like(x_TM)
-        if self.spread is not None:
-            return self.spread(x_TM, experts_Tk, weights_Tk)
-        return self.run(Caught(x_TM, experts_Tk, weights_Tk, weights_Tk))
+            self._caught = Caught(*routed, logits_TE)
+            return torch.zeros_like(given[0])
+        assert self.spread is not None
+        return self._form.returned(self.spread(*routed), given)
 
     def _pass(self, x: Tensor) -> Tensor:
         if self._cutting:
@@ -131,9 +142,10 @@ class CutGate(Gate):
         counted_Tk, probability_BE = chosen_Tk, x_TM.new_zeros(tokens.samples, self.num_experts)
         if self.balances:
             probability_TE = caught.logits_TE.softmax(dim=-1)
-            # As transformers counts: by the logits alone, whatever else the router has chosen by.
-            counted_Tk = _without_padding(probability_TE.topk(self.top_k, dim=-1).indices, tokens)
-            probability_BE = sum_by_sample(probability_TE, tokens)
+            # As transformers counts: by logits and attention mask alone, whatever the router has chosen.
+            judged = replace(tokens, valid_T=caught.attended_T)
+            counted_Tk = _without_padding(probability_TE.topk(self.top_k, dim=-1).indices, judged)
+            probability_BE = sum_by_sample(probability_TE, judged)
         sums = GateSums(
             chosen_BE=count_choices(counted_Tk, tokens.samples, self.num_experts),
             probability_BE=probability_BE,

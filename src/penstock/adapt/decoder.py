@@ -65,22 +65,27 @@ class _Recorder(nn.Module):
 
 
 class Calls:
-    """How the layers are to be called for every microbatch of the step that runs."""
+    """How the layers are to be called for every microbatch of the step that runs, and its attention masks."""
 
     def __init__(self) -> None:
-        self._by_first: dict[int, list[LayerCall]] = {}
+        self._by_first: dict[int, tuple[list[LayerCall], Tensor | None]] = {}
 
     def clear(self) -> None:
         """Before a step."""
         self._by_first.clear()
 
-    def put(self, keys: SampleKeys, calls: list[LayerCall]) -> None:
+    def put(self, keys: SampleKeys, calls: list[LayerCall], mask_BL: Tensor | None) -> None:
         """Of the microbatch with these samples."""
-        self._by_first[int(keys.sample_ids_B[0])] = calls
+        self._by_first[int(keys.sample_ids_B[0])] = calls, mask_BL
 
     def of(self, keys: SampleKeys, layer: int) -> LayerCall:
         """Of one layer, for the microbatch with these samples."""
-        return self._by_first[int(keys.sample_ids_B[0])][layer]
+        return self._by_first[int(keys.sample_ids_B[0])][0][layer]
+
+    def attended(self, keys: SampleKeys) -> Tensor | None:
+        """Which tokens of the microbatch the attention mask shows, bool [T]; None: all."""
+        mask_BL = self._by_first[int(keys.sample_ids_B[0])][1]
+        return None if mask_BL is None or mask_BL.dim() != 2 else mask_BL.bool().flatten()
 
 
 class CutLayer:
@@ -109,7 +114,7 @@ class CutLayer:
             return residual_BLM, caught.x_TM, caught.weights_Tk, caught.logits_TE, caught.experts_Tk
 
         residual_BLM, x_TM, weights_Tk, logits_TE, experts_Tk = self._memory.run(up_to_experts, h_BLM)
-        self.cut.put(Caught(x_TM, experts_Tk, weights_Tk, logits_TE))
+        self.cut.put(Caught(x_TM, experts_Tk, weights_Tk, logits_TE, self._calls.attended(keys)))
         return residual_BLM, x_TM
 
     def here(self) -> Tensor:
@@ -201,9 +206,10 @@ class Decoder:
             return torch.zeros(*tokens_BL.shape, self.hidden_size, dtype=self.dtype, device=tokens_BL.device)
         calls: list[LayerCall] = []
         entered: list[Tensor] = []
+        given = self._inputs.of(keys)
         with self._recording(calls, entered) as base:
-            base(input_ids=tokens_BL, use_cache=False, **self._inputs.of(keys))
-        self._calls.put(keys, calls)
+            base(input_ids=tokens_BL, use_cache=False, **given)
+        self._calls.put(keys, calls, given.get("attention_mask"))
         return entered[0]
 
     def head(self, h_BLM: Tensor, labels_BL: Tensor) -> Tensor:

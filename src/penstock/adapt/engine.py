@@ -68,7 +68,7 @@ class Engine:
 
     def __init__(self, stack: PipelinedStack, decoder: Decoder, planner: Planner, memory: Memory) -> None:
         self.stack, self.decoder, self._planner, self.memory = stack, decoder, planner, memory
-        self._balance = BalanceOverLayers()
+        self._balance = BalanceOverLayers(stack.moe.top_k)
         self._planned = False
         self._first = 0
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.adapt.family import Family
+from penstock.adapt.forms import FlatForm, WeighedForm
 
 
 def _shared_experts(block: Any, x_TM: Tensor) -> Tensor:
@@ -42,10 +43,18 @@ def _weighed(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
     return residual_BLM + out_BLM * float(layer.mlp_beta_factor)
 
 
+def _dropped(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
+    """DBRX: with dropout of the block's output."""
+    return residual_BLM + F.dropout(out_BLM, layer.resid_pdrop, layer.training)
+
+
+JITTER = "experts would get other numbers than those that the layer goes on with"
+WEIGHED = "what a token's experts get is multiplied by their scores, and a token is sent once"
+
 FAMILIES = {
     family.name: family
     for family in (
-        Family(name="mixtral", only=(("router_jitter_noise", 0.0),)),
+        Family(name="mixtral", only=(("router_jitter_noise", 0.0, JITTER),)),
         Family(name="qwen3_moe"),
         Family(name="qwen2_moe", shared_module="shared_expert", shared=_gated_shared_expert),
         Family(name="qwen3_next", shared_module="shared_expert", shared=_gated_shared_expert),
@@ -57,10 +66,27 @@ FAMILIES = {
         Family(name="dots1", shared_module="shared_experts", shared=_shared_experts),
         Family(name="ernie4_5_moe", shared_module="shared_experts", shared=_shared_experts),
         Family(name="gpt_oss", router="router"),
-        Family(name="phimoe", router="router", only=(("input_jitter_noise", 0.0),)),
+        Family(name="phimoe", router="router", only=(("input_jitter_noise", 0.0, JITTER),)),
         Family(name="granitemoe", block="block_sparse_moe", router="router", finish=_scaled),
-        Family(name="minimax", finish=_weighed, only=(("router_jitter_noise", 0.0),)),
+        Family(name="minimax", finish=_weighed, only=(("router_jitter_noise", 0.0, JITTER),)),
         Family(name="jamba", norm="final_layernorm", block="feed_forward", router="router"),
+        Family(
+            name="dbrx",
+            base="transformer",
+            layers="blocks",
+            norm="norm_f",
+            block="ffn",
+            router="router",
+            form=FlatForm(),
+            finish=_dropped,
+        ),
+        Family(
+            name="llama4_text",
+            block="feed_forward",
+            router="router",
+            form=WeighedForm(),
+            only=(("num_experts_per_tok", 1, WEIGHED),),
+        ),
         Family(name="hunyuan_v1_moe", shared_module="shared_mlp", shared=_shared_mlp),
     )
 }

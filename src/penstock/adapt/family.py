@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.adapt.forms import STACKED, ExpertForm
+
 Finish = Callable[[Any, Tensor, Tensor], Tensor]
 """layer, its output where experts return zeros, output of the MoE block -> its output; all [B, L, M]."""
 
@@ -32,11 +34,12 @@ class Family:
     """Models of one architecture in transformers.
 
     name: `model_type` of its configuration. base: path of the decoder in the model; layers, norm: of its list
-    of layers and of the norm after them. block: path of the MoE block in a layer; router, experts: of its
-    router, which returns logits first, and of its experts, which are called with tokens, choices and weights.
+    of layers and of the norm after them. block: path of the MoE block in a layer; router, experts: of
+    its router and its experts in a block.
     shared_module, shared: the module of shared experts in a block, and what it adds; None: there are none, or
     they run with attention. finish: what a layer does with the output of its block.
-    unsupported: settings of the configuration, and the only values with which the model can be scheduled.
+    form: how experts are called and multiply. only: settings of the configuration, the only values with which
+    the model can be scheduled, and why.
     """
 
     name: str
@@ -49,7 +52,8 @@ class Family:
     shared_module: str | None = None
     shared: Shared | None = None
     finish: Finish = add
-    only: tuple[tuple[str, object], ...] = ()
+    form: ExpertForm = STACKED
+    only: tuple[tuple[str, object, str], ...] = ()
 
     def decoder(self, model: nn.Module) -> Any:
         """The part of the model with the layers."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.adapt.decoder import CutLayer, Decoder, Inputs
-from penstock.adapt.experts import TRAITS
 from penstock.adapt.family import Family
+from penstock.adapt.forms import TRAITS
 from penstock.moe import SampleKeys
 
 PATH = re.compile(r"(?:(?P<base>.+)\.)?(?P<layers>\w+)\.\d+\.(?P<block>\w[\w.]*)\.(?P<experts>\w+)")

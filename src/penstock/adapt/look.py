@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.adapt.experts import check_experts
@@ -22,6 +22,11 @@ class Found:
     num_experts: int
     top_k: int
 
+    def of(self, model: Any) -> Found:
+        """The same parts of another model of this structure."""
+        layers = list(self.family.decoder(model).get_submodule(self.family.layers))
+        return replace(self, model=model, layers=layers, blocks=list(map(self.family.block_of, layers)))
+
     @property
     def config(self) -> Any:
         """The configuration of its decoder."""
@@ -31,6 +36,11 @@ class Found:
     def block(self) -> Any:
         """One of the MoE blocks, which are alike."""
         return next(block for block in self.blocks if block is not None)
+
+    @property
+    def experts(self) -> list[Any]:
+        """The experts of all layers that have any."""
+        return [self.experts_of(block) for block in self.blocks if block is not None]
 
     def experts_of(self, block: Any) -> Any:
         return block.get_submodule(self.family.experts)
@@ -43,11 +53,10 @@ class Found:
     @property
     def moe(self) -> MoEConfig:
         """What a stack must know of the layers; coefficients of losses are those of a step."""
-        experts = self.experts_of(self.block)
         return MoEConfig(
             num_experts=self.num_experts,
             top_k=self.top_k,
-            moe_ffn_hidden_size=experts.down_proj.shape[1 if experts.is_transposed else 2],
+            moe_ffn_hidden_size=self.family.form.width(self.experts_of(self.block)),
             norm_topk_prob=False,
             dispatch="flat",
             aux_loss_coeff=0.0,
@@ -64,7 +73,7 @@ class Found:
             heads=self.config.num_attention_heads,
             dense_width=int(getattr(self.config, "intermediate_size", 0) or 0),
             shared_width=0 if shared is None else max(p.shape[0] for p in shared.parameters()),
-            expert_matrices=3 if self.experts_of(self.block).has_gate else 2,
+            expert_matrices=self.family.form.matrices(self.experts_of(self.block)),
             element_bytes=next(self.model.parameters()).element_size(),
             moe=self.moe,
         )
@@ -91,8 +100,9 @@ def look(model: Any, family: Family) -> Found:
     for number, block in enumerate(blocks):
         if block is not None:
             experts = block.get_submodule(family.experts)
-            count = next(experts.parameters()).shape[0]
-            check_experts(experts, count, f"layer {number}")
+            family.form.check(experts, f"layer {number}")
+            count = family.form.count(experts)
+            check_experts(experts, count, family.form.rows(experts), f"layer {number}")
             sizes.add(count)
     if len(sizes) != 1:
         raise ValueError(
@@ -106,12 +116,12 @@ def look(model: Any, family: Family) -> Found:
 
 def _check_settings(model: Any, family: Family) -> None:
     config = model.config.get_text_config()
-    for setting, wanted in family.only:
+    for setting, wanted, why in family.only:
         value = getattr(config, setting, wanted)
         if value != wanted:
             raise ValueError(
-                f"{type(model).__name__}: {setting} = {value} cannot be scheduled, since experts would get "
-                f"other numbers than those that the layer goes on with; set config.{setting} = {wanted}"
+                f"{type(model).__name__}: {setting} = {value} cannot be scheduled, since {why}; set "
+                f"config.{setting} = {wanted}"
             )
 
 

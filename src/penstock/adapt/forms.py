@@ -1,0 +1,173 @@
+"""How the experts of a family are called, and how they multiply.
+
+Shapes: T tokens, M hidden size, H width of an expert, E experts (of this rank, where they multiply),
+k choices per token, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.moe.experts.product import Product
+
+TRAITS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
+"""What transformers says of experts whose weights are stacked (`use_experts_implementation`)."""
+
+Routed = tuple[Tensor, Tensor, Tensor]
+"""Tokens [T, M], choices [T, k], weights [T, k]."""
+
+
+@dataclass(frozen=True)
+class RouterCall:
+    """What a router was given, tokens [T, M] first, and what it returned."""
+
+    given: tuple[Any, ...]
+    returned: Any
+
+
+class ExpertForm:
+    """Most families: weights stacked by expert in one module, called with tokens, choices and weights.
+
+    Its router is called before it, and returns logits first, or nothing else.
+    """
+
+    def check(self, experts: nn.Module, where: str) -> None:
+        """Raise ValueError unless it is known how they multiply."""
+        missing = [trait for trait in TRAITS if not hasattr(experts, trait)]
+        if missing:
+            raise ValueError(
+                f"{where}: {type(experts).__name__} does not say how its experts multiply (it has no "
+                f"{', '.join(missing)}): only experts with stacked weights, as transformers 5 has them, can "
+                "be spread"
+            )
+
+    def count(self, experts: Any) -> int:
+        """How many there are, all of them on this rank."""
+        return len(next(iter(experts.parameters())))
+
+    def rows(self, experts: Any) -> int:
+        """How many rows of every parameter belong to one."""
+        del experts
+        return 1
+
+    def width(self, experts: Any) -> int:
+        """Of one expert between its matrices."""
+        size: int = experts.down_proj.shape[1 if experts.is_transposed else 2]
+        return size
+
+    def matrices(self, experts: Any) -> int:
+        """How many a row meets, a fused one counted as two."""
+        return 3 if experts.has_gate else 2
+
+    def logits(self, router: RouterCall) -> Tensor:
+        """Of all experts, [T, E]."""
+        found: Tensor = router.returned[0] if isinstance(router.returned, tuple) else router.returned
+        return found.flatten(0, -2)
+
+    def called(self, router: RouterCall, given: tuple[Tensor, ...]) -> Routed:
+        """What experts are asked for by these arguments."""
+        del router
+        x, experts_Tk, weights_Tk = given
+        return x.flatten(0, -2), experts_Tk, weights_Tk
+
+    def returned(self, out_TM: Tensor, given: tuple[Tensor, ...]) -> Tensor:
+        """The sum of experts' outputs for every token, as what was called returns it."""
+        return out_TM.view_as(given[0])
+
+    def compute(self, experts: Any, rows_RM: Tensor, sizes: Sequence[int], product: Product) -> Tensor:
+        """Outputs for rows that are sorted by expert, `sizes[e]` of expert e."""
+        name = "gate_up_proj" if experts.has_gate else "up_proj"
+        inner_RH = _multiply(experts, name, rows_RM, sizes, product)
+        inner_RH = experts._apply_gate(inner_RH) if experts.has_gate else experts.act_fn(inner_RH)
+        out_RM = _multiply(experts, "down_proj", inner_RH, sizes, product)
+        if experts.has_post_expert_norm:
+            return experts.post_expert_norm(out_RM)  # type: ignore[no-any-return]  # any module of theirs
+        return out_RM
+
+
+class FlatForm(ExpertForm):
+    """DBRX: three matrices of all experts one below the other, [E * H, M], in a module inside the experts."""
+
+    def check(self, experts: nn.Module, where: str) -> None:
+        if not all(hasattr(getattr(experts, "mlp", None), name) for name in ("w1", "v1", "w2")):
+            raise ValueError(f"{where}: {type(experts).__name__} has no mlp.w1, mlp.v1 and mlp.w2")
+
+    def count(self, experts: Any) -> int:
+        return len(experts.mlp.w1) // self.rows(experts)
+
+    def rows(self, experts: Any) -> int:
+        return self.width(experts)
+
+    def width(self, experts: Any) -> int:
+        size: int = experts.mlp.ffn_hidden_size
+        return size
+
+    def matrices(self, experts: Any) -> int:
+        del experts
+        return 3
+
+    def compute(self, experts: Any, rows_RM: Tensor, sizes: Sequence[int], product: Product) -> Tensor:
+        mlp = experts.mlp
+        w1_EHM, v1_EHM, w2_EHM = (each.unflatten(0, (len(sizes), -1)) for each in (mlp.w1, mlp.v1, mlp.w2))
+        gate_RH = mlp.activation_fn(product(rows_RM, w1_EHM.transpose(1, 2), sizes))
+        return product(gate_RH * product(rows_RM, v1_EHM.transpose(1, 2), sizes), w2_EHM, sizes)
+
+
+class WeighedForm(ExpertForm):
+    """Llama-4: every expert is called with all tokens, multiplied by their scores; a token chooses one.
+
+    Scores of the others are zero, and experts make zeros of those rows: only the rows chosen need to travel.
+    """
+
+    def check(self, experts: nn.Module, where: str) -> None:
+        if not all(hasattr(experts, name) for name in ("gate_up_proj", "down_proj", "act_fn")):
+            raise ValueError(f"{where}: {type(experts).__name__} has no gate_up_proj, down_proj and act_fn")
+
+    def width(self, experts: Any) -> int:
+        size: int = experts.down_proj.shape[1]
+        return size
+
+    def matrices(self, experts: Any) -> int:
+        del experts
+        return 3
+
+    def logits(self, router: RouterCall) -> Tensor:
+        found: Tensor = router.returned[1]
+        return found
+
+    def called(self, router: RouterCall, given: tuple[Tensor, ...]) -> Routed:
+        del given
+        x_TM, (scores_TE, logits_TE) = router.given[0], router.returned
+        experts_T1 = logits_TE.topk(1, dim=1).indices
+        x_TM = x_TM * scores_TE.gather(1, experts_T1)
+        return x_TM, experts_T1, torch.ones_like(experts_T1, dtype=x_TM.dtype)
+
+    def returned(self, out_TM: Tensor, given: tuple[Tensor, ...]) -> Tensor:
+        zeros = torch.zeros_like(given[0][len(out_TM) :])  # the caller adds up what all experts return
+        return torch.cat([out_TM, zeros])
+
+    def compute(self, experts: Any, rows_RM: Tensor, sizes: Sequence[int], product: Product) -> Tensor:
+        gate_RH, up_RH = product(rows_RM, experts.gate_up_proj, sizes).chunk(2, dim=-1)
+        return product(up_RH * experts.act_fn(gate_RH), experts.down_proj, sizes)
+
+
+STACKED = ExpertForm()
+
+
+def _multiply(experts: Any, name: str, rows_RM: Tensor, sizes: Sequence[int], product: Product) -> Tensor:
+    weight_EMH = getattr(experts, name)
+    if not experts.is_transposed:
+        weight_EMH = weight_EMH.transpose(1, 2)
+    out_RH = product(rows_RM, weight_EMH, sizes)
+    if not experts.has_bias:
+        return out_RH
+    bias_EH = getattr(experts, f"{name}_bias")
+    times_E = torch.tensor(sizes, device=bias_EH.device)
+    bias_RH = bias_EH.repeat_interleave(times_E, dim=0, output_size=len(rows_RM))
+    biased_RH: Tensor = out_RH + bias_RH.to(out_RH.dtype)
+    return biased_RH
