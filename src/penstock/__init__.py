@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.adapt import parallelize
+    from penstock.adapt import load_optimizer, load_pretrained, parallelize, save_checkpoint
     from penstock.moe import MoELayer
     from penstock.runtime import (
         ExpertParallel,
@@ -27,7 +27,10 @@ __all__ = [
     "clip_grad_norm_",
     "expert_parameters",
     "ignore_experts",
+    "load_optimizer",
+    "load_pretrained",
     "parallelize",
+    "save_checkpoint",
 ]
 
 _HOMES = {
@@ -37,7 +40,10 @@ _HOMES = {
     "clip_grad_norm_": "penstock.runtime",
     "expert_parameters": "penstock.runtime",
     "ignore_experts": "penstock.runtime",
+    "load_optimizer": "penstock.adapt",
+    "load_pretrained": "penstock.adapt",
     "parallelize": "penstock.adapt",
+    "save_checkpoint": "penstock.adapt",
 }
 
 

@@ -1,7 +1,9 @@
 """Models of transformers: cut into tasks, trained by a schedule, saved as they were."""
 
 from penstock.adapt.build import parallelize
+from penstock.adapt.checkpoint import load_optimizer, save_checkpoint
 from penstock.adapt.families import FAMILIES
 from penstock.adapt.family import Family
+from penstock.adapt.loading import load_pretrained
 
-__all__ = ["FAMILIES", "Family", "parallelize"]
+__all__ = ["FAMILIES", "Family", "load_optimizer", "load_pretrained", "parallelize", "save_checkpoint"]

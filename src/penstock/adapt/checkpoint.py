@@ -1,0 +1,197 @@
+"""Checkpoints of scheduled models: a folder that transformers reads, with the optimiser's state beside it.
+
+Everything is saved whole and under the names that the model had before it was spread, so a run may go on with
+another number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from penstock.adapt.engine import Engine
+from penstock.adapt.export import expert_names
+from penstock.adapt.scheduled import engine_of
+from penstock.adapt.weights import StoredTensor
+from penstock.mesh import Group as Ranks
+from penstock.train.checkpoint import together
+from penstock.train.storage.shards import Outgoing, write_shard
+from penstock.train.storage.stored import Entry, writing_order
+
+STATE, GROUPS = "optimizer.safetensors", "optimizer.json"
+UNFINISHED = ".unfinished-"
+Group = dict[str, Any]
+"""Settings of a group of parameters, and their names as `parameters`."""
+
+
+def save_checkpoint(model: Any, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
+    """Save a scheduled model and its optimiser's state; all ranks call it together.
+
+    The folder appears when it is complete, in place of one of that name. Rank 0 needs the memory that
+    `save_pretrained` needs. Raises ValueError for an optimiser of other parameters, or of a kind whose state
+    does not belong to single parameters.
+    """
+    path, control = Path(folder), engine_of(model).stack.machinery.control
+    states = _States.of(model, engine_of(model), optimizer)
+    states.check()
+    work = path.with_name(f"{UNFINISHED}{path.name}")
+    together(control, f"saving {path}", lambda: shutil.rmtree(work, ignore_errors=True), rank=0)
+    model.save_pretrained(work)
+    states.save(work)
+    together(control, f"saving {path}", lambda: _finish(work, path), rank=0)
+
+
+def save_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
+    """Save the state of a scheduled model's optimiser in a folder that is there; all ranks call it together.
+
+    Raises ValueError as `save_checkpoint` does.
+    """
+    states = _States.of(model, engine_of(model), optimizer)
+    states.check()
+    states.save(Path(folder))
+
+
+def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
+    """Give an optimiser the state that `save_checkpoint` has saved, of experts this rank's share.
+
+    model: scheduled, with the parameters that the optimiser has, in the same groups. Raises ValueError for
+    another optimiser than was saved, or none.
+    """
+    path = Path(folder)
+    if not (path / GROUPS).is_file():
+        raise ValueError(f"{path} holds no {GROUPS}: save_checkpoint has not written it")
+    states = _States.of(model, engine_of(model), optimizer)
+    saved: list[Group] = json.loads((path / GROUPS).read_text())
+    _check_names(path, states.groups, saved)
+    states.take(path / STATE, saved)
+
+
+@dataclass(frozen=True)
+class _States:
+    """An optimiser's state by the names of its parameters. experts: of which a rank has a share."""
+
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    names: Mapping[Tensor, str]
+    experts: frozenset[str]
+
+    @staticmethod
+    def of(model: Any, engine: Engine, optimizer: torch.optim.Optimizer) -> _States:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        strangers = sum(p not in names for group in optimizer.param_groups for p in group["params"])
+        if strangers:
+            raise ValueError(f"the optimizer has {strangers} parameters that are not the model's")
+        return _States(engine, optimizer, names, frozenset(expert_names(model, engine)))
+
+    @property
+    def groups(self) -> list[Group]:
+        """Settings of the groups of parameters, and the names of these."""
+        return [
+            {
+                **{key: value for key, value in group.items() if key != "params"},
+                "parameters": [self.names[parameter] for parameter in group["params"]],
+            }
+            for group in self.optimizer.param_groups
+        ]
+
+    def check(self) -> None:
+        """Raise ValueError for state that does not belong to single numbers of parameters."""
+        for parameter, state in self.optimizer.state.items():
+            for key, value in state.items():
+                shape = torch.as_tensor(value).shape
+                if shape not in ((), parameter.shape):
+                    raise ValueError(
+                        f"{type(self.optimizer).__name__} keeps {key} {list(shape)} of "
+                        f"{self.names[parameter]} {list(parameter.shape)}: only state of a parameter's own "
+                        "shape can be saved"
+                    )
+
+    def save(self, folder: Path) -> None:
+        """Write it on rank 0; all ranks call this."""
+        outgoing = sorted(self._all(), key=lambda each: writing_order(each.name, each.entry.dtype))
+        if self.engine.layout.rank == 0:
+            write_shard(folder / STATE, outgoing)
+            (folder / GROUPS).write_text(json.dumps(self.groups, indent=1))
+        else:
+            for each in outgoing:  # rank 0 waits for every part
+                each.load()
+
+    def _all(self) -> list[Outgoing]:
+        """Every tensor of the state, whole."""
+        return [
+            self._outgoing(f"{self.names[parameter]}:{key}", self.names[parameter], torch.as_tensor(value))
+            for parameter, state in self.optimizer.state.items()
+            for key, value in state.items()
+        ]
+
+    def _outgoing(self, logical: str, name: str, tensor: Tensor) -> Outgoing:
+        shared = name in self.experts and tensor.dim() > 0
+        ep_size = self.engine.layout.ep_size if shared else 1
+        shape = (ep_size * tensor.shape[0], *tensor.shape[1:]) if shared else tuple(tensor.shape)
+        return Outgoing(
+            name=logical,
+            entry=Entry(shape=shape, dtype=tensor.dtype),
+            load=lambda: self._joined(tensor, logical) if ep_size > 1 else tensor,
+        )
+
+    def _joined(self, tensor: Tensor, logical: str) -> Tensor:
+        """The parts of all ranks on rank 0; elsewhere whatever."""
+        layout, control = self.engine.layout, self.engine.stack.machinery.control
+        members = layout.mesh.members(0, Ranks.EXPERT)
+        if layout.rank not in members:
+            return tensor
+        parts = control.collect(tensor.detach().cpu(), members, 0, f"saving {logical}")
+        return torch.cat(parts) if parts else tensor
+
+    def take(self, file: Path, saved: list[Group]) -> None:
+        """Fill the state of the optimiser from a file, and its groups' settings from `saved`."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        numbers = {self.names[parameter]: number for number, parameter in enumerate(parameters)}
+        states: dict[int, dict[str, Tensor]] = {}
+        with safe_open(file, framework="pt") as opened:
+            shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+        for logical, shape in shapes.items():
+            name, _, key = logical.rpartition(":")
+            rows = self._rows(parameters[numbers[name]], shape)
+            states.setdefault(numbers[name], {})[key] = StoredTensor(file, logical, rows)[...]
+        groups, first = [], 0
+        for group in saved:
+            settings = {key: value for key, value in group.items() if key != "parameters"}
+            last = first + len(group["parameters"])
+            groups.append({**settings, "params": list(range(first, last))})
+            first = last
+        self.optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+    def _rows(self, parameter: Tensor, shape: Sequence[int]) -> slice | None:
+        """Which of a stored tensor are this rank's; None: all."""
+        if self.names[parameter] not in self.experts or not shape:
+            return None
+        first = self.engine.layout.ep_rank * len(parameter)
+        return slice(first, first + len(parameter))
+
+
+def _check_names(path: Path, here: Sequence[Group], saved: Sequence[Group]) -> None:
+    """Raise ValueError unless both have the same parameters in the same groups."""
+    mine, theirs = ([group["parameters"] for group in groups] for groups in (here, saved))
+    if mine != theirs:
+        differing = sorted(set(chain(*mine)) ^ set(chain(*theirs)))[:3]
+        names = ", ".join(differing) or "the same ones, in other groups or another order"
+        raise ValueError(f"{path} has the state of an optimizer of other parameters: {names}")
+
+
+def _finish(work: Path, path: Path) -> None:
+    """Give a complete checkpoint its name, in place of an older one."""
+    former = path.with_name(f"{UNFINISHED}former-{path.name}")
+    if path.exists():
+        path.rename(former)
+    work.rename(path)
+    shutil.rmtree(former, ignore_errors=True)

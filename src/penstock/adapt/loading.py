@@ -1,0 +1,155 @@
+"""`penstock.load_pretrained`: a model from a folder, of which every rank reads what it will hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.adapt.build import machinery_for, scheduled
+from penstock.adapt.experts import keep_shares
+from penstock.adapt.families import FAMILIES, family_of
+from penstock.adapt.family import Family
+from penstock.adapt.look import Found, look
+from penstock.adapt.scheduled import engine_of
+from penstock.adapt.weights import StoredTensor, refuse_misfits, share_of_experts, stored_tensors
+from penstock.decision import Decision
+from penstock.placement import ExpertPlacement
+from penstock.topology import ParallelConfig
+
+ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
+"""What transformers is told by that threads shall not read ahead: they would hold everything twice."""
+
+
+def load_pretrained(
+    folder: str | Path,
+    *,
+    ep_size: int | None = None,
+    plan: str | Decision = "auto",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    ranks_per_node: int | None = None,
+    timeout_s: float = 60.0,
+) -> Any:
+    """Read a model of transformers from a folder and parallelize it; returns it, in training mode.
+
+    Of experts a rank reads its share only, tensor by tensor, so that it needs memory for what it will hold
+    and for one layer's experts beside it. All ranks call this together.
+
+    folder: configuration and safetensors, as save_pretrained writes them. dtype: of the weights; None = as
+    the configuration says. The others: see `parallelize`.
+    Raises ValueError for a family that is not known, or if a tensor is missing, of another shape, or not the
+    model's, ConfigError for sizes that do not fit.
+    """
+    path = Path(folder)
+    found, config = _skeleton(path)
+    parallel = ParallelConfig(ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
+    machinery = machinery_for(parallel, found.num_experts, torch.device(device))
+    layout = machinery.layout
+    held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
+    tensors = share_of_experts(stored_tensors(path), found.model, _rows_of_experts(found), held)
+    model = _filled(found, config, tensors, held, dtype or config.dtype or torch.float32).to(device)
+    return scheduled(found.of(model), machinery, parallel, plan).train()
+
+
+def reload(model: Any, folder: str | Path) -> None:
+    """Give a scheduled model the numbers in a folder; it holds its share twice while they are read.
+
+    Raises ValueError if the folder holds another model.
+    """
+    found, config = _skeleton(Path(folder))
+    layout = engine_of(model).layout
+    held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
+    tensors = share_of_experts(stored_tensors(Path(folder)), found.model, _rows_of_experts(found), held)
+    state = _filled(found, config, tensors, held, next(model.parameters()).dtype).state_dict()
+    mine = model.state_dict()
+    if {name: tensor.shape for name, tensor in mine.items()} != {name: state[name].shape for name in state}:
+        raise ValueError(f"{folder} holds another model than {type(model).__name__} is here")
+    with torch.no_grad():
+        for name, tensor in mine.items():
+            tensor.copy_(state[name])
+
+
+def _skeleton(folder: Path) -> tuple[Found, Any]:
+    """The parts of the model in a folder, without its numbers, and its configuration."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder} holds no config.json. Give a folder that save_pretrained has written, or download the "
+            "model's files first: hf download NAME --local-dir FOLDER"
+        )
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    family = family_of(model)
+    if family is None:
+        raise ValueError(
+            f"{type(model).__name__} is of no family that Penstock knows ({', '.join(FAMILIES)}), and is "
+            "looked at with its numbers: load it with from_pretrained, and call parallelize"
+        )
+    return look(model, family), config
+
+
+def _rows_of_experts(found: Found) -> dict[str, int]:
+    """By the name of every parameter that holds experts, how many rows belong to one."""
+    ids = {id(p) for experts in found.experts for p in experts.parameters()}
+    named = found.model.named_parameters(remove_duplicate=False)
+    return {name: len(p) // found.num_experts for name, p in named if id(p) in ids}
+
+
+def _filled(
+    found: Found, config: Any, tensors: dict[str, StoredTensor], held: Sequence[int], dtype: torch.dtype
+) -> Any:
+    """The model with a share of experts, read from these tensors."""
+    from transformers import GenerationConfig
+
+    plain = type(found.model)
+    folder = next(iter(tensors.values())).file.parent
+    with _one_after_the_other():
+        model, told = _small_class(plain, found.family, held).from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # it is told of them, and refused below
+        )
+    refuse_misfits(folder, told)
+    model.__class__ = plain
+    for name, parameter in found.model.named_parameters():  # transformers thaws what it reads
+        model.get_parameter(name).requires_grad_(parameter.requires_grad)
+    model.config._name_or_path = str(folder)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+@contextmanager
+def _one_after_the_other() -> Iterator[None]:
+    """Inside, transformers reads what it needs next, and not with threads all that it will need."""
+    before = os.environ.get(ASYNC)
+    os.environ[ASYNC] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ASYNC]
+        else:
+            os.environ[ASYNC] = before
+
+
+def _small_class(plain: Any, family: Family, held: Sequence[int]) -> Any:
+    """The class of a model, which begins with these experts alone: transformers makes it without memory."""
+
+    def begin(self: Any, *arguments: Any, **named: Any) -> None:
+        plain.__init__(self, *arguments, **named)
+        found = look(self, family)
+        keep_shares(found.experts, held, found.num_experts)
+
+    own = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__init__": begin}
+    return type(plain.__name__, (plain,), own)

@@ -1,0 +1,105 @@
+"""Weights in a folder of safetensors files, read tensor by tensor when they are asked for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+"""In the name of a tensor that belongs to one expert."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, of which `rows` are wanted: transformers reads it by `[...]`, once, as it loads.
+
+    rows: None = all.
+    """
+
+    file: Path
+    name: str
+    rows: slice | None = None
+
+    def __getitem__(self, everything: Any) -> Tensor:
+        """The numbers, in memory of their own: the file is closed again."""
+        del everything
+        with safe_open(self.file, framework="pt") as opened:
+            stored: Any = opened.get_slice(self.name)
+            read: Tensor = stored[...] if self.rows is None else stored[self.rows]
+            return read.clone()
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a folder, by name. Raises ValueError if it holds no complete set of safetensors."""
+    files = _files(folder)
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found |= {name: StoredTensor(file, name) for name in opened.keys()}  # noqa: SIM118  # no mapping
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{file} cannot be read as safetensors: {error}. Copy it again") from error
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if index.exists():
+        listed: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+        return [folder / name for name in sorted(set(listed.values()))]
+    if not (folder / ONE).exists():
+        raise ValueError(
+            f"{folder} holds neither {ONE} nor {INDEX}. Give a folder that save_pretrained has written, or "
+            "download the model's files first: hf download NAME --local-dir FOLDER"
+        )
+    return [folder / ONE]
+
+
+def share_of_experts(
+    tensors: Mapping[str, StoredTensor], model: Any, stacked: Mapping[str, int], held: Sequence[int]
+) -> dict[str, StoredTensor]:
+    """Those of a whole model that a rank needs: of experts only `held`, which are consecutive.
+
+    model: of any device, for its names. stacked: by the name of every parameter that holds experts, how many
+    of its rows belong to one.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    names = model.state_dict()
+    wanted: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
+        rows = stacked.get(name if name in stacked else target)
+        number = EXPERT.search(name)
+        if rows is None:
+            wanted[name] = tensor
+        elif number is None:
+            first = held[0] * rows
+            part = slice(first, first + len(held) * rows)
+            wanted[name] = StoredTensor(tensor.file, tensor.name, part)
+        elif int(number[1]) in held:
+            wanted[name] = tensor
+    return wanted
+
+
+def refuse_misfits(folder: Path, told: Mapping[str, Any]) -> None:
+    """Raise ValueError if transformers tells of tensors that are missing, unexpected or misshapen."""
+    problems = [
+        f"{what.replace('_', ' ')}: {', '.join(sorted(map(str, told[what])))}"
+        for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if told[what]
+    ]
+    if problems:
+        raise ValueError(f"{folder} does not hold the model of its config.json: {'; '.join(problems)}")

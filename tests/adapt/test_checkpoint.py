@@ -1,0 +1,86 @@
+"""Checkpoints of scheduled models: a run goes on as if nothing had happened, on other ranks, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import penstock
+from tests.support.adapted import Batch, small
+from tests.support.ranks import Pools
+
+SAVED_AT, STEPS = 2, 5
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    """Two groups, as fine-tuning has them."""
+    named = list(model.named_parameters())
+    thin, thick = ([p for _, p in named if (p.dim() < 2) == short] for short in (True, False))
+    groups: list[dict[str, Any]] = [{"params": thin, "weight_decay": 0.0}, {"params": thick}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def losses_of(
+    model: Any, optimizer: Any, rank: int, world: int, steps: range, folder: str = ""
+) -> list[float]:
+    """Those of some steps on this rank's samples; saved before step `SAVED_AT`, if there is a folder."""
+    each, losses = 4 // world, []
+    for step in steps:
+        if folder and step == SAVED_AT:
+            penstock.save_checkpoint(model, optimizer, folder)
+        loss = model(**Batch(seed=step).inputs(rank * each, (rank + 1) * each)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def begin(rank: int, world: int, family: str, folder: str) -> list[float]:
+    model = penstock.parallelize(small(family, initializer_range=0.1), ep_size=world, plan="flowmoe")
+    return losses_of(model, optimizer_of(model), rank, world, range(STEPS), folder)
+
+
+def go_on(rank: int, world: int, folder: str) -> list[float]:
+    model = penstock.load_pretrained(folder, ep_size=world, plan="flowmoe")
+    optimizer = optimizer_of(model)
+    for group in optimizer.param_groups:
+        group["lr"] = 1.0  # what was saved counts
+    penstock.load_optimizer(model, optimizer, folder)
+    return losses_of(model, optimizer, rank, world, range(SAVED_AT, STEPS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("dbrx", marks=pytest.mark.soak)])
+def test_a_run_goes_on_from_its_checkpoint(ranks: Pools, tmp_path: Path, family: str) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / "old").touch()
+    began = ranks(2).run(begin, 2, family, str(folder))
+    assert not (folder / "old").exists() and [path.name for path in tmp_path.iterdir()] == ["saved"]
+    for world in (2, 1):
+        for found in ranks(2).run(go_on, 2, str(folder)) if world == 2 else [go_on(0, 1, str(folder))]:
+            assert found == pytest.approx(began[0][SAVED_AT:], rel=1e-5)
+    AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_what_an_optimizer_cannot_take_is_refused(tmp_path: Path) -> None:
+    model = penstock.parallelize(small("mixtral"))
+    optimizer = optimizer_of(model)
+    with pytest.raises(ValueError, match="holds no optimizer"):
+        penstock.load_optimizer(model, optimizer, tmp_path)
+    losses_of(model, optimizer, 0, 1, range(1))
+    penstock.save_checkpoint(model, optimizer, tmp_path / "saved")
+    fewer = torch.optim.AdamW([model.lm_head.weight])
+    with pytest.raises(ValueError, match=r"other parameters: model\.embed_tokens\.weight"):
+        penstock.load_optimizer(model, fewer, tmp_path / "saved")
+    with pytest.raises(ValueError, match="1 parameters that are not the model's"):
+        penstock.save_checkpoint(model, torch.optim.SGD([torch.zeros(1)]), tmp_path / "other")
+    factored = torch.optim.Adafactor(model.parameters())
+    losses_of(model, factored, 0, 1, range(1))
+    with pytest.raises(ValueError, match="only state of a parameter's own shape"):
+        penstock.save_checkpoint(model, factored, tmp_path / "other")

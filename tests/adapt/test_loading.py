@@ -1,0 +1,142 @@
+"""Models read from a folder: every rank has its share of every tensor, and never needs much more memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import penstock
+from penstock.adapt import FAMILIES
+from tests.support.adapted import Batch, distance, grads_of, share_of, small
+from tests.support.ranks import Pools
+
+MIB = 1 << 20
+SHARD_MIB = 12
+FORMS = ["gpt_oss", "granitemoe", "dbrx", "llama4_text", "mixtral"]
+"""Families that store experts in ways of their own; of the last one a step is run, too."""
+
+
+def shares_read(rank: int, world: int, folder: str, families: list[str]) -> list[str]:
+    """The tensors that are not this rank's share of those in the folder, bit by bit; of one a step, too."""
+    wrong = []
+    for family in families:
+        whole = small(family)
+        model = penstock.load_pretrained(f"{folder}/{family}", ep_size=world, plan="flowmoe")
+        given = dict(whole.state_dict())
+        for name, mine in model.state_dict().items():
+            if not torch.equal(share_of(given[name], mine, rank), mine):
+                wrong.append(f"{family}: {name}")
+        assert given.keys() == model.state_dict().keys()
+        assert type(model).__name__ == type(whole).__name__ and model.generation_config is not None
+    batch = Batch(samples=world).inputs()
+    whole(**batch).loss.backward()
+    model(**{name: each[rank : rank + 1] for name, each in batch.items()}).loss.backward()
+    expected = grads_of(whole)
+    return wrong + [
+        name
+        for name, grad in grads_of(model).items()
+        if distance(grad, share_of(expected[name], grad, rank)) > 1e-5
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "families", [FORMS, pytest.param(sorted({*FAMILIES} - {"phimoe"}), marks=pytest.mark.soak)]
+)
+def test_every_rank_reads_its_share(ranks: Pools, tmp_path: Path, families: list[str]) -> None:
+    for family in families:
+        small(family).save_pretrained(tmp_path / family, max_shard_size="40KB")
+    for wrong in ranks(2).run(shares_read, 2, str(tmp_path), families):
+        assert not wrong
+
+
+def memory_mib(field: str) -> float:
+    """Of this process: VmRSS as it is, VmHWM at most so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+
+
+def memory_used(rank: int, world: int, folder: str) -> tuple[float, float]:
+    """MiB that a rank has needed at most while it read the model, and that it holds."""
+    del rank
+    penstock.load_pretrained(f"{folder}/little", ep_size=world, plan="flowmoe")  # imports and buffers
+    Path("/proc/self/clear_refs").write_text("5")  # the most so far is what there is now
+    before = memory_mib("VmRSS")
+    model = penstock.load_pretrained(f"{folder}/large", ep_size=world, plan="flowmoe")
+    held = sum(parameter.nbytes for parameter in model.parameters()) / MIB
+    return memory_mib("VmHWM") - before, held
+
+
+@pytest.mark.slow
+def test_reading_needs_memory_for_the_share_and_a_shard(ranks: Pools, tmp_path: Path) -> None:
+    small("mixtral").save_pretrained(tmp_path / "little")
+    large = small(
+        "mixtral", hidden_size=128, intermediate_size=512, num_hidden_layers=12, num_local_experts=8
+    )
+    large.save_pretrained(tmp_path / "large", max_shard_size=f"{SHARD_MIB}MB")
+    whole = sum(parameter.nbytes for parameter in large.parameters()) / MIB
+    for most, held in ranks(2).run(memory_used, 2, str(tmp_path)):
+        assert held < 0.55 * whole
+        assert most < held + SHARD_MIB, f"{most:.0f} MiB to hold {held:.0f} of {whole:.0f}"
+
+
+def without_a_tensor(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
+
+
+def with_another_tensor(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.update(other=torch.ones(1)))
+
+
+def with_fewer_experts(folder: Path) -> None:
+    change_tensors(
+        folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".experts.7." in name]
+    )
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def of_no_known_family(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "llama"}))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without_a_tensor, "missing keys: model.norm.weight"),
+        (with_another_tensor, "unexpected keys: other"),
+        (with_fewer_experts, r"experts\.(down|gate_up)_proj"),
+        (without_weights, "holds neither model.safetensors nor"),
+        (cut_short, "cannot be read as safetensors"),
+        (of_no_known_family, "LlamaForCausalLM is of no family that Penstock knows"),
+    ],
+)
+def test_what_is_not_the_model_is_refused(tmp_path: Path, change: Callable[[Path], None], words: str) -> None:
+    small("mixtral").save_pretrained(tmp_path)
+    change(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        penstock.load_pretrained(tmp_path)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        penstock.load_pretrained(tmp_path)
