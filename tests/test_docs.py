@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -16,7 +14,7 @@ from penstock.cli import main
 from penstock.config import load
 from penstock.config.bounds import bounded_fields
 from penstock.train.config import RunConfig
-from tests.support.runs import clean_environ
+from tests.support.forked import run_forked
 
 ROOT = Path(__file__).parent.parent
 TRAINING = (ROOT / "docs" / "training.md").read_text()
@@ -31,34 +29,19 @@ def test_the_example_in_the_text_is_the_file() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_the_example_runs(processes: int) -> None:
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    result = subprocess.run(
-        [*launcher, str(ROOT / "docs" / "example_training.py")],
-        capture_output=True,
-        text=True,
-        env=clean_environ() | {"OMP_NUM_THREADS": "1"},
-        timeout=120,
-        check=False,
-    )
+    result = run_forked(processes, program=str(ROOT / "docs" / "example_training.py"))
     assert result.returncode == 0, result.stderr
     losses = [float(value) for value in re.findall(r"loss ([0-9.]+)", result.stdout)]
     assert len(losses) == 3 and losses[-1] < 0.2 < losses[0]
 
 
 @pytest.mark.slow
-def test_the_model_of_hugging_face_comes_back_as_it_was_trained(tmp_path: Path) -> None:
+def test_the_model_of_hugging_face_comes_back_as_it_was_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a plan that is given: to measure and search takes longer than all else."""
-    example = [str(ROOT / "docs" / "example_hugging_face.py"), str(tmp_path), "flowmoe"]
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *example],
-        capture_output=True,
-        text=True,
-        env=clean_environ() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        timeout=120,
-        check=False,
-    )
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = run_forked(2, tmp_path, "flowmoe", program=str(ROOT / "docs" / "example_hugging_face.py"))
     assert result.returncode == 0, result.stderr
     assert result.stdout.endswith("\nthe same\n")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -22,15 +21,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 STARTED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 STARTED |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -m benchmarks.ARGUMENTS`, to its end."""
-    module, *rest = arguments
-    command = [sys.executable, "-m", f"benchmarks.{module}", *rest]
-    return subprocess.run(
-        command, cwd=ROOT, env=clean_environ(), capture_output=True, text=True, timeout=150, check=False
-    )
 
 
 def test_collectives_as_json() -> None:
@@ -56,10 +46,9 @@ def test_updates_as_json() -> None:
     assert all(way["predicted_s"] > 0 and way["step_s"]["median"] > 0 for way in (plain, shared))
 
 
-@pytest.mark.soak
 def test_dispatches_as_json() -> None:
-    """In `make test` on emulated links, see tests/emulate."""
-    result = run("dispatches", "compare.rounds=1", "--json", "moe.num_experts=4", "compare.profile_s=0.1")
+    once = ("compare.rounds=1", "moe.num_experts=4", "compare.profile_s=0.1")
+    result = run_forked(2, "--json", *once, program="benchmarks.dispatches")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["ranks"] == 2 and found["models"].keys() == {"flat"}

@@ -22,13 +22,13 @@ from penstock.report import RunSummary
 from penstock.train.metrics import read_metrics
 from penstock.workloads import RecordedModel, read_recording
 from tests.support.forked import run_forked
+from tests.support.launched import pid_of_rank, start_launcher
 from tests.support.ranks import Pools
 from tests.support.runs import (
     check_refusal,
     clean_environ,
     command,
     losses,
-    pid_of_rank,
     refused,
     run,
     start,
@@ -184,7 +184,7 @@ def test_killed_rank_is_named_and_the_run_resumes_to_the_same_losses(
     pair_run: Whole, ranks: Pools, tmp_path: Path
 ) -> None:
     config, errors, folder = write_config(tmp_path), tmp_path / "stderr", tmp_path / "run"
-    process = start("train", config, "train.checkpoint_every=4", stderr=errors)
+    process = start_launcher("train", config, "train.checkpoint_every=4", stderr=errors)
     wait_until(lambda: len(losses(folder)) >= 5, process)
     os.kill(pid_of_rank(process.pid, 1), signal.SIGKILL)
     assert process.wait(timeout=60) == 1
@@ -202,7 +202,7 @@ def test_killed_rank_is_named_and_the_run_resumes_to_the_same_losses(
 @pytest.mark.soak
 def test_stopped_rank_runs_into_the_timeout(tmp_path: Path) -> None:
     config, errors, folder = write_config(tmp_path), tmp_path / "stderr", tmp_path / "run"
-    process = start("train", config, "train.steps=100000", "parallel.timeout_s=5", stderr=errors)
+    process = start_launcher("train", config, "train.steps=100000", "parallel.timeout_s=5", stderr=errors)
     wait_until(lambda: len(losses(folder)) >= 3, process)
     os.kill(pid_of_rank(process.pid, 1), signal.SIGSTOP)
     assert process.wait(timeout=60) == 1
@@ -216,7 +216,7 @@ def test_stopped_rank_runs_into_the_timeout(tmp_path: Path) -> None:
 
 def test_ctrl_c_saves_and_ends_cleanly(pair_run: Whole, ranks: Pools, tmp_path: Path) -> None:
     config, errors, folder = write_config(tmp_path), tmp_path / "stderr", tmp_path / "run"
-    process = start("train", config, stderr=errors)
+    process = start_launcher("train", config, stderr=errors)
     wait_until(lambda: len(losses(folder)) >= 5, process)
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
     assert process.wait(timeout=60) == 0, errors.read_text()
@@ -227,7 +227,9 @@ def test_ctrl_c_saves_and_ends_cleanly(pair_run: Whole, ranks: Pools, tmp_path: 
     assert losses(folder) == losses(pair_run.folder)
 
 
+@pytest.mark.soak
 def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
+    """In `make test` it starts processes that only join, see tests/topology/test_join.py."""
     config = write_config(tmp_path)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     arguments = ["penstock", "train", str(config), "--json", "train.steps=4"]

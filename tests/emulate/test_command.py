@@ -121,6 +121,7 @@ def test_what_the_cluster_has_not(
     assert "must be from 0 to" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_the_tools_it_says_what_to_install() -> None:
     environ = {**clean_environ(), "PATH": ""}
     result = subprocess.run(
@@ -178,7 +179,7 @@ def test_a_killed_launcher_leaves_what_the_next_start_removes(tmp_path: Path) ->
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     errors = tmp_path / "errors.txt"
-    process = start("train", write_config(tmp_path), "train.steps=100000", "--emulate", "2x1", stderr=errors)
+    process = start("train", write_config(tmp_path), "train.steps=100000", "--emulate", "1x1", stderr=errors)
     wait_until(lambda: bool(losses(tmp_path / "run")), process)
     os.killpg(process.pid, number)
     assert process.wait(timeout=60) in {0, 128 + number}

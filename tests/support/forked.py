@@ -21,9 +21,9 @@ def run_forked(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end on ranks that find in their environment what torchrun leaves there.
 
-    program: a module, as `python -m` takes it. All that it does, but for starting ranks (for that see
-    `tests.support.runs.run`), and with short searches for orders. The exit code is the largest; output and
-    errors are those of all ranks.
+    program: a module, as `python -m` takes it, or a file. All that it does, but for starting ranks (for that
+    see `tests.support.runs.run`), and with short searches for orders. The exit code is the largest; output
+    and errors are those of all ranks.
     """
     from torch._C._distributed_c10d import TCPStore
 
@@ -63,7 +63,10 @@ def _be_rank(program: str, words: list[str], environ: dict[str, str], out: Path,
     os.environ.update(environ)
     sys.argv = [program, *words]
     with short_search():
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        if program.endswith(".py"):
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
 def _ends(ranks: list[BaseProcess], deadline_s: float) -> list[int]:

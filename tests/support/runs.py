@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -113,17 +113,31 @@ def start(*arguments: str | Path, stderr: Path) -> subprocess.Popen[bytes]:
             env=clean_environ(),
             start_new_session=True,
         )
-    _STARTED.append(process)
+    STARTED.append(process)
     return process
 
 
-_STARTED: list[subprocess.Popen[bytes]] = []
+class Running(Protocol):
+    """A process, as far as tests ask it something: `subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | Any: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+STARTED: list[Running] = []
 
 
 def end_started() -> None:
     """Kill what a test has started and, as it failed, not ended."""
-    while _STARTED:
-        process = _STARTED.pop()
+    while STARTED:
+        process = STARTED.pop()
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -144,9 +158,7 @@ def _parse(line: str) -> dict[str, Any]:
     return found
 
 
-def wait_until(
-    condition: Callable[[], bool], process: subprocess.Popen[bytes], timeout_s: float = 90
-) -> None:
+def wait_until(condition: Callable[[], bool], process: Running, timeout_s: float = 90) -> None:
     """Poll until the condition holds; fails if the process ends first."""
     deadline = time.monotonic() + timeout_s
     while not condition():

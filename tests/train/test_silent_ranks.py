@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.train.launcher import LaunchOutcome, launch
+from penstock.train.launcher import LaunchOutcome
+from tests.support.launched import launch_forked
 from tests.support.runs import clean_environ, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")]
@@ -30,8 +31,9 @@ def environ() -> dict[str, str]:
     return {**clean_environ(), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 
 
-def run(folder: Path, place: str, rank: int, processes: int) -> LaunchOutcome:
-    return launch(command(folder, place, rank), processes, grace_s=TIMEOUT_S + 10, environ=environ())
+def run(folder: Path, place: str, rank: int, processes: int) -> tuple[LaunchOutcome, str]:
+    """How it ended, and what was said."""
+    return launch_forked(command(folder, place, rank), processes, grace_s=TIMEOUT_S + 10, environ=environ())
 
 
 def reports(said: str) -> dict[int, str]:
@@ -50,10 +52,10 @@ def reports(said: str) -> dict[int, str]:
     ],
 )
 def test_a_stopped_rank_is_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], place: str, rank: int, processes: int, waited_for: str
+    tmp_path: Path, place: str, rank: int, processes: int, waited_for: str
 ) -> None:
-    outcome = run(tmp_path, place, rank, processes)
-    found = [line for line in capfd.readouterr().err.splitlines() if " failed" in line]
+    outcome, said = run(tmp_path, place, rank, processes)
+    found = [line for line in said.splitlines() if " failed" in line]
     assert len(found) == processes - 1
     for line in found:
         assert f"rank {rank} does not answer: it is stopped, disconnected or dead" in line, line
@@ -63,19 +65,17 @@ def test_a_stopped_rank_is_named(
 
 
 @pytest.mark.soak
-def test_a_rank_that_runs_and_takes_no_part_is_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    outcome = run(tmp_path, "loading for ever", 1, 2)
-    (line,) = reports(capfd.readouterr().err).values()
+def test_a_rank_that_runs_and_takes_no_part_is_named(tmp_path: Path) -> None:
+    outcome, said = run(tmp_path, "loading for ever", 1, 2)
+    (line,) = reports(said).values()
     assert re.search(r"rank 1 answers, but was outside every exchange and task for \d\.\d s", line), line
     assert outcome.describe() == "rank 1 did not answer and was killed"
     assert outcome.exit_code == 1
 
 
-def test_a_rank_that_failed_by_itself_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    outcome = run(tmp_path, "fails in a task", 2, 4)
-    found = reports(capfd.readouterr().err)
+def test_a_rank_that_failed_by_itself_is_named(tmp_path: Path) -> None:
+    outcome, said = run(tmp_path, "fails in a task", 2, 4)
+    found = reports(said)
     assert found.keys() == set(range(4))
     assert "ZeroDivisionError: a fault of this rank alone" in found[2]
     for rank in (0, 1, 3):

@@ -1,0 +1,173 @@
+"""The command and its launcher on ranks that are forked, so that torch is loaded already.
+
+Ranks are children of their launcher as they always are: signals, stops and deaths are real. Only `exec` is
+left out; a run in tests/cli/test_train.py and those in tests/emulate start Python anew for every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import runpy
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.train import launcher
+from penstock.train.launcher import LaunchOutcome
+from tests.support.ranks import forking
+from tests.support.runs import STARTED, clean_environ
+from tests.support.searching import short_search
+
+
+class ForkedRank:
+    """In place of `subprocess.Popen`: a child that goes on as `python -m MODULE ARGUMENTS` would."""
+
+    returncode: int | None
+
+    def __init__(
+        self, argv: Sequence[str], *, env: dict[str, str], preexec_fn: Callable[[], None] | None
+    ) -> None:
+        _, minus_m, module, *words = argv
+        assert minus_m == "-m", argv
+        self.pid, self.returncode = os.fork(), None
+        if self.pid == 0:
+            _be_rank(module, words, env, preexec_fn)
+
+    def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._reap(0)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _reap(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+def _be_rank(
+    module: str, words: list[str], environ: dict[str, str], preexec_fn: Callable[[], None] | None
+) -> None:
+    """Run the module and end this process."""
+    code = 1
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if preexec_fn is not None:
+            preexec_fn()
+        _run_module(module, words, environ)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run_module(module: str, words: Sequence[str], environ: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = [module, *words]
+    with short_search():
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _alone(stderr: Path) -> None:
+    """As a shell starts a program: in a group of its own; errors go to a file, and output nowhere."""
+    os.setsid()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    errors = os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for opened, descriptor in ((nowhere, 0), (nowhere, 1), (errors, 2)):
+        os.dup2(opened, descriptor)
+
+
+class Started:
+    """A launcher at work, to be asked as `subprocess.Popen` is."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        assert self._process.exitcode is not None, "it did not end in time"
+        return self._process.exitcode
+
+
+def _started(work: Callable[..., None], *arguments: Any) -> Started:
+    process = forking().Process(target=work, args=arguments, daemon=True)
+    process.start()
+    STARTED.append(found := Started(process))
+    return found
+
+
+def start_launcher(*arguments: str | Path, stderr: Path) -> Started:
+    """Start `penstock` as `tests.support.runs.start` does; what remains of it ends with the test."""
+    words = list(map(str, arguments))
+    return _started(_be_command, words, clean_environ(), stderr)
+
+
+def _be_command(words: list[str], environ: dict[str, str], stderr: Path) -> None:
+    _alone(stderr)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.train.launcher.subprocess.Popen", ForkedRank)
+        _run_module("penstock", words, environ)
+
+
+def launch_forked(
+    command: Sequence[str], processes: int, *, grace_s: float, environ: dict[str, str]
+) -> tuple[LaunchOutcome, str]:
+    """What `penstock.train.launcher.launch` returns, and what the ranks have said on their standard error."""
+    with tempfile.TemporaryDirectory() as folder:
+        stderr, found = Path(folder) / "stderr", Path(folder) / "outcome"
+        process = _started(_be_launcher, list(command), processes, grace_s, environ, stderr, found)
+        assert process.wait(timeout=90) == 0, stderr.read_text()
+        outcome: LaunchOutcome = pickle.loads(found.read_bytes())
+        return outcome, stderr.read_text()
+
+
+def _be_launcher(
+    command: list[str], processes: int, grace_s: float, environ: dict[str, str], stderr: Path, found: Path
+) -> None:
+    _alone(stderr)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.train.launcher.subprocess.Popen", ForkedRank)
+        outcome = launcher.launch(command, processes, grace_s=grace_s, environ=environ)
+    found.write_bytes(pickle.dumps(outcome))
+
+
+def pid_of_rank(parent: int, rank: int) -> int:
+    """The child process of a launcher that is `rank`: it starts them one after the other."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return int(children[rank])
