@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.pairwise import leave_to_soak
-from tests.support.ranks import Pools
-from tests.support.runs import end_started
 from tests.support.workers import GroupScheduling, slow_first
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pools
 
 settings.register_profile(
     "penstock",
@@ -24,7 +27,7 @@ settings.register_profile(
         HealthCheck.function_scoped_fixture,
     ],
 )
-EXAMPLES = {"quick": 10, "test": 40, "soak": 400}
+EXAMPLES = {"quick": 10, "test": 25, "soak": 400}
 """How often `make quick`, `make test` and `make soak` try a property; see also tests/support/draws.py."""
 
 
@@ -37,9 +40,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave to `make soak` what repeats values of a test marked `every_value`; begin with what takes long."""
+    """Leave to `make soak` what repeats values of a test marked `every_value`; begin with what takes long.
+
+    What starts ranks is slow, unless it is marked `quick`: to load torch for them costs more than their step.
+    """
     leave_to_soak(items)
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("quick"):
+            item.add_marker(pytest.mark.slow)
     slow_first(items)
+    gc.freeze()  # modules and tests stay: no collection of garbage needs to look through them
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -50,12 +60,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupSchedul
 
 def pytest_runtest_teardown() -> None:
     """Runs that a failed test has left would keep the processors from all that follow."""
-    end_started()
+    runs = sys.modules.get("tests.support.runs")  # unless a test has imported it, none was started
+    if runs is not None:
+        runs.end_started()
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pools]:
     """`ranks(4)` is a pool of four processes that have joined over Gloo."""
+    # Here, since what only hands out tests to workers needs no torch.
+    from tests.support.ranks import Pools
+
     pools = Pools()
     yield pools
     pools.close()

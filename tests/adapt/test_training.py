@@ -38,6 +38,7 @@ def by_parameters(model: Any, most: float) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), most)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_twenty_steps_follow_transformers(family: str) -> None:
     batches = [Batch(seed=seed).inputs() for seed in range(STEPS)]
@@ -137,6 +138,7 @@ def test_logits_positions_and_copies() -> None:
     assert all(distance(each, expected[name]) < 1e-5 for name, each in grads_of(copied).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_bfloat16(family: str) -> None:
     """Under autocast and in a model of that type; experts add up in another order than in transformers."""

@@ -43,6 +43,7 @@ def chosen(file: ClusterFile) -> tuple[int, list[str]]:
     return number, said
 
 
+@pytest.mark.slow
 def test_slow_memory_wants_shares_and_a_slow_start_of_transfers_does_not() -> None:
     rates = ClusterConfig(flops_per_s=1e12, link_bytes_per_s=1e9, link_latency_s=1e-5)
     file = ClusterFile(name="four", nodes=4, ranks_per_node=1, rates=rates)
@@ -51,6 +52,7 @@ def test_slow_memory_wants_shares_and_a_slow_start_of_transfers_does_not() -> No
     assert chosen(replace(file, rates=late)) == (0, [])
 
 
+@pytest.mark.slow
 def test_what_fits_only_in_shares_is_sharded() -> None:
     late = ClusterConfig(memory_bytes_per_s=1e12, link_latency_s=1e-2)
     file = ClusterFile(name="four", nodes=4, ranks_per_node=1, rates=late)

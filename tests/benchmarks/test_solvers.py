@@ -40,6 +40,7 @@ def test_a_result_survives_json_and_becomes_tables() -> None:
     assert lines[-1].startswith("| 16 | 1 | 4 [3.6, 4.4] |")
 
 
+@pytest.mark.slow
 def test_samples_of_the_table_find_better_homes() -> None:
     problem = sample_assignment(2, 8, 4)
     homes = assign(problem)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.optimize import nnls
 
 from penstock.cost.fit import KEPT, _not_negative, fit_line
 
@@ -21,6 +20,8 @@ def line(alpha_s: float, beta: float, sizes: list[float] = SIZES) -> list[tuple[
     st.lists(st.tuples(st.floats(1e-3, 1), st.floats(1e-3, 1), st.floats(1e-3, 1)), min_size=2, max_size=9)
 )
 def test_two_unknowns_are_those_of_scipy(rows: list[tuple[float, float, float]]) -> None:
+    from scipy.optimize import nnls  # here alone, as it takes a second to load
+
     matrix, values = np.array(rows)[:, :2], np.array(rows)[:, 2]
     expected, distance = nnls(matrix, values)
     found = np.array(_not_negative(matrix, values))

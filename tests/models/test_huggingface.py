@@ -17,11 +17,6 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import DeepseekV3Config, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import penstock
 from penstock.models.huggingface import layer_from_hugging_face
@@ -85,23 +80,34 @@ class Case:
         return self.top_k == 1 and (self.norm or self.model == "mixtral")
 
 
+# Where they are used: to import transformers takes as long as to collect all tests.
+
+
 def mixtral(case: Case) -> Any:
+    from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
+
     config = MixtralConfig(intermediate_size=case.width, num_local_experts=case.num_experts, **case.common)
     return MixtralSparseMoeBlock(config)
 
 
 def qwen3_moe(case: Case) -> Any:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
+
     config = Qwen3MoeConfig(moe_intermediate_size=case.width, num_experts=case.num_experts, **case.common)
     return Qwen3MoeSparseMoeBlock(config)
 
 
 def olmoe(case: Case) -> Any:
+    from transformers.models.olmoe.modeling_olmoe import OlmoeConfig, OlmoeSparseMoeBlock
+
     return OlmoeSparseMoeBlock(
         OlmoeConfig(intermediate_size=case.width, num_experts=case.num_experts, **case.common)
     )
 
 
 def deepseek_v3(case: Case) -> Any:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
+
     config = DeepseekV3Config(
         moe_intermediate_size=case.width,
         n_routed_experts=case.num_experts,

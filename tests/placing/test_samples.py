@@ -176,6 +176,7 @@ def thousand_placements() -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.slow
 def test_another_process_places_a_thousand_random_cases_alike_and_loads_no_torch() -> None:
     """It has other addresses and another history of memory; solving changes nothing in its environment."""
     program = (

@@ -108,6 +108,7 @@ class _Watched(torch.autograd.Function):
         return grads[0], grads[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saves", [False, True])
 def test_inputs_and_outputs_are_kept_only_by_operators_that_need_them(saves: bool) -> None:
     """A tensor over a NumPy array keeps it alive. A product saves its factors, a sum saves nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -23,6 +24,9 @@ TIMEOUT_S = 120.0
 MOST_THREADS = 60
 PRELOADED = [
     "torch._dynamo",
+    "ot.lp.emd_wrap",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "pytest",
     "hypothesis.strategies",
     "penstock.cli.bench",
@@ -134,6 +138,7 @@ class RankPool:
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
+    gc.freeze()  # what came with the fork stays, and the server's memory is shared until it is written to
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore

@@ -100,6 +100,7 @@ def test_a_text_is_identified_by_the_hash_of_all_of_it() -> None:
     assert found.scanned_bytes == len(joined)
 
 
+@pytest.mark.slow
 def test_of_a_long_text_a_sample_is_read(tmp_path: Path) -> None:
     """A sparse file of a terabyte takes as long as the sample; size and what is sampled make another one."""
     path, size = tmp_path / "long.txt", 1 << 40

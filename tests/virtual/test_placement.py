@@ -56,6 +56,7 @@ def planned(case: Case, placement: PlacementConfig, number: int) -> tuple[StepPl
     return plan, RoutedCost(plan.shape, work, SLEEPS, routing.counts(number), placed=placed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ep_size", [4, 2])
 @pytest.mark.parametrize("number", [0, 3])
 def test_ranks_expect_what_others_send(ep_size: int, number: int) -> None:

@@ -37,6 +37,7 @@ def inputs(size: LayerSize) -> tuple[Tensor, Tensor]:
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_contenders_give_the_same_output_and_input_gradient(size: LayerSize) -> None:
     contenders, (x_TM, grad_TM) = build_contenders(size), inputs(size)

@@ -58,6 +58,7 @@ def test_one_lane_carries_what_two_did() -> None:
     assert plain[0] == pytest.approx(plain[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", TESTBEDS)
 def test_systems_come_in_the_published_order(cluster: str) -> None:
     result = run_grid(GRIDS[cluster], sample=6)
