@@ -20,7 +20,7 @@ from tests.support.ranks import Pools
 from tests.support.runs import refused, write_config
 from tests.support.training import Told, folder_of, train_on
 
-AUTO = ("plan.source=auto", "plan.layout=auto", "plan.trials=1", "plan.watch=false")
+AUTO = ("plan.source=auto", "plan.layout=auto", "plan.budget=0.1", "plan.trials=1", "plan.watch=false")
 SIX = ("train.steps=6", "train.checkpoint_every=3", "optimizer.min_lr_ratio=1.0")
 RANKS = 4
 

@@ -47,25 +47,29 @@ def result(ranks: Pools, world_size: int, ep_size: int, nodes: int) -> Collectiv
     return summarise_collectives(first, uplinks)
 
 
+@pytest.fixture(scope="module")
+def two(ranks: Pools) -> CollectivesResult:
+    """What two ranks on two nodes measured."""
+    return result(ranks, 2, 2, nodes=2)
+
+
 def wire_kib(found: CollectivesResult, size_bytes: int) -> dict[str, float]:
     return {row.collective: row.wire_bytes / KIB for row in found.rows if row.size_bytes == size_bytes}
 
 
-def test_every_collective_is_there_at_every_size(ranks: Pools) -> None:
-    found = result(ranks, 2, 2, nodes=2)
+def test_every_collective_is_there_at_every_size(two: CollectivesResult) -> None:
     names = ["all-to-all, even", "all-to-all, uneven", "all-reduce"]
-    assert [row.collective for row in found.rows] == ["counts", *names, *names]
-    for row in found.rows:
+    assert [row.collective for row in two.rows] == ["counts", *names, *names]
+    for row in two.rows:
         assert set(row.times_s) == {"penstock", "gloo"}
         for spread in row.times_s.values():
             assert 0 < spread.low <= spread.median <= spread.high
 
 
-def test_one_device_per_node_sends_all_but_its_own_share(ranks: Pools) -> None:
-    found = result(ranks, 2, 2, nodes=2)
+def test_one_device_per_node_sends_all_but_its_own_share(two: CollectivesResult) -> None:
     # Uneven: two thirds of every rank's rows go to rank 0, so rank 1 sends that much.
     wanted = {"all-to-all, even": 128, "all-to-all, uneven": 171, "all-reduce": 256}
-    assert wire_kib(found, 256 * KIB) == wanted
+    assert wire_kib(two, 256 * KIB) == wanted
 
 
 @pytest.mark.soak
@@ -84,9 +88,8 @@ def test_nothing_crosses_where_experts_are_spread_inside_a_node(ranks: Pools) ->
     assert even.wire_bytes == 0 and even.limit_s is None and even.efficiency("penstock") is None
 
 
-def test_the_limit_is_payload_over_rate_and_latency_has_none(ranks: Pools) -> None:
-    found = result(ranks, 2, 2, nodes=2)
-    counts, even = found.rows[0], found.rows[1]
+def test_the_limit_is_payload_over_rate_and_latency_has_none(two: CollectivesResult) -> None:
+    counts, even = two.rows[0], two.rows[1]
     assert counts.limit_s is None and counts.efficiency("gloo") is None
     assert even.limit_s == even.wire_bytes / 1e6
     assert even.efficiency("gloo") == even.limit_s / even.times_s["gloo"].median
@@ -106,9 +109,8 @@ def test_small_exchanges_are_repeated(ranks: Pools) -> None:
     assert {times.size_bytes: times.repeats for times in rest} == {64 * KIB: 64, 256 * KIB: 16}
 
 
-def test_json_and_back(ranks: Pools) -> None:
-    found = result(ranks, 2, 2, nodes=2)
-    assert CollectivesResult.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+def test_json_and_back(two: CollectivesResult) -> None:
+    assert CollectivesResult.from_dict(json.loads(json.dumps(two.to_dict()))) == two
 
 
 def times(values: Sequence[float], collective: str, size_bytes: int) -> CollectiveTimes:

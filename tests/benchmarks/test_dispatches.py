@@ -139,7 +139,7 @@ def test_what_must_cross_is_half_of_the_rows_of_a_node(found: DispatchTimes) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("node_size", "ep_size"), [(0, 4), (2, 2)])
+@pytest.mark.parametrize(("node_size", "ep_size"), [(0, 4), pytest.param(2, 2, marks=pytest.mark.soak)])
 def test_without_nodes_there_is_one_dispatch(ranks: Pools, node_size: int, ep_size: int) -> None:
     result = summarise_dispatches(found_by(ranks, node_size, ep_size), 8e6)
     for row in result.rows:

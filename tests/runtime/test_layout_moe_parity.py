@@ -50,7 +50,7 @@ def accepted(known: dict[str, Any]) -> bool:
     gate=GATES,
     order=ORDERS,
     form=FORMS,
-    layout=((4, 2, 2, 2), (2, 2, 1, 2), ALONE),
+    layout=((2, 2, 1, 2), (4, 2, 2, 2), ALONE),
     tokens=TOKENS,
     shared_ffn_hidden_size=(0, 6),
     expert=("gelu", "swiglu"),

@@ -42,7 +42,7 @@ EIGHT: dict[str, tuple[Layout, str, ExpertForm]] = {
     mp_size=SIZES,
     ep_size=SIZES,
     esp_size=SIZES,
-    world_size=(4, 2),
+    world_size=(2, 4),
     **SETTINGS,
 )
 def test_two_and_four_ranks(

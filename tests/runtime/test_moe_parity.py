@@ -57,7 +57,7 @@ ACCEPTED = [
 DISPATCHES = ("flat", "hierarchical_1d", "hierarchical_2d")
 JOINED = "node_once"
 EXPERTS = ("gelu", "swiglu", "module")
-LAYOUTS: dict[str, tuple[Any, ...]] = {"world_size": (4, 2), "padding": (False, True)}
+LAYOUTS: dict[str, tuple[Any, ...]] = {"world_size": (2, 4), "padding": (False, True)}
 
 
 def accepted(known: dict[str, Any]) -> bool:

@@ -113,7 +113,7 @@ def hosted_and_computed(rank: int, case: Case, hosts: Hosts) -> tuple[list[str],
 
 
 def test_all_ranks_host_the_same_and_something(ranks: Pools) -> None:
-    hosts = Hosts(slots=2, moving=small(2, "least_loaded"))
+    hosts = Hosts(slots=2, steps=3, moving=small(2, "least_loaded"))
     (digests, empty), others = ranks(2).run(hosted_and_computed, skewed(2, "penstock"), hosts)
     assert digests == others[0]
     assert not all(empty)

@@ -45,7 +45,7 @@ class Hosts:
 
     slots: int = 1
     pieces: int = 1
-    steps: int = 3
+    steps: int = 2
     seed: int = 0
     moving: ExpertMoving | None = None
 
