@@ -83,12 +83,20 @@ def case(world_size: int, schedule: str, gate: str = "softmax", dispatch: str = 
     placer=PLACERS,
     padding=(False, True),
     scattered=(False, True),
+    world_size=(2, 4),
 )
 def test_a_step_is_the_same_wherever_samples_are(
-    ranks: Pools, schedule: str, gate: str, dispatch: str, placer: str, padding: bool, scattered: bool
+    ranks: Pools,
+    schedule: str,
+    gate: str,
+    dispatch: str,
+    placer: str,
+    padding: bool,
+    scattered: bool,
+    world_size: int,
 ) -> None:
     settings = {"placer": PLACERS[placer], "padding": padding, "scattered": scattered}
-    check_parity(ranks, case(4, schedule, gate, dispatch, **settings))
+    check_parity(ranks, case(world_size, schedule, gate, dispatch, **settings))
 
 
 @pytest.mark.parametrize("batches", [(3, 0, 1, 4), (0, 0, 0, 2), (0, 6, 0, 0)])
