@@ -12,6 +12,7 @@ from penstock.simulate import iteration_s
 from tests.support.optimum import shortest_s, small_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [16, pytest.param(40, marks=pytest.mark.soak)])
 def test_orders_are_near_the_best_on_small_steps(cases: int) -> None:
     gaps = []

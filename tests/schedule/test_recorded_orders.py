@@ -21,8 +21,12 @@ def test_the_recording_holds_every_schedule_of_every_case() -> None:
     assert len(lines) == 72 * 8 + 8
 
 
-@pytest.mark.parametrize(("number", "case"), list(enumerate(cases())))
+@pytest.mark.parametrize(
+    ("number", "case"),
+    [pytest.param(n, case, marks=[pytest.mark.slow] if n % 6 else []) for n, case in enumerate(cases())],
+)
 def test_orders_and_simulated_times_are_as_recorded(number: int, case: Case) -> None:
+    """Every sixth in `make quick`, too."""
     assert recording(number, case) == recorded(RECORDED, number)
 
 
