@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -33,9 +33,16 @@ def _limit(plain: Mapping[str, Any]) -> Limit:
     return Limit(**known)
 
 
+def _ends(interval: Sequence[float] | None) -> tuple[float, float] | None:
+    """Older results have no intervals."""
+    return None if interval is None else (interval[0], interval[1])
+
+
 def _case(plain: Mapping[str, Any], limit: Limit) -> CaseResult:
     """In JSON `speedup` is the median alone, since that is what people look for."""
-    found = {field.name: plain[field.name] for field in fields(CaseResult) if field.name != "limit"}
+    apart = ("limit", "simulated_interval_s")
+    found = {field.name: plain[field.name] for field in fields(CaseResult) if field.name not in apart}
+    found["simulated_interval_s"] = _ends(plain.get("simulated_interval_s"))
     found["limit"] = _limit(plain["limit"]) if "limit" in plain else limit
     low, high = plain["speedup_interval"]
     found["speedup"] = Spread(median=plain["speedup"], low=low, high=high)

@@ -96,6 +96,19 @@ def _plan(rate: str, note: str) -> Run:
     return Run(name=f"plan-2x1-{rate}", title=title, arguments=arguments, note=note, seconds=170, drawn=False)
 
 
+def _predictions(name: str, title: str, arguments: tuple[str, ...], seconds: float) -> Run:
+    """Every schedule at four rates, each rate with a profile of its own."""
+    return Run(
+        name=name,
+        title=f"Predicted and measured iterations at four rates: {title}",
+        benchmark="predictions",
+        arguments=arguments,
+        note="The profile ends with real steps of a model of two layers; intervals come from their scatter. "
+        "Error: measured over predicted, less 1.",
+        seconds=seconds,
+    )
+
+
 def _interpreter(processes: int, note: str) -> Run:
     return Run(
         name=f"interpreter-{processes}",
@@ -239,6 +252,8 @@ SUITE: Final = (
     _plan("400mbit", "The same on a faster link."),
     _plan("700mbit", "The same on a faster link."),
     _plan("2gbit", "The same on a link that is hardly felt."),
+    _predictions("predictions", "real computation", (), 480),
+    _predictions("predictions-virtual", "virtual devices, 4 nodes of 2", ("--virtual",), 420),
     Run(
         name="drift",
         title="Drift: the network or a rank gets slower in mid-training",

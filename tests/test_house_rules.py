@@ -18,7 +18,6 @@ COMPUTES_WITH_RANKS: Mapping[str, str] = {
     "mesh.py": "is the place for it",
     "placement.py": "how many experts or samples a rank has",
     "autopilot/profiling/links.py": "an equal share of a buffer for every rank",
-    "runtime/transport/load.py": "an equal share of a buffer for every rank",
     "plan/predict.py": "how many noisy steps are drawn",
 }
 

@@ -40,6 +40,14 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.{places}f} ms"
 
 
+def within(seconds: float, interval_s: tuple[float, float] | None) -> str:
+    """Seconds as milliseconds, with the interval in which they are expected: `812.0 ms (780 to 845)`."""
+    if interval_s is None:
+        return milliseconds(seconds)
+    low, high = (milliseconds(end).removesuffix(" ms") for end in interval_s)
+    return f"{milliseconds(seconds)} ({low} to {high})"
+
+
 def change(seconds: float, base_s: float) -> str:
     """The change from `base_s` to `seconds`: `+3.2 %`, `-31 %`."""
     percent = 100 * (seconds / base_s - 1)

@@ -82,6 +82,9 @@ def check(file: ClusterFile) -> None:
     assert kernels.keys() == {"matmul", "copy", "attention", "order", "un-order", "optimizer"}
     assert file.rates.flops_per_s == pytest.approx(1 / kernels["matmul"].beta_s_per_unit)
     assert file.transfers_beside_compute >= 1 and file.jitter >= 0
+    assert (file.steps is not None) or file.doubts or file.ranks == 1
+    if file.steps is not None:
+        assert file.steps.low <= file.steps.ratio <= file.steps.high and file.steps.steps >= 4
     assert file.measured is not None and file.measured.torch == torch.__version__
     assert file.memory_bytes is not None and file.memory_bytes > 1 << 20
 

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.config import ConfigError, from_dict
 from penstock.cost import ClusterConfig, ProfiledCluster, Span, StepCost
-from penstock.cost.cluster_file import ClusterFile, Fit, KernelModel, LinkModel, Machine, TaskModel
+from penstock.cost.cluster_file import ClusterFile, Fit, KernelModel, LinkModel, Machine, StepFit, TaskModel
 from penstock.cost.clusters import find_cluster, names
 from penstock.graph import Lane, Phase
 from penstock.mesh import Group
@@ -39,6 +39,8 @@ MEASURED = ClusterFile(
             ranks=2,
             alpha_s=1e-4,
             beta_s_per_byte=1e-8,
+            in_steps=1.1,
+            beside=1.3,
             fit=Fit(r2=0.99, residual=0.02, points=((1024.0, 1e-3), (4096.0, 2e-3))),
         ),
     ),
@@ -46,6 +48,8 @@ MEASURED = ClusterFile(
     kernels=(KernelModel(name="copy", unit="byte", alpha_s=0.0, beta_s_per_unit=1e-10),),
     transfers_beside_compute=1.2,
     jitter=0.05,
+    steps=StepFit(ratio=1.05, low=1.0, high=1.1, steps=9),
+    doubts=("real steps say nothing of X F",),
     slowness=(1.0, 1.5),
     memory_bytes=8 << 30,
     measured=HERE,
@@ -158,6 +162,24 @@ def test_four_nodes_of_four_with_one_card_each() -> None:
     assert cluster.all_reduce(group).beta_s_per_byte * (64 << 20) == pytest.approx(8.053e-3, rel=1e-3)
 
 
+def test_a_file_of_the_first_version_is_read_and_saved_as_the_present_one(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    MEASURED.save(path)
+    now = json.loads(path.read_text())
+    old = {**now, "version": 1}
+    for key in ("steps", "doubts"):
+        del old[key]
+    old["links"] = [
+        {k: v for k, v in link.items() if k not in ("in_steps", "beside")} for link in now["links"]
+    ]
+    path.write_text(json.dumps(old))
+    file = ClusterFile.read(path)
+    links = (replace(MEASURED.links[0], in_steps=1.0, beside=None),)
+    assert file == replace(MEASURED, version=1, steps=None, doubts=(), links=links)
+    file.save(path)
+    assert json.loads(path.read_text())["version"] == now["version"] == 2
+
+
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError) as caught:
         find_cluster("fsmoe-testbed-c")
@@ -214,6 +236,8 @@ def refusal(folder: Path, change: dict[str, object]) -> ConfigError:
         "rates.flops_per_s",
         "rates.link_latency_s",
         "transfers_beside_compute",
+        "links[0].in_steps",
+        "links[0].beside",
         "jitter",
     ],
 )

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 
 from penstock.cost import ClusterConfig, ProfiledCluster
-from penstock.cost.cluster_file import TaskModel
+from penstock.cost.cluster_file import StepFit, TaskModel
 from penstock.decision import Decision
 from penstock.plan import Problem, evaluate, predict_s
 from penstock.plan.predict import alone
+from penstock.words import within
 from tests.plan.problems import FILE, problem, problems
 from tests.support.draws import draws
 
@@ -64,6 +65,24 @@ def test_scattered_tasks_take_longer_together_than_on_average() -> None:
     calm_s, scattered_s, wild_s = (seconds(profiled(jitter=j), FLOWMOE) for j in (0.0, 0.1, 0.3))
     assert calm_s < scattered_s < wild_s
     assert seconds(profiled(jitter=0.3), FLOWMOE) == wild_s, "what is drawn has a fixed seed"
+
+
+def test_real_steps_correct_the_prediction_and_give_it_an_interval() -> None:
+    usual = evaluate(profiled(beside=1.6, jitter=0.1), FLOWMOE)
+    assert usual.interval_s is None and "(" not in usual.predicted
+    each = profiled(beside=1.6, jitter=0.1)
+    assert isinstance(each.cluster, ProfiledCluster)
+    file = replace(each.cluster.file, steps=StepFit(ratio=1.25, low=1.0, high=1.5))
+    found = evaluate(replace(each, cluster=ProfiledCluster.build(file)), FLOWMOE)
+    assert found.predicted_s == pytest.approx(1.25 * usual.predicted_s)
+    assert found.interval_s == pytest.approx((0.8 * found.predicted_s, 1.2 * found.predicted_s))
+    assert found.predicted == within(found.predicted_s, found.interval_s)
+    assert found.bound.seconds == usual.bound.seconds, "no order beats what tasks say"
+
+
+def test_an_interval_is_told_in_the_unit_of_its_prediction() -> None:
+    assert within(0.812, (0.78, 0.845)) == "812.0 ms (780.0 to 845.0)"
+    assert within(0.812, None) == "812.0 ms"
 
 
 def test_a_slower_rank_holds_up_all() -> None:

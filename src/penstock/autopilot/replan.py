@@ -13,12 +13,13 @@ from penstock.autopilot.start import find
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import LinkModel
 from penstock.decision import Decision
-from penstock.plan import evaluate
+from penstock.plan import Candidate, evaluate
 from penstock.plan.effort import Searched
+from penstock.plan.predict import interval_s
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.resume import Say
-from penstock.words import milliseconds
+from penstock.words import within
 
 LINKS_SHARE = 0.5
 """Fraction of the profiling time at the start that measuring the links again may take."""
@@ -70,10 +71,16 @@ def replan(
 
 
 def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
-    """The file with its links replaced by these; a link that was not measured again stays."""
-    again = {(link.collective, link.group, link.op) for link in links}
-    kept = tuple(link for link in file.links if (link.collective, link.group, link.op) not in again)
-    links = (*links, *kept)
+    """The file with its links replaced by these, which keep what steps said of them; a link that was not
+    measured again stays."""
+    before = {(link.collective, link.group, link.op): link for link in file.links}
+    again = {(link.collective, link.group, link.op): link for link in links}
+    known = {key: before.pop(key) for key in again if key in before}
+    felt = (
+        replace(link, in_steps=known[key].in_steps, beside=known[key].beside) if key in known else link
+        for key, link in again.items()
+    )
+    links = (*felt, *before.values())
     return replace(file, links=links, rates=rates_with_links(file.rates, links, file.nodes))
 
 
@@ -86,15 +93,21 @@ def _decide(
     new = min((found.best, *found.others), key=now.expected_s)
     changes = now.expected_s(new) < WORTH * now.expected_s(old)
     best = new if changes else old
-    predicted = f"predicted {milliseconds(now.expected_s(best))} per step"
+    predicted = f"predicted {_expected(now, best)} per step"
     if best.choice != now.choice:
-        predicted += f", {milliseconds(now.expected_s(old))} with {now.name}"
+        predicted += f", {_expected(now, old)} with {now.name}"
         line = f"{diagnosis.text}: changing to plan {now.plans + 1}: {best.choice.words} ({predicted})"
     else:
         line = f"{diagnosis.text}: keeping {now.name} in a new order ({predicted})"
     why = lines if best is found.best else now.lines if best is old else (line,)
     order = Order.of(best.plan)
     return Verdict(choice=best.choice, order=order, why=why, line=line, searched=found.searched)
+
+
+def _expected(now: Planned, candidate: Candidate) -> str:
+    """The expected step time in words, with its interval."""
+    seconds = now.expected_s(candidate)
+    return within(seconds, interval_s(now.problem, seconds))
 
 
 def _slowness(planned: Planned, diagnosis: Diagnosis) -> tuple[float, ...]:

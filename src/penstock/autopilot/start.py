@@ -38,12 +38,13 @@ from penstock.plan import (
 )
 from penstock.plan.effort import Searched
 from penstock.plan.plan_config import AUTO, GIVEN
+from penstock.plan.predict import interval_s
 from penstock.plan.search import FoundPlan
 from penstock.plan.space import in_effect
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.resume import Say
-from penstock.words import milliseconds
+from penstock.words import within
 
 WORTH_TRYING = 1.3
 """Plans whose predicted time is more than WORTH_TRYING times the best are not tried."""
@@ -145,7 +146,11 @@ def _fastest(
     plan, lines = found[number]
     if len(problems) == 1:
         return number, plan, lines
-    both = f"{milliseconds(times_s[0])} with AdamW, {milliseconds(times_s[1])} with shares of it"
+    plain, sharded = (
+        within(seconds, interval_s(problem, seconds))
+        for problem, seconds in zip(problems, times_s, strict=True)
+    )
+    both = f"{plain} with AdamW, {sharded} with shares of it"
     return (
         number,
         plan,
@@ -181,7 +186,8 @@ def replay(config: RunConfig, machinery: Machinery, path: Path, say: Say) -> Pla
         file = cluster_of(config, machinery, say)
         problem = run_problem(config, layout, file)
     plan = paper.step_plan(problem, str(path))
-    predicted = f"{1000 * paper.predicted_s:.0f} ms per step were predicted"
+    interval = (paper.interval_s[0], paper.interval_s[1]) if len(paper.interval_s) == 2 else None
+    predicted = f"{within(paper.predicted_s, interval)} per step were predicted"
     say(f"plan 1, from {path}: {paper.choice.words}; made for cluster {paper.cluster}, where {predicted}")
     return Planned(problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why)
 
@@ -204,7 +210,8 @@ def cluster_of(config: RunConfig, machinery: Machinery, say: Say) -> ClusterFile
 def find(
     problem: Problem, file: ClusterFile, budget: float, say: Say, beat: Beat
 ) -> tuple[FoundPlan, tuple[str, ...]]:
-    """The best plan and the five lines that explain it, and one more if the budget ended the search early.
+    """The best plan and the five lines that explain it, one more if the budget ended the search early, and
+    what real steps could not tell of the cluster.
 
     Memory is an estimate: if no plan fits by it, a warning is printed and the best plan is still taken,
     since the run will show whether it fits. beat: called after every simulation.
@@ -223,7 +230,8 @@ def find(
         memory = None
         found = searched()
     beat()
-    return found, (*explain(problem, found, memory).lines, *found.searched.lines)
+    doubts = (f"Doubt    {each}" for each in file.doubts)
+    return found, (*explain(problem, found, memory).lines, *found.searched.lines, *doubts)
 
 
 def numbered(lines: Sequence[str], number: int) -> list[str]:

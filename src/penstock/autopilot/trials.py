@@ -12,7 +12,8 @@ from statistics import median
 
 from penstock.autopilot.planned import Planned, Rival
 from penstock.plan.plan_config import DROPPED_STEPS
-from penstock.words import milliseconds
+from penstock.plan.predict import interval_s
+from penstock.words import milliseconds, within
 
 TRIAL_STEPS = DROPPED_STEPS + 4
 MOST_SHARE = 0.1
@@ -69,15 +70,19 @@ class Trials:
     @property
     def lines(self) -> tuple[str, ...]:
         """A table of the plans with predicted and measured times, and which plan is kept."""
-        first = self._planned.number
+        first, problem = self._planned.number, self._planned.problem
+        predicted = [
+            within(entry.predicted_s, interval_s(problem, entry.predicted_s)) for entry in self._entries
+        ]
+        width = max(9, *map(len, predicted))
+        tried = zip(self._entries, predicted, self._medians, strict=True)
         rows = (
-            f"  {number:>4}  {milliseconds(entry.predicted_s):>9}  {milliseconds(seconds):>9}  "
-            f"{entry.choice.words}"
-            for number, (entry, seconds) in enumerate(zip(self._entries, self._medians, strict=True), first)
+            f"  {number:>4}  {text:>{width}}  {milliseconds(seconds):>9}  {entry.choice.words}"
+            for number, (entry, text, seconds) in enumerate(tried, first)
         )
         return (
             f"trials of {TRIAL_STEPS} steps each, time per step:",
-            f"  plan  {'predicted':>9}  {'measured':>9}",
+            f"  plan  {'predicted':>{width}}  {'measured':>9}",
             *rows,
             f"keeping plan {first + self._best}",
         )

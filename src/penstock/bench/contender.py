@@ -39,13 +39,15 @@ class Contender(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One row of the comparison. plan: None for a peer. simulated_s: None where nothing is predicted."""
+    """One row of the comparison. plan: None for a peer. simulated_s: None where nothing is predicted;
+    interval_s: between which it is expected, None = unknown."""
 
     name: str
     transport: TransportName
     contender: Contender
     plan: StepPlan | None = None
     simulated_s: float | None = None
+    interval_s: tuple[float, float] | None = None
 
     @property
     def work(self) -> str:

@@ -114,6 +114,7 @@ def _entry(stacks: Stacks, name: str, candidate: Candidate) -> Entry:
         contender=contender,
         plan=candidate.plan,
         simulated_s=candidate.predicted_s,
+        interval_s=candidate.interval_s,
     )
 
 

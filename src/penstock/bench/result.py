@@ -58,7 +58,8 @@ class CaseResult:
     overlap_efficiency: limit_s / iteration_s_median. exposed_communication_s: on the slowest rank.
     overhead_s: time in which the compute lane stood still although its next task was ready.
     peak_memory_bytes: highest resident memory of any rank above what it held before its step.
-    simulated_s: predicted from costs that were measured apart from this schedule's own run.
+    simulated_s: predicted from costs that were measured apart from this schedule's own run;
+    simulated_interval_s: between which it is expected, from real steps of the profile; None = unknown.
     What a peer cannot tell, because it has no tasks, is None; so is a prediction that was not made.
     """
 
@@ -76,6 +77,7 @@ class CaseResult:
     overhead_s: float | None
     peak_memory_bytes: int
     simulated_s: float | None
+    simulated_interval_s: tuple[float, float] | None = None
 
     @property
     def limit_s(self) -> float:

@@ -99,6 +99,7 @@ def _case(entry: Entry, found: Measurements, base: Sequence[float], limit: Limit
         overhead_s=_worst_rank([[s.overhead_s for s in rank] for rank in samples]),
         peak_memory_bytes=max(found.peaks_bytes[entry.label]),
         simulated_s=entry.simulated_s,
+        simulated_interval_s=entry.interval_s,
     )
 
 

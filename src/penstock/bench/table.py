@@ -87,8 +87,16 @@ def _row(case: CaseResult) -> tuple[str, ...]:
         _or_dash(case.busy_s.get("inter"), lambda s: f"{1e3 * s:.0f}"),
         _or_dash(case.overhead_share, lambda share: f"{100 * share:.1f} %"),
         f"{case.peak_memory_bytes / 2**20:.0f}",
-        _or_dash(case.simulated_s, lambda s: f"{1e3 * s:.0f} ({100 * (spread.median / s - 1):+.0f} %)"),
+        _or_dash(
+            case.simulated_s, lambda s: f"{_simulated(case, s)} ({100 * (spread.median / s - 1):+.0f} %)"
+        ),
     )
+
+
+def _simulated(case: CaseResult, seconds: float) -> str:
+    """Milliseconds, with the interval if there is one."""
+    text, ends = f"{1e3 * seconds:.0f}", case.simulated_interval_s
+    return text if ends is None else f"{text} [{1e3 * ends[0]:.0f}, {1e3 * ends[1]:.0f}]"
 
 
 def _shared_cells(case: CaseResult) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from penstock.bench.field import chosen, layout_words
 from penstock.bench.naming import AUTO, Named
 from penstock.bench.scheduled import run_config_of
 from penstock.bench.tune import variants
+from penstock.bench.virtual_steps import with_virtual_steps
 from penstock.cost import ProfiledCluster, RoutedCost
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.plan import explain
@@ -63,7 +64,9 @@ class VirtualField:
         machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
         self.control, self._transports = machinery.control, machinery.transports
         self._stack = build_virtual(self._config, config.virtual, machinery)
-        self._links = profile_links(self._config, machinery, self._dispatches(config.compare.schedules))
+        links = profile_links(self._config, machinery, self._dispatches(config.compare.schedules))
+        self._links = with_virtual_steps(self._config, config.virtual, machinery, links)
+        self.notes += self._links.doubts
         self._cluster = self._stack.links = ProfiledCluster.build(self._links)
         self._first_measured = config.compare.warmup
         self.entries = tuple(self._entry(name) for name in config.compare.schedules)
@@ -109,7 +112,7 @@ class VirtualField:
         """
         problem = run_problem(self._open, self._layout, self._links)
         found = chosen(problem, self.control)
-        self.notes = explain(problem, found).lines
+        self.notes += explain(problem, found).lines
         self._memory_bytes[AUTO] = found.best.memory_bytes
         return self._predicted(AUTO, self._stack.adopt(found.best.plan, self._placement(AUTO)))
 
@@ -159,8 +162,16 @@ class VirtualField:
     def _predicted(self, name: str, plan: StepPlan) -> Entry:
         cost = self._cost(name, plan)
         simulated_s = simulate(plan.schedule, plan.graph, cost, self._layout.mesh).iteration_s
-        contender = Slept(self._stack, plan, self._placement(name))
-        return Entry(name=name, transport="penstock", contender=contender, plan=plan, simulated_s=simulated_s)
+        steps = self._links.steps
+        predicted_s = (steps.ratio if steps else 1.0) * simulated_s
+        return Entry(
+            name=name,
+            transport="penstock",
+            contender=Slept(self._stack, plan, self._placement(name)),
+            plan=plan,
+            simulated_s=predicted_s,
+            interval_s=steps.around(predicted_s) if steps else None,
+        )
 
     def _cost(self, name: str, plan: StepPlan) -> RoutedCost:
         self._stack.adopt(plan, self._placement(name))

@@ -28,7 +28,8 @@ from penstock.graph import Lane, Phase
 from penstock.mesh import Group
 from penstock.ops import OPS
 
-VERSION = 1
+OLDEST, VERSION = 1, 2
+"""1 has no figures of real steps."""
 
 WHOSE_RATE: Final = "is missing, so nobody can tell whose rate link_bytes_per_s is"
 WHAT_TO_WRITE: Final = (
@@ -92,6 +93,8 @@ class LinkModel:
     (all-gather), the whole input (reduce-scatter), the tensor (all-reduce, broadcast, point-to-point).
     group: ep, node, rail, edp, world, esp, mp, dp or ep x esp, as Group names them. op: the leg of a
     hierarchical dispatch, else "".
+    in_steps: how many times longer a transfer takes in a step than by this line. beside: how many times
+    longer again beside computation; None = as the file says of all transfers.
     """
 
     collective: str
@@ -101,6 +104,8 @@ class LinkModel:
     alpha_s: Seconds
     beta_s_per_byte: SecondsPerUnit
     op: str = ""
+    in_steps: Factor = 1.0
+    beside: Factor | None = None
     fit: Fit | None = None
 
     def __post_init__(self) -> None:
@@ -153,6 +158,30 @@ class KernelModel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepFit:
+    """Real steps over their simulation from everything else in the file.
+
+    ratio: measured over simulated seconds, typically. low, high: between which 95 % of steps are expected.
+    steps: how many were measured.
+    """
+
+    ratio: Factor
+    low: Factor
+    high: Factor
+    steps: Annotated[int, Within(1, 2**62, "it is a number of steps")] = 1
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if not self.low <= self.ratio <= self.high:
+            why = f"does not lie between low = {self.low:g} and high = {self.high:g}"
+            raise ConfigError("ratio", self.ratio, why, AGAIN)
+
+    def around(self, predicted_s: float) -> tuple[float, float]:
+        """Between which a step is expected of which `predicted_s` are predicted, `ratio` included."""
+        return predicted_s * self.low / self.ratio, predicted_s * self.high / self.ratio
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """Where and when it was measured."""
 
@@ -172,8 +201,10 @@ class ClusterFile:
 
     transfers_beside_compute: how many times longer a transfer takes beside computation. jitter: how much a
     compute task's duration scatters, relative (standard deviation). slowness: by rank, how many times longer
-    its computation takes than `tasks` says; empty = all ranks are alike. memory_bytes: of one device; None =
-    not known. measured: None for a file written by hand; source: where its numbers come from.
+    its computation takes than `tasks` says; empty = all ranks are alike. steps: real steps beside their
+    simulation; None = not measured, or of no use. memory_bytes: of one device; None = not known. measured:
+    None for a file written by hand; source: where its numbers come from; doubts: what real steps could not
+    tell, in words.
     """
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
@@ -187,12 +218,14 @@ class ClusterFile:
     transfers_beside_compute: Factor = 1.0
     jitter: Scatter = 0.0
     slowness: Annotated[tuple[Factor, ...], Items(MOST_RANKS, "one per rank")] = ()
+    steps: StepFit | None = None
     memory_bytes: MemoryBytes | None = None
     measured: Machine | None = None
     source: str = ""
+    doubts: Annotated[tuple[str, ...], Items(MOST_MODELS, "they are for people")] = ()
 
     def __post_init__(self) -> None:
-        if self.version != VERSION:
+        if not OLDEST <= self.version <= VERSION:
             hint = f"Measure it again with `penstock profile`; this version writes {VERSION}."
             raise ConfigError("version", self.version, "is a version that cannot be read here", hint)
         check_bounds(self)
@@ -227,7 +260,7 @@ class ClusterFile:
 
     def save(self, path: Path) -> None:
         """Write it where the path says; a half-written file never replaces a whole one."""
-        write_json(path, to_dict(self))
+        write_json(path, to_dict(replace(self, version=VERSION)))
 
     @staticmethod
     def read(path: Path) -> ClusterFile:

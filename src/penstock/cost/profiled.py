@@ -35,6 +35,12 @@ class ProfiledCluster(ClusterConfig):
         rates = {each.name: getattr(file.rates, each.name) for each in fields(ClusterConfig)}
         return ProfiledCluster(**rates, file=file, company=company)
 
+    @property
+    def feels_company(self) -> bool:
+        """Whether any task takes longer beside others; a file that is written by hand need not say so."""
+        factors = [self.file.transfers_beside_compute, *(task.beside for task in self.file.tasks)]
+        return any(factor not in (None, 1) for factor in (*factors, *(x.beside for x in self.file.links)))
+
     def faster(self, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0) -> Self:
         rates = super().faster(inter=inter, intra=intra, compute=compute)
         return replace(rates, file=self.file.faster(inter=inter, intra=intra, compute=compute))
@@ -55,8 +61,8 @@ class ProfiledCluster(ClusterConfig):
             return self.all_to_all(span, axes)
         for link in self.file.links:
             if link.collective == dispatch and link.op == outward(op):
-                return self._beside(link.model)
-        return self._beside(super().leg(dispatch, op, span))
+                return self._in_steps(link.model, link)
+        return self._in_steps(super().leg(dispatch, op, span))
 
     def inside(self, collective: Inside, ranks: int) -> AlphaBeta:
         found = [link for link in self.file.links if (link.collective, link.lane) == (collective, "intra")]
@@ -70,7 +76,7 @@ class ProfiledCluster(ClusterConfig):
 
     def pair(self, span: Span) -> AlphaBeta | None:
         found = self.file.link(PAIR, Group.name(Group.EXPERT_SHARDS))
-        return None if found is None or found.ranks != span.ranks else self._beside(found.model)
+        return None if found is None or found.ranks != span.ranks else self._in_steps(found.model, found)
 
     def compute_s(self, op: str, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
         """pieces: where the file was measured, every piece has the fixed part of a task."""
@@ -92,18 +98,20 @@ class ProfiledCluster(ClusterConfig):
         usable = [link for link in links if link.ranks > 1]
         ranks = group if isinstance(group, int) else group.ranks
         if ranks == 1 or not usable:
-            return self._beside(by_rates(group))
+            return self._in_steps(by_rates(group))
         nearest = min(usable, key=lambda link: abs(link.ranks - ranks))
         if nearest.ranks == ranks:
-            return self._beside(nearest.model)
+            return self._in_steps(nearest.model, nearest)
         here, there = by_rates(ranks), by_rates(nearest.ranks)
-        return self._beside(
-            AlphaBeta(
-                alpha_s=nearest.alpha_s * here.alpha_s / there.alpha_s,
-                beta_s_per_byte=nearest.beta_s_per_byte * here.beta_s_per_byte / there.beta_s_per_byte,
-            )
+        alone = AlphaBeta(
+            alpha_s=nearest.alpha_s * here.alpha_s / there.alpha_s,
+            beta_s_per_byte=nearest.beta_s_per_byte * here.beta_s_per_byte / there.beta_s_per_byte,
         )
+        return self._in_steps(alone, nearest)
 
-    def _beside(self, alone: AlphaBeta) -> AlphaBeta:
-        factor = 1 + self.company * (self.file.transfers_beside_compute - 1)
+    def _in_steps(self, alone: AlphaBeta, link: LinkModel | None = None) -> AlphaBeta:
+        """A transfer as it is in a step with the assumed company, by the factors of the link that told it."""
+        usual = self.file.transfers_beside_compute
+        beside = usual if link is None or link.beside is None else link.beside
+        factor = (1.0 if link is None else link.in_steps) * (1 + self.company * (beside - 1))
         return AlphaBeta(alpha_s=alone.alpha_s * factor, beta_s_per_byte=alone.beta_s_per_byte * factor)

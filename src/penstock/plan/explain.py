@@ -64,12 +64,14 @@ class Explanation:
         return {
             "lines": list(self.lines),
             "predicted_s": self.best.predicted_s,
+            "interval_s": self.best.interval_s,
             "bound_of_this_cut_s": self.best.bound_s,
             "bound_of_all_cuts_s": self.lower_bound_s,
             "binds": self.binds,
             "busy": self.busy,
             "next_best": None if following is None else following.choice.words,
             "next_best_s": None if following is None else following.predicted_s,
+            "next_best_interval_s": None if following is None else following.interval_s,
             "faster": self.faster,
             "memory_bytes": self.memory.total_bytes,
             "memory_parts_bytes": self.memory.parts,
@@ -80,7 +82,7 @@ class Explanation:
         reached = 100 * best.bound_s / best.predicted_s
         of = "forward and backward" if best.plan.shape.updating is None else "the step, updates included"
         return (
-            f"{milliseconds(best.predicted_s)} predicted for {of}; lower bounds: "
+            f"{best.predicted} predicted for {of}; lower bounds: "
             f"{milliseconds(best.bound_s)} for any order of these tasks ({reached:.0f} % efficiency), "
             f"{milliseconds(self.lower_bound_s)} for any plan"
         )
@@ -93,7 +95,7 @@ class Explanation:
         if self.next_best is None:
             return "no other plan is possible"
         return (
-            f"{self.next_best.choice.words}; {milliseconds(self.next_best.predicted_s)} "
+            f"{self.next_best.choice.words}; {self.next_best.predicted} "
             f"({change(self.next_best.predicted_s, self.best.predicted_s)})"
         )
 

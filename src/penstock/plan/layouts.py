@@ -23,7 +23,7 @@ from penstock.plan.search import Candidate, evaluate
 from penstock.plan.starts import first_choices
 from penstock.plan.subject import Overrides, Subject, published_problem
 from penstock.step.shape import TokenLayout
-from penstock.words import change, gib, milliseconds
+from penstock.words import change, gib
 
 NEXT: Final = 2
 """Layouts that are told beside the best."""
@@ -61,7 +61,7 @@ class RankedLayout:
         sizes = f"dp {dp}, mp {own.mp_size}, ep {own.ep_size}, esp {own.esp_size}"
         tokens = f", tokens {own.tokens}" if own.mp_size > 1 else ""
         form = f", expert form {self.best.plan.shape.expert_form}" if own.shares else ""
-        return f"{sizes}{tokens}{form}: {milliseconds(self.best.predicted_s)}, {self._costs}"
+        return f"{sizes}{tokens}{form}: {self.best.predicted}, {self._costs}"
 
     @property
     def _costs(self) -> str:

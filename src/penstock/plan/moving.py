@@ -18,7 +18,7 @@ from penstock.decision.record import FIELDS
 from penstock.graph import ScheduleError
 from penstock.plan.problem import Problem
 from penstock.plan.search import Candidate, evaluate
-from penstock.words import change, counted, milliseconds
+from penstock.words import change, counted
 from penstock.workloads import RoutingConfig, routing_of
 
 WORTH = 0.97
@@ -127,8 +127,8 @@ def _words(candidate: Candidate) -> str:
 
 
 def _against(moving: Candidate, still: Candidate) -> str:
-    now, then = milliseconds(moving.predicted_s), milliseconds(still.predicted_s)
-    return f"would take {now} per step, {then} without ({change(moving.predicted_s, still.predicted_s)})"
+    difference = change(moving.predicted_s, still.predicted_s)
+    return f"would take {moving.predicted} per step, {still.predicted} without ({difference})"
 
 
 def _saved(problem: Problem, still: Candidate, moving: Candidate) -> str:

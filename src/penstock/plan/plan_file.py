@@ -85,13 +85,15 @@ class PlanSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
-    """A plan on paper. why: its explanation; schedule: the text of the order, a line per lane; null = the
-    order is made again from the choice. search: how much was looked at to find it; null = unknown."""
+    """A plan on paper. interval_s: of the prediction, see Candidate; empty = unknown. why: its explanation;
+    schedule: the text of the order, a line per lane; null = the order is made again from the choice. search:
+    how much was looked at to find it; null = unknown."""
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
     model: str
     cluster: str
     predicted_s: Seconds
+    interval_s: Annotated[tuple[Seconds, ...], Items(2, "it has two ends")] = ()
     lower_bound_s: Bound
     memory_bytes: SizeBytes
     why: Annotated[tuple[str, ...], Items(1000, "it is for people")]
@@ -125,6 +127,7 @@ class PlanFile:
             model=model,
             cluster=cluster,
             predicted_s=candidate.predicted_s,
+            interval_s=candidate.interval_s or (),
             lower_bound_s=candidate.bound_s,
             memory_bytes=candidate.memory_bytes,
             why=why,

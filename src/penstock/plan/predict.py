@@ -3,7 +3,8 @@
 Computation beside traffic is slower than alone: the kernel moves the bytes on the same cores. Traffic beside
 computation is a little slower, too. A task therefore costs what its share of company says, which in turn
 depends on the simulated timeline: a fixed point, found by simulating again. And ranks scatter: a collective
-waits for the slowest, so a step with scattered tasks is longer than one with their means.
+waits for the slowest, so a step with scattered tasks is longer than one with their means. Last, real steps
+that ended the profile say how much longer all of it takes than that, and within which interval.
 """
 
 from __future__ import annotations
@@ -45,8 +46,21 @@ CompanyCost = Callable[[Task, Any], Any]
 def predict_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
     """Seconds of an iteration. Deterministic: what is drawn at random has a fixed seed."""
     cluster = problem.cluster
-    if not isinstance(cluster, ProfiledCluster) or (not _feels_company(cluster) and not cluster.file.jitter):
+    if not isinstance(cluster, ProfiledCluster):
         return iteration_s(plan.schedule, plan.graph, problem.cost(choice, plan.shape), problem.mesh)
+    steps = cluster.file.steps
+    return (steps.ratio if steps else 1.0) * simulated_s(problem, choice, plan, cluster)
+
+
+def interval_s(problem: Problem, predicted_s: float) -> tuple[float, float] | None:
+    """Between which a step of this prediction is expected; None where no real steps were measured."""
+    cluster = problem.cluster
+    steps = cluster.file.steps if isinstance(cluster, ProfiledCluster) else None
+    return None if steps is None else steps.around(predicted_s)
+
+
+def simulated_s(problem: Problem, choice: Decision, plan: StepPlan, cluster: ProfiledCluster) -> float:
+    """The same by what was measured of tasks and links alone."""
     cost = _between(problem, choice, plan)
     jitter, ranks = cluster.file.jitter, problem.mesh
     draws = range(_draws(problem))
@@ -71,21 +85,16 @@ def timelines(problem: Problem) -> int:
     if not isinstance(cluster, ProfiledCluster):
         return 1
     draws = _draws(problem) if cluster.file.jitter else 1
-    return draws + (PASSES if _feels_company(cluster) else 0)
+    return draws + (PASSES if cluster.feels_company else 0)
 
 
 def _draws(problem: Problem) -> int:
     return max(1, min(DRAWS, DRAWN_RANKS // problem.mesh.world_size))
 
 
-def _feels_company(cluster: ProfiledCluster) -> bool:
-    """Whether any task takes longer beside others; clusters that are described by hand do not say so."""
-    return cluster.file.transfers_beside_compute != 1 or any(task.beside != 1 for task in cluster.file.tasks)
-
-
 def alone(problem: Problem) -> Problem:
     """The same problem with no task slowed by company: costs that no prediction is below."""
-    if not isinstance(problem.cluster, ProfiledCluster) or not _feels_company(problem.cluster):
+    if not isinstance(problem.cluster, ProfiledCluster) or not problem.cluster.feels_company:
         return problem
     return replace(problem, cluster=replace(problem.cluster, company=0.0))
 
@@ -117,7 +126,12 @@ def _of_each_pace(timeline: Timeline, paces: tuple[float, ...]) -> Shares:
 
 def company(timeline: Timeline, rank: int = 0) -> dict[Task, float]:
     """For every task the share of its time in which the other side was busy, on this rank."""
-    spans = {task: (float(i.start[rank]), float(i.end[rank])) for task, i in timeline.times.items()}
+    times = timeline.times
+    return shares_of({task: (float(i.start[rank]), float(i.end[rank])) for task, i in times.items()})
+
+
+def shares_of(spans: Mapping[Task, tuple[float, float]]) -> dict[Task, float]:
+    """The same of tasks that ran from the first to the second moment."""
     computes = {task: task.lane.computes for task in spans}
     busy = {
         side: _union(span for task, span in spans.items() if computes[task] is side) for side in (True, False)
@@ -149,7 +163,7 @@ def _between(problem: Problem, choice: Decision, plan: StepPlan) -> RankCost:
     """The cost of every task at its own share of company."""
     shape = plan.shape
     assert isinstance(problem.cluster, ProfiledCluster)
-    if not _feels_company(problem.cluster):
+    if not problem.cluster.feels_company:
         return problem.cost(choice, shape)
     apart = alone(problem).cost(choice, shape)
     beside = _crowded(problem).cost(choice, shape)

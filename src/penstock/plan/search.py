@@ -25,7 +25,7 @@ from penstock.decision import Decision, Partition
 from penstock.plan.bound import QuickBounds
 from penstock.plan.effort import Effort, Meter, Searched
 from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget, estimate_memory
-from penstock.plan.predict import alone, predict_s
+from penstock.plan.predict import alone, interval_s, predict_s
 from penstock.plan.prices import check_prices, impossible
 from penstock.plan.problem import Problem
 from penstock.plan.published import planners
@@ -33,7 +33,7 @@ from penstock.plan.space import neighbours, space
 from penstock.plan.starts import first_choices
 from penstock.schedule import StepPlan
 from penstock.simulate import LowerBound
-from penstock.words import gib
+from penstock.words import gib, within
 
 CHECKPOINT = 20_000
 """After this number of placements in step 5 its best cuts are simulated in full."""
@@ -51,14 +51,21 @@ FEW_LAYERS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A choice, worked out. memory_bytes: estimated, per rank. quick_bound_s: of QuickBounds, 0 = unknown."""
+    """A choice, worked out. memory_bytes: estimated, per rank. interval_s: between which `predicted_s` is
+    expected to lie, from real steps; None = unknown. quick_bound_s: of QuickBounds, 0 = unknown."""
 
     choice: Decision
     plan: StepPlan
     predicted_s: float
     bound: LowerBound
     memory_bytes: int
+    interval_s: tuple[float, float] | None = None
     quick_bound_s: float = 0.0
+
+    @property
+    def predicted(self) -> str:
+        """The prediction for people, with its interval."""
+        return within(self.predicted_s, self.interval_s)
 
     @property
     def bound_s(self) -> float:
@@ -103,6 +110,7 @@ def evaluate(problem: Problem, choice: Decision) -> Candidate:
         predicted_s=predicted_s,
         bound=bound,
         memory_bytes=estimate_memory(problem, choice).total_bytes,
+        interval_s=interval_s(problem, predicted_s),
     )
 
 

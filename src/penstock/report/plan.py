@@ -112,6 +112,7 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
     return {
         **to_dict(candidate.choice),
         "predicted_s": candidate.predicted_s,
+        "interval_s": candidate.interval_s,
         "lower_bound_s": candidate.bound_s,
         "memory_bytes": candidate.memory_bytes,
     }
@@ -164,7 +165,7 @@ def _row(candidate: Candidate, best_s: float, fields: Sequence[Field]) -> tuple[
     return (
         "→" if first else "",
         *(each.cell(choice) if each.cell and choice.reads(each.name) else each.unread for each in fields),
-        milliseconds(candidate.predicted_s),
+        candidate.predicted,
         "" if first else change(candidate.predicted_s, best_s),
         milliseconds(candidate.bound_s),
         gib(candidate.memory_bytes),

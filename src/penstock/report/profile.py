@@ -97,16 +97,41 @@ def _rest(file: ClusterFile) -> list[str]:
         why = f"R2 is below {LEAST_R2:g}, so time hardly grew with size"
         lines.append(f"{UNKNOWN}: {why}; measure with a larger --budget, while nothing else runs")
     if file.links:
-        slower = f"{file.transfers_beside_compute:.2f} times as long"
-        lines.append(f"transfers take {slower} during computation as alone")
+        lines += _transfer_lines(file)
     if file.tasks:
         lines.append(f"task durations vary by {_percent(file.jitter)} (standard deviation)")
+    if file.steps is not None:
+        low, high = file.steps.around(1.0)
+        steps, ratio = file.steps.steps, file.steps.ratio
+        lines += [
+            f"{steps} real steps took {ratio:.2f} times as long as their parts say; predictions include that",
+            f"95 % of steps are expected to take {low:.2f} to {high:.2f} times their prediction",
+        ]
+    lines += file.doubts
     if file.slowness:
         ranks = ", ".join(f"rank {rank} {ratio:.2f}" for rank, ratio in enumerate(file.slowness))
         lines.append(f"computation time relative to the median rank: {ranks}")
     if file.source:
         lines.append(file.source)
     return lines
+
+
+def _transfer_lines(file: ClusterFile) -> list[str]:
+    """What steps and computation do to transfers, by collective."""
+    usual = file.transfers_beside_compute
+    found = {
+        (link.collective, link.lane): (link.in_steps, usual if link.beside is None else link.beside)
+        for link in file.links
+    }
+    if len(set(found.values())) == 1:
+        ((in_steps, beside),) = set(found.values())
+        return [_transfer_line("transfers", in_steps, beside)]
+    return [_transfer_line(f"{name} ({lane})", *both) for (name, lane), both in found.items()]
+
+
+def _transfer_line(what: str, in_steps: float, beside: float) -> str:
+    text = f"{what} take {beside:.2f} times as long during computation as alone"
+    return text if in_steps == 1 else f"{text}; in steps {in_steps:.2f} times as long as above"
 
 
 def _link_row(file: ClusterFile, links: Sequence[LinkModel]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Compute tasks of the model as the engine runs them, on all ranks at once: alone, and beside traffic.
+"""Compute tasks of the model as the engine runs them, on all ranks at once, and in real steps.
 
 Two layers run without a network (see `penstock.runtime.transport.silent`), cut in several ways, so that
 every kind of task is seen at several sizes. What one layer costs, any other of its kind does.
@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median, median_low
+from statistics import median_low
 
 import numpy as np
 import numpy.typing as npt
@@ -18,27 +18,24 @@ import torch
 
 from penstock.autopilot.profiling.machine import here
 from penstock.autopilot.profiling.sample import PURPOSE, Budget
+from penstock.autopilot.profiling.steps import RealSteps, with_steps, worth_running
+from penstock.autopilot.run_problem import run_problem
 from penstock.cost import ClusterConfig, ClusterFile, StepCost
 from penstock.cost.cluster_file import Fit, TaskModel
 from penstock.cost.fit import fit_line
-from penstock.decision import ScheduleConfig
+from penstock.decision import Decision, ScheduleConfig
 from penstock.graph import Phase, Task
+from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import Machinery, PipelinedStack
-from penstock.runtime.transport.load import Load
 from penstock.runtime.transport.silent import silent
 from penstock.schedule import StepPlan
 from penstock.topology import Control
+from penstock.trace import TaskRecord
 from penstock.train.assemble import build_stack, first_plan, workload
 from penstock.train.config import RunConfig
 
-MOST_ROUNDS = 12
-SLACK = 1.25
-"""How much more traffic is started than seems enough."""
-
-COST_OF_A_ROUND = 3.6
-"""Of rounds alone and beside traffic, two sequential steps and traffic that is too much, over one alone."""
-
+LEAST_ROUNDS, MOST_ROUNDS = 2, 12
 PIECES = (1, 2, 4)
 ALIKE = 1.05
 """Ranks that differ by no more than this are taken to be equally fast."""
@@ -54,7 +51,8 @@ def measure_tasks(
     file: ClusterFile,
     schedules: Sequence[ScheduleConfig] = (),
 ) -> ClusterFile:
-    """The file with its compute tasks measured: lines over the work by its rates, of ranks of slowness 1.
+    """The file with its compute tasks measured: lines over the work by its rates, of ranks of slowness 1; and
+    what real steps say of them and of the links that it has.
 
     The same on all ranks, which must call this together. schedules: how steps are cut; none = in several
     ways, so that the lines hold for any.
@@ -66,23 +64,20 @@ def measure_tasks(
         runs = _Runs(sample, machinery, stack, schedules or cuts(sample))
         rounds = _rounds(runs, budget)
         slowness, alone = _apart(runs.measure(rounds))
-        beside, slowed, cold = alone, 1.0, 1.0
-        if machinery.layout.ep_size > 1 and machinery.device.type == "cpu":
-            cold = _cold(runs, rounds, machinery)
-            crowded, slowed = _beside(runs, rounds, machinery)
-            beside = _divided(crowded, slowness)
     finally:
         stack.close()
-    tasks = tuple(_behind_transfers(model, cold) for model in _models(runs, alone, beside, file.rates))
+    tasks = tuple(_models(runs, alone, file.rates))
     found = replace(
         file,
         rates=_with_overhead(file.rates, tasks),
         tasks=tasks,
-        transfers_beside_compute=slowed,
         jitter=_jitter(alone),
         slowness=slowness,
         measured=here(machinery.device),
     )
+    if runs.real is not None:
+        steps = runs.real.gathered()
+        found = with_steps(found, steps, lambda file: run_problem(sample, machinery.layout, file))
     return machinery.control.gather(found, "comparing measured tasks")[0]
 
 
@@ -98,16 +93,20 @@ def sample_of(config: RunConfig) -> RunConfig:
     Routing that depends on the data cannot be imitated without a network, so tokens are then dealt evenly
     into as many slots as there are choices.
     """
-    model, batch = config.model, max(2, config.data.batch_per_device)
-    dense = any(not model.is_moe(layer) for layer in range(model.num_layers))
     return replace(
         config,
-        model=replace(model, preset=None, num_layers=2, moe_layers=(0,) if dense else None),
+        model=two_layers(config.model),
         moe=_imitable(config.moe),
         optimizer=replace(config.optimizer, sharded=False),  # tasks of the model are measured
         schedule=replace(config.schedule, name="sequential"),
-        data=replace(config.data, batch_per_device=batch),
+        data=replace(config.data, batch_per_device=max(2, config.data.batch_per_device)),
     )
+
+
+def two_layers(model: ModelConfig) -> ModelConfig:
+    """The model with two layers, one of each kind that it has."""
+    dense = any(not model.is_moe(layer) for layer in range(model.num_layers))
+    return replace(model, preset=None, num_layers=2, moe_layers=(0,) if dense else None)
 
 
 def _imitable(moe: MoEConfig) -> MoEConfig:
@@ -143,85 +142,67 @@ class _Runs:
     ) -> None:
         self.config, self.machinery, self.stack = config, machinery, stack
         self.control: Control = machinery.control
-        self.sequential = stack.plan
         gradients = stack.gradients.sizes_bytes
-        plans: dict[tuple[Task, ...], StepPlan] = {}  # those that compute alike are run once
+        plans: dict[tuple[Task, ...], tuple[StepPlan, Decision]] = {}  # those that compute alike are run once
         for cut in schedules:
             plan = first_plan(replace(config, schedule=cut), machinery.layout, stack.base_shape, gradients)
-            plans.setdefault(tuple(t for t in plan.graph.tasks if t.lane.computes), plan)
-        self.tasks, self.plans = list(plans), [stack.adopt(plan) for plan in plans.values()]
+            choice = cut.decision("flat", config.placement)
+            plans.setdefault(tuple(t for t in plan.graph.tasks if t.lane.computes), (plan, choice))
+        self.tasks, self.plans = list(plans), [stack.adopt(plan) for plan, _ in plans.values()]
         shape = (config.data.batch_per_device, config.model.seq_len)
         generator = torch.Generator().manual_seed(machinery.layout.dp_rank)
         numbers = torch.randint(config.model.vocab_size, (2, *shape), generator=generator)
         self.batch = tuple(numbers.to(machinery.device))
+        self.real = self._real_steps([choice for _, choice in plans.values()])
 
-    def step(self, plan: StepPlan, stack: PipelinedStack | None = None) -> None:
-        """All ranks start together. Gradients are dropped. stack: none = the one without a network."""
-        stack = stack or self.stack
+    def step(self, plan: StepPlan, stack: PipelinedStack) -> tuple[float, list[TaskRecord]]:
+        """All ranks start together. Gradients are dropped."""
         stack.plan = plan
         self.control.barrier(PURPOSE)
+        start_s = time.perf_counter()
         stack(*self.batch).backward()
         for parameter in stack.model.parameters():
             parameter.grad = None
-
-    def computing_s(self, stack: PipelinedStack, rounds: int) -> float:
-        """Computation of a sequential step of such a stack, median over ranks and rounds."""
-        stack.adopt(self.sequential)
-        found = []
-        for number in range(rounds + 1):
-            self.step(self.sequential, stack)
-            records = stack.records()
-            if number > 0:  # the first step allocates
-                found.append(sum(r.duration_s for r in records if r.lane.computes))
-        everyone = self.control.gather(found, "exchanging measured durations")
-        return median(seconds for rank in everyone for seconds in rank)
+        return time.perf_counter() - start_s, stack.records()
 
     def measure(self, rounds: int) -> list[Seconds]:
-        """For every plan the seconds of its compute tasks, [rank, round, task]."""
+        """For every plan the seconds of its compute tasks without a network, [rank, round, task].
+
+        Real steps run in the same rounds, so that a machine that gets slower does not mislead.
+        """
         mine: list[list[list[float]]] = [[] for _ in self.plans]
         for _ in range(rounds):
             for plan, tasks, found in zip(self.plans, self.tasks, mine, strict=True):
-                self.step(plan)
-                durations = {record.task: record.duration_s for record in self.stack.records()}
+                _, records = self.step(plan, self.stack)
+                durations = {record.task: record.duration_s for record in records}
                 found.append([durations[task] for task in tasks])
+            if self.real is not None:
+                self.real.round()
         everyone = self.control.gather([np.array(found) for found in mine], "exchanging measured durations")
         return [np.stack(found) for found in zip(*everyone, strict=True)]
+
+    def _real_steps(self, choices: Sequence[Decision]) -> RealSteps | None:
+        """Steps over the network; None where nothing is sent, or on GPUs, whose lanes do not share cores."""
+        if self.machinery.layout.world_size == 1 or self.machinery.device.type != "cpu":
+            return None
+        stack = build_stack(self.config, self.machinery)
+        named = [(choice.schedule, plan) for choice, plan in zip(choices, self.plans, strict=True)]
+        shown = [(stack.adopt(self.plans[n]), choices[n]) for n in worth_running(named)]
+        return RealSteps(
+            shown, lambda plan: self.step(plan, stack), lambda plan: self.step(plan, self.stack), self.control
+        )
 
 
 def _rounds(runs: _Runs, budget: Budget) -> int:
     """How many fit. The first steps allocate and are not measured, only how long they took."""
-    runs.step(runs.plans[0])
+    runs.step(runs.plans[0], runs.stack)
     start_s = time.perf_counter()
     for plan in runs.plans:
-        runs.step(plan)
+        runs.step(plan, runs.stack)
+    if runs.real is not None:
+        runs.real.round(counts=False)
     round_s = max(runs.control.gather(time.perf_counter() - start_s, PURPOSE))
-    return max(1, min(MOST_ROUNDS, int(budget.agree() / (COST_OF_A_ROUND * round_s))))
-
-
-def _cold(runs: _Runs, rounds: int, machinery: Machinery) -> float:
-    """How many times longer computation takes beside real transfers than without any.
-
-    Transfers leave caches cold and wake other threads up. In a sequential step nothing runs beside them.
-    """
-    behind_s = runs.computing_s(build_stack(runs.config, machinery), rounds)
-    return max(1.0, behind_s / runs.computing_s(runs.stack, rounds))
-
-
-def _behind_transfers(model: TaskModel, cold: float) -> TaskModel:
-    """A task as it runs in a step, where transfers went before it; beside one it is cold already."""
-    beside = max(1.0, model.beside / cold)
-    return replace(model, alpha_s=cold * model.alpha_s, scale=cold * model.scale, beside=beside)
-
-
-def _beside(runs: _Runs, rounds: int, machinery: Machinery) -> tuple[list[Seconds], float]:
-    """The same beside exchanges without a pause, and how many times longer those take."""
-    start_s = time.perf_counter()
-    runs.measure(1)
-    round_s = max(runs.control.gather(time.perf_counter() - start_s, PURPOSE))
-    load = Load(machinery.transports.inter, machinery.control)
-    load.start(SLACK * rounds * round_s)
-    times = runs.measure(rounds)
-    return times, load.finish()
+    return max(LEAST_ROUNDS, min(MOST_ROUNDS, int(budget.agree() / round_s)))
 
 
 # ---- from durations to models ------------------------------------------------------------------------------
@@ -229,10 +210,9 @@ def _beside(runs: _Runs, rounds: int, machinery: Machinery) -> tuple[list[Second
 
 @dataclass
 class _Kind:
-    """What was seen of one op and phase: (work in seconds by the rates, seconds), and ratios of company."""
+    """What was seen of one op and phase: (work in seconds by the rates, seconds)."""
 
     points: list[tuple[float, float]] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
 
     def model(self, op: str, phase: Phase) -> TaskModel:
         line = fit_line(self.points)
@@ -241,25 +221,20 @@ class _Kind:
             phase=str(phase),
             alpha_s=line.alpha_s,
             scale=line.beta,
-            beside=max(1.0, median(self.ratios)),
             fit=Fit(r2=line.r2, residual=line.residual, points=tuple(sorted(self.points))),
         )
 
 
-def _models(
-    runs: _Runs, alone: list[Seconds], beside: list[Seconds], rates: ClusterConfig
-) -> Iterable[TaskModel]:
+def _models(runs: _Runs, alone: list[Seconds], rates: ClusterConfig) -> Iterable[TaskModel]:
     kinds: dict[Kind, _Kind] = defaultdict(_Kind)
     gradients = runs.stack.gradients.sizes_bytes
     sizes = workload(runs.config, runs.machinery.layout, gradients)
-    for plan, tasks, alone_s, beside_s in zip(runs.plans, runs.tasks, alone, beside, strict=True):
+    for plan, tasks, alone_s in zip(runs.plans, runs.tasks, alone, strict=True):
         cost = StepCost(plan.shape, sizes, rates)
         for layer_tasks, nominal_s in _alike(tasks, cost, rates).values():
             task = tasks[layer_tasks[0]]
             typical_s = float(np.median(alone_s[:, :, layer_tasks]))
-            kind = kinds[task.op, task.phase]
-            kind.points.append((nominal_s, typical_s))
-            kind.ratios.append(float(np.median(beside_s[:, :, layer_tasks])) / typical_s)
+            kinds[task.op, task.phase].points.append((nominal_s, typical_s))
     return [kind.model(*which) for which, kind in kinds.items()]
 
 
@@ -284,13 +259,7 @@ def _apart(times: list[Seconds]) -> tuple[tuple[float, ...], list[Seconds]]:
     if per_rank.max() <= ALIKE * per_rank.min():
         return (), times
     slowness = tuple(float(ratio) for ratio in per_rank / median_low(per_rank))
-    return slowness, _divided(times, slowness)
-
-
-def _divided(times: list[Seconds], slowness: tuple[float, ...]) -> list[Seconds]:
-    if not slowness:
-        return times
-    return [seconds / np.array(slowness)[:, None, None] for seconds in times]
+    return slowness, [seconds / np.array(slowness)[:, None, None] for seconds in times]
 
 
 def _jitter(times: list[Seconds]) -> float:

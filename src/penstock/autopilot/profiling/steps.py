@@ -1,0 +1,282 @@
+"""Real steps at the end of a profile: what tasks and transfers take there, and what is left unexplained.
+
+Every round runs the sample by some real schedules over the network, beside the same steps without one. A
+compute task is compared with itself in the silent step of the same plan and round, a transfer with the line
+of its collective, and a whole step with its simulation from both.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost, Workload
+from penstock.cost.cluster_file import LinkModel, StepFit, TaskModel
+from penstock.cost.company import ALONE, MOST_SCATTER, Company, Sighting, fit_company, fit_steps
+from penstock.decision import Decision
+from penstock.dispatch import DISPATCHES
+from penstock.graph import Task
+from penstock.plan import Problem
+from penstock.plan.predict import alone, shares_of, simulated_s
+from penstock.schedule import StepPlan
+from penstock.simulate import RankCost
+from penstock.topology import Control
+from penstock.trace import TaskRecord
+
+Seconds = npt.NDArray[np.float64]
+MOST_PLANS = 4
+TRANSFER, COMPUTE = "transfers", "computation"
+
+Run = Callable[[StepPlan], tuple[float, list[TaskRecord]]]
+"""Runs a step, together with all ranks: its seconds, and when its tasks ran here."""
+
+Kind = tuple[str, str]
+"""Of computation op and phase, of transfers collective and lane."""
+
+
+@dataclass(frozen=True)
+class RanStep:
+    """One step on this rank. spans_T2: when every task of the plan's graph started and ended, seconds."""
+
+    iteration_s: float
+    spans_T2: Seconds
+
+    @staticmethod
+    def of(iteration_s: float, records: Iterable[TaskRecord], plan: StepPlan) -> RanStep:
+        spans = {record.task: (record.start_s, record.end_s) for record in records}
+        return RanStep(iteration_s, np.array([spans[task] for task in plan.graph.tasks]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """The steps of one plan on all ranks.
+
+    spans_KRT2: seconds, by rank, round, task and end. quiet_KRT: durations of the same tasks in steps without
+    a network. iterations_R: of every round the slowest rank's.
+    """
+
+    plan: StepPlan
+    choice: Decision
+    spans_KRT2: Seconds
+    quiet_KRT: Seconds
+    iterations_R: Seconds
+
+    def durations(self) -> Seconds:
+        """[rank, round, task]."""
+        durations_KRT: Seconds = self.spans_KRT2[..., 1] - self.spans_KRT2[..., 0]
+        return durations_KRT
+
+    def shares(self) -> Seconds:
+        """Company of every task, see `shares_of`; [rank, round, task]."""
+        tasks = self.plan.graph.tasks
+        shares_KRT = np.empty(self.spans_KRT2.shape[:3])
+        for place in np.ndindex(*shares_KRT.shape[:2]):
+            spans = ((float(start), float(end)) for start, end in self.spans_KRT2[place])
+            found = shares_of(dict(zip(tasks, spans, strict=True)))
+            shares_KRT[place] = [found[task] for task in tasks]
+        return shares_KRT
+
+
+def worth_running(plans: Sequence[tuple[str, StepPlan]]) -> list[int]:
+    """Which of some plans show most: the first, and of every schedule the one with the most tasks.
+
+    plans: with the names of their schedules.
+    """
+    largest: dict[str, int] = {}
+    for place, (name, plan) in enumerate(plans):
+        best = largest.get(name)
+        if best is None or len(plan.graph.tasks) > len(plans[best][1].graph.tasks):
+            largest[name] = place
+    return list(dict.fromkeys([0, *largest.values()]))[:MOST_PLANS]
+
+
+class RealSteps:
+    """Steps over the network by some plans, noted beside those without one."""
+
+    def __init__(
+        self,
+        plans: Sequence[tuple[StepPlan, Decision]],
+        run: Run,
+        run_quietly: Run,
+        control: Control,
+    ) -> None:
+        """run, run_quietly: one step of a plan with and without a network."""
+        self._plans, self._run, self._run_quietly, self._control = plans, run, run_quietly, control
+        self._noted: list[list[tuple[RanStep, RanStep]]] = [[] for _ in plans]
+
+    def round(self, *, counts: bool = True) -> None:
+        """One step of every plan, and one without a network; all ranks together."""
+        for (plan, _), noted in zip(self._plans, self._noted, strict=True):
+            quiet, real = self._run_quietly(plan), self._run(plan)
+            if counts:
+                noted.append((RanStep.of(*quiet, plan), RanStep.of(*real, plan)))
+
+    def gathered(self) -> list[Watched]:
+        """What was noted on all ranks."""
+        everyone = self._control.gather(self._noted, "exchanging the times of real steps")
+        return [
+            _watched(plan, choice, [rank[number] for rank in everyone])
+            for number, (plan, choice) in enumerate(self._plans)
+        ]
+
+
+def _watched(
+    plan: StepPlan, choice: Decision, everyone: Sequence[Sequence[tuple[RanStep, RanStep]]]
+) -> Watched:
+    quiet = np.array([[pair[0].spans_T2 for pair in rank] for rank in everyone])
+    real = np.array([[pair[1].iteration_s for pair in rank] for rank in everyone])
+    return Watched(
+        plan=plan,
+        choice=choice,
+        spans_KRT2=np.array([[pair[1].spans_T2 for pair in rank] for rank in everyone]),
+        quiet_KRT=quiet[..., 1] - quiet[..., 0],
+        iterations_R=real.max(axis=0),
+    )
+
+
+# ---- from steps to factors ---------------------------------------------------------------------------------
+
+
+def with_steps(
+    file: ClusterFile, watched: Sequence[Watched], problem_of: Callable[[ClusterFile], Problem]
+) -> ClusterFile:
+    """The file with what real steps say of its tasks, its transfers, and of whole steps.
+
+    problem_of: the step that ran, on such a cluster.
+    """
+    problem = alone(problem_of(file))
+
+    def step_cost(each: Watched) -> RankCost:
+        return problem.cost(each.choice, each.plan.shape)
+
+    compute = Fits(COMPUTE, _computed(watched))
+    transfers = Fits(TRANSFER, transferred(watched, step_cost, problem.workload))
+    file = replace(
+        with_transfers(file, transfers),
+        tasks=tuple(_task_in_steps(model, compute.of((model.op, model.phase))) for model in file.tasks),
+        doubts=(*compute.doubts, *transfers.doubts),
+    )
+    now = problem_of(file)
+    assert isinstance(now.cluster, ProfiledCluster)
+    expected = [simulated_s(now, each.choice, each.plan, now.cluster) for each in watched]
+    return with_whole_steps(file, watched, expected)
+
+
+def with_transfers(file: ClusterFile, found: Fits) -> ClusterFile:
+    """The file with what steps say of its links."""
+    links = (_link_in_steps(link, found.of(_kind(link.collective, link.lane))) for link in file.links)
+    return replace(file, links=tuple(links), transfers_beside_compute=found.usual.beside)
+
+
+class Fits:
+    """Factors by kind of task. What a kind cannot tell, all of its side do."""
+
+    def __init__(self, side: str, seen: Mapping[Kind, Sequence[Sighting]]) -> None:
+        everything = [each for kind in seen.values() for each in kind]
+        self.doubts: list[str] = []
+        self.usual = self._trusted(f"all {side}", fit_company(everything)) or Company()
+        self._found = {
+            kind: self._trusted(" ".join(kind), fit_company(sightings, self.usual.beside)) or self.usual
+            for kind, sightings in seen.items()
+        }
+
+    def of(self, kind: Kind) -> Company:
+        """Those of a kind that never ran are those of all."""
+        return self._found.get(kind, self.usual)
+
+    def _trusted(self, what: str, found: Company | None) -> Company | None:
+        if found is None or not found.words:
+            return found
+        self.doubts.append(f"real steps say nothing of {what}: {found.words}")
+        return None
+
+
+def _computed(watched: Sequence[Watched]) -> dict[Kind, list[Sighting]]:
+    """Of every compute task its seconds beside those without a network, on the typical rank."""
+    found: dict[Kind, list[Sighting]] = defaultdict(list)
+    for each in watched:
+        quiet_KT = np.median(each.quiet_KRT, axis=1)
+        real_KT, shares_KT = (np.median(x, axis=1) for x in (each.durations(), each.shares()))
+        for number, task in _numbered(each.plan, computes=True):
+            quiet_K = quiet_KT[:, number]
+            if quiet_K.min() > 0:
+                found[task.op, task.phase].append(
+                    Sighting(
+                        modelled_s=float(np.median(quiet_K)),
+                        ratio=float(np.median(real_KT[:, number] / quiet_K)),
+                        share=float(np.median(shares_KT[:, number])),
+                    )
+                )
+    return found
+
+
+def transferred(
+    watched: Sequence[Watched], cost_of: Callable[[Watched], RankCost], work: Workload
+) -> dict[Kind, list[Sighting]]:
+    """Of every transfer its seconds on the rank that came last, beside those of its line.
+
+    The others wait for that one, and see more than the transfer. cost_of: seconds of the tasks that ran,
+    without company. work: of the steps, for what their tasks are.
+    """
+    found: dict[Kind, list[Sighting]] = defaultdict(list)
+    for each in watched:
+        cost, sizes = cost_of(each), StepCost(each.plan.shape, work, ClusterConfig())
+        durations_KRT, shares_KRT = each.durations(), each.shares()
+        for number, task in _numbered(each.plan, computes=False):
+            modelled_s, collective = float(np.max(cost(task))), sizes.work(task).collective
+            if not collective or modelled_s <= 0:
+                continue
+            last_R = durations_KRT[:, :, number].argmin(axis=0)
+            rounds = range(len(last_R))
+            found[_kind(collective, str(task.lane))].append(
+                Sighting(
+                    modelled_s=modelled_s,
+                    ratio=float(np.median(durations_KRT[last_R, rounds, number])) / modelled_s,
+                    share=float(np.median(shares_KRT[last_R, rounds, number])),
+                )
+            )
+    return found
+
+
+def _numbered(plan: StepPlan, *, computes: bool) -> Iterator[tuple[int, Task]]:
+    return ((n, task) for n, task in enumerate(plan.graph.tasks) if task.lane.computes is computes)
+
+
+def _kind(collective: str, lane: str) -> Kind:
+    """Legs of dispatches, and an uneven exchange, are all-to-alls."""
+    alike = collective in DISPATCHES or collective in ("leg", "uneven_all_to_all")
+    return "all_to_all" if alike else collective, lane
+
+
+def _task_in_steps(model: TaskModel, found: Company) -> TaskModel:
+    return replace(
+        model, alpha_s=found.alone * model.alpha_s, scale=found.alone * model.scale, beside=found.beside
+    )
+
+
+def _link_in_steps(link: LinkModel, found: Company) -> LinkModel:
+    return replace(link, in_steps=found.alone, beside=found.beside)
+
+
+def with_whole_steps(
+    file: ClusterFile, watched: Sequence[Watched], expected_s: Sequence[float]
+) -> ClusterFile:
+    """The file with what whole steps say beyond their tasks. expected_s: of every plan by such a file."""
+    pairs = zip(watched, expected_s, strict=True)
+    steps = fit_steps([[float(seconds) / one_s for seconds in each.iterations_R] for each, one_s in pairs])
+    why = _no_use(steps)
+    return replace(file, doubts=(*file.doubts, why)) if why else replace(file, steps=steps)
+
+
+def _no_use(steps: StepFit) -> str:
+    """Why whole steps do not correct predictions; "" if they do."""
+    if not ALONE[0] <= steps.ratio <= ALONE[1]:
+        return f"real steps took {steps.ratio:.2f} times as long as predicted, too far off to correct it"
+    if steps.high / steps.ratio - 1 > 2 * MOST_SCATTER:
+        width = 100 * (steps.high / steps.ratio - 1)
+        return f"real steps scatter by {width:.0f} %, so predictions have no interval"
+    return ""
