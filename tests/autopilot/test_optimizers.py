@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.autopilot.run_problem import open_runs, run_problem, whole_s
+from penstock.autopilot.run_problem import open_runs, run_problem
 from penstock.autopilot.start import _fastest
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.decision import Decision
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan import PlanFile, Problem, estimate_memory
+from penstock.plan.optimizers import whole_s
 from penstock.topology import Layout
 from penstock.train.config import RunConfig
 from penstock.train.metrics import read_metrics

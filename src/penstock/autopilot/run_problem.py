@@ -11,9 +11,8 @@ from penstock.decision.record import RowForm
 from penstock.dispatch import DISPATCHES, runnable
 from penstock.dispatch.node_once import MOST_NODE_SIZE
 from penstock.moe import MoEConfig
-from penstock.plan import Candidate, Problem
+from penstock.plan import Problem
 from penstock.plan.plan_config import GIVEN
-from penstock.plan.predict import closing_s
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import base_shape, gradient_bytes, is_sharded, workload
 from penstock.train.config import RunConfig
@@ -29,11 +28,6 @@ def open_runs(config: RunConfig) -> tuple[RunConfig, ...]:
     if config.optimizer.sharded != "auto":
         return (config,)
     return settled(config, sharded=False), settled(config, sharded=True)
-
-
-def whole_s(problem: Problem, candidate: Candidate) -> float:
-    """The predicted seconds of a whole iteration, clipping and updates included."""
-    return candidate.predicted_s + closing_s(problem)
 
 
 def run_problem(

@@ -20,7 +20,6 @@ from penstock.autopilot.run_problem import (
     open_runs,
     run_problem,
     settled,
-    whole_s,
 )
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
@@ -37,6 +36,7 @@ from penstock.plan import (
     find_plan,
 )
 from penstock.plan.effort import Searched
+from penstock.plan.optimizers import whole_s
 from penstock.plan.plan_config import AUTO, GIVEN
 from penstock.plan.predict import interval_s
 from penstock.plan.search import FoundPlan

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -28,7 +29,9 @@ from penstock.plan import Progress as Step
 from penstock.plan.effort import PLACEMENTS, check_budget
 from penstock.plan.layouts import find_layouts, with_layout
 from penstock.plan.moving import weigh, with_routing
+from penstock.plan.optimizers import Find, find_updated, sharing_updates
 from penstock.plan.plan_config import AUTO
+from penstock.plan.search import FoundPlan
 from penstock.plan.subject import Overrides
 from penstock.report.plan import PlanReport, saved_plan
 from penstock.words import milliseconds, terminal_width
@@ -53,6 +56,7 @@ SEARCHED = (
     "model",
     "cluster",
     "layout",
+    "sharded_optimizer",
     "out",
     "memory_gib",
     "imbalance",
@@ -98,6 +102,12 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     for name, what in SIZES.items():
         plan.add_argument(_option(name), type=int, metavar="N", help=what)
     plan.add_argument(
+        "--sharded-optimizer",
+        choices=("false", "true", "auto"),
+        help="every data-parallel rank keeps the moments of a share of the parameters (ZeRO 1); auto: if a "
+        "whole iteration is shorter so, or does not fit otherwise (default: false)",
+    )
+    plan.add_argument(
         "--layout",
         choices=("given", "auto"),
         help="auto: also choose which ranks share attention and experts (default: given)",
@@ -140,11 +150,13 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
     routed = None if options.routing is None else _routed(subject, options)
     started = time.monotonic()
     with _progress() as progress:
-        found = find_plan(subject.problem, memory=memory, progress=progress, budget=budget)
+        find = partial(find_plan, memory=memory, progress=progress, budget=budget)
+        subject, found, updates = _found(subject, find)
         explanation = explain(subject.problem, found, memory)
-        weighed = None if routed is None else weigh(routed, [found.best.choice])
+        weighed = None if routed is None else weigh(_updating(routed, subject), [found.best.choice])
     best = found.best if weighed is None or not weighed.moves else weighed.best
-    why = (*explanation.lines, *found.searched.lines, *(() if weighed is None else weighed.lines))
+    moving = () if weighed is None else weighed.lines
+    why = (*explanation.lines, *updates, *found.searched.lines, *moving)
     seconds = time.monotonic() - started
     file = PlanFile.of(
         subject.problem,
@@ -159,12 +171,26 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
         subject=subject,
         found=found,
         explanation=explanation,
+        updates=updates,
         weighed=weighed,
         seconds=seconds,
         saved=saved,
     )
     print(json.dumps(report.to_dict()) if options.json else report.to_text(width), end="")
     return FAILED if options.out is not None and saved is None else 0
+
+
+def _found(subject: Subject, find: Find) -> tuple[Subject, FoundPlan, tuple[str, ...]]:
+    """The subject with the optimiser that is given or chosen, its plan, and a line on a choice."""
+    if subject.sharded is None:
+        return subject, find(subject.problem), ()
+    problem, found, line = find_updated(subject.problem, subject.sharded, find)
+    return replace(subject, problem=problem), found, (line,)
+
+
+def _updating(routed: Problem, subject: Subject) -> Problem:
+    """The problem with a routing, of the optimiser that was chosen."""
+    return replace(routed, shape=replace(routed.shape, updating=subject.problem.shape.updating))
 
 
 def _show(options: argparse.Namespace, width: int) -> int:
@@ -211,11 +237,20 @@ def _subject(options: argparse.Namespace) -> Subject:
             raise ConfigError(options.overrides[0], UNSET, why, "Use options such as --batch 8.")
         sizes = Overrides(**{name: getattr(options, name) for name in SIZES})
         if options.layout != "auto":
-            return published_problem(options.model, file, sizes)
+            return _shared(published_problem(options.model, file, sizes), options.sharded_optimizer)
         found = find_layouts(options.model, file, sizes, _memory(options.memory_gib, file.memory_bytes))
         subject = with_layout(options.model, file, sizes, found.best.sizes)
-        return replace(subject, notes=(*subject.notes, *found.lines))
+        subject = replace(subject, notes=(*subject.notes, *found.lines))
+        return _shared(subject, options.sharded_optimizer)
     return _configured(options, file)
+
+
+def _shared(subject: Subject, sharded: str | None) -> Subject:
+    """The subject with the optimiser that `--sharded-optimizer` asks for, or with both of them."""
+    if sharded not in ("true", "auto"):
+        return subject
+    problem = sharing_updates(subject.problem)
+    return replace(subject, sharded=problem) if sharded == "auto" else replace(subject, problem=problem)
 
 
 def _loaded(subject: Subject, imbalance: float | None) -> Subject:
@@ -224,7 +259,8 @@ def _loaded(subject: Subject, imbalance: float | None) -> Subject:
         return subject
     note = f"the busiest rank of every expert group gets {imbalance:g} times the mean number of tokens"
     problem = subject.problem.with_imbalance(imbalance)
-    return replace(subject, problem=problem, notes=(*subject.notes, note))
+    sharded = None if subject.sharded is None else subject.sharded.with_imbalance(imbalance)
+    return replace(subject, problem=problem, sharded=sharded, notes=(*subject.notes, note))
 
 
 def _routed(subject: Subject, options: argparse.Namespace) -> Problem:
@@ -241,12 +277,12 @@ def _routed(subject: Subject, options: argparse.Namespace) -> Problem:
 
 def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
     """The problem of a training run on this cluster's ranks."""
-    for name in SIZES:
+    for name in (*SIZES, "sharded_optimizer"):
         if getattr(options, name) is not None:
             why = "is an option for --model; a configuration has settings"
             raise ConfigError(_option(name), getattr(options, name), why, "Write it as section.key=value.")
     from penstock.autopilot import layouts
-    from penstock.autopilot.run_problem import run_problem
+    from penstock.autopilot.run_problem import open_runs, run_problem
     from penstock.config import load
     from penstock.topology import Layout
     from penstock.train.config import RunConfig
@@ -256,14 +292,14 @@ def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
     if (options.layout or config.plan.layout) == AUTO:
         found = layouts.run_layouts(config, file, _memory(options.memory_gib, file.memory_bytes))
         config, notes = layouts.with_layout(config, found.best.sizes), found.lines
-    if config.optimizer.sharded == "auto":
-        notes = (*notes, "penstock train decides optimizer.sharded = auto; this is the plan without shares")
     experts = config.moe.num_experts
     layout = Layout.build(config.parallel, file.ranks, 0, experts, node_size=file.ranks_per_node)
+    plain, *sharded = [run_problem(run, layout, file) for run in open_runs(config)]
     return Subject(
         title=str(options.config),
         cluster_name=file.name,
-        problem=run_problem(config, layout, file),
+        problem=plain,
+        sharded=sharded[0] if sharded else None,
         memory_bytes=file.memory_bytes,
         notes=notes,
         movable=config.placement.weighed,

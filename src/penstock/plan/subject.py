@@ -69,12 +69,14 @@ class Overrides:
 class Subject:
     """A problem with words for people. notes: what they have to know about the numbers.
 
-    movable: what may be weighed against a known routing.
+    sharded: the problem with an optimiser in shares, where the faster of the two is sought. movable: what may
+    be weighed against a known routing.
     """
 
     title: str
     cluster_name: str
     problem: Problem
+    sharded: Problem | None = None
     memory_bytes: int | None = None
     notes: tuple[str, ...] = ()
     movable: Movable = NOTHING_MOVES

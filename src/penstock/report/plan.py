@@ -21,7 +21,8 @@ LEGEND = "R: microbatches; chunks: forward/backward; bound: lower bound for any 
 class PlanReport:
     """A search that has ended. seconds: its duration; saved: the file of the plan.
 
-    weighed: the best plan with and without moving, where a routing was given.
+    updates: which optimiser was chosen, where that was open. weighed: the best plan with and without moving,
+    where a routing was given.
     """
 
     subject: Subject
@@ -29,6 +30,7 @@ class PlanReport:
     explanation: Explanation
     seconds: float
     saved: str | None = None
+    updates: tuple[str, ...] = ()
     weighed: Weighed | None = None
 
     def to_text(self, width: int) -> str:
@@ -37,7 +39,7 @@ class PlanReport:
         dispatches = len(self.subject.problem.dispatches) > 1
         parts = [
             heading(self.subject, width),
-            "\n".join(folded(line, width) for line in self.explanation.lines),
+            "\n".join(folded(line, width) for line in (*self.explanation.lines, *self.updates)),
             _table(candidates, width, dispatches=dispatches),
             *([] if self.weighed is None else [self._moving(self.weighed, width)]),
             folded("Search   " + self._search(), width),
@@ -58,6 +60,7 @@ class PlanReport:
         return {
             **file,
             "why": self.explanation.to_dict(),
+            "updates": list(self.updates),
             "moving": None if self.weighed is None else _weighed(self.weighed),
             "notes": list(subject.notes),
             "others": [_plain(candidate) for candidate in found.others],

@@ -1,0 +1,75 @@
+"""Plans with AdamW and with shares of it: memory per rank by ZeRO's stage 1, and whole iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from penstock.config import ConfigError
+from penstock.mesh import Group
+from penstock.plan.predict import closing_s, interval_s
+from penstock.plan.problem import Problem
+from penstock.plan.search import Candidate, FoundPlan
+from penstock.step.shape import Updating
+from penstock.words import gib, within
+
+Find = Callable[[Problem], FoundPlan]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updated:
+    """A plan of one of the two optimisers; found: None if no plan of it fits into memory.
+
+    refusal: why there is none.
+    """
+
+    problem: Problem
+    found: FoundPlan | None
+    refusal: ConfigError | None = None
+
+    @property
+    def iteration_s(self) -> float:
+        """Predicted, clipping and updates included; infinite without a plan."""
+        return float("inf") if self.found is None else whole_s(self.problem, self.found.best)
+
+    @property
+    def words(self) -> str:
+        """Seconds and memory, or that it does not fit."""
+        of = "AdamW" if self.problem.shape.updating is None else "shares of it"
+        if self.found is None:
+            return f"{of} does not fit" if self.problem.shape.updating is None else f"{of} do not fit"
+        seconds = within(self.iteration_s, interval_s(self.problem, self.iteration_s))
+        return f"{seconds} with {of} ({gib(self.found.best.memory_bytes)} per rank)"
+
+
+def whole_s(problem: Problem, candidate: Candidate) -> float:
+    """The predicted seconds of a whole iteration, clipping and updates included."""
+    return candidate.predicted_s + closing_s(problem)
+
+
+def sharing_updates(problem: Problem) -> Problem:
+    """The same step with an optimiser of which every data-parallel rank owns a share, and clipping."""
+    replicas = problem.mesh.size(Group.EXPERT_REPLICAS) > 1
+    return replace(problem, shape=replace(problem.shape, updating=Updating(clips=True, replicas=replicas)))
+
+
+def find_updated(plain: Problem, sharded: Problem, find: Find) -> tuple[Problem, FoundPlan, str]:
+    """The problem of the optimiser whose whole iteration is shorter, or that fits; its plan, and a line that
+    compares both.
+
+    find: the plan of a problem. Raises the ConfigError of the sharded one if neither fits.
+    """
+    both = [_found(each, find) for each in (plain, sharded)]
+    best = min(both, key=lambda each: each.iteration_s)
+    if best.found is None:
+        assert both[1].refusal is not None, "nothing was found"
+        raise both[1].refusal
+    line = f"Update   predicted whole iterations: {both[0].words}, {both[1].words}"
+    return best.problem, best.found, line
+
+
+def _found(problem: Problem, find: Find) -> Updated:
+    try:
+        return Updated(problem=problem, found=find(problem))
+    except ConfigError as error:
+        return Updated(problem=problem, found=None, refusal=error)

@@ -1,0 +1,69 @@
+"""Which optimiser a plan takes where that is open: the one that fits, or the shorter whole iteration."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.config import ConfigError
+from penstock.cost import ClusterConfig
+from penstock.decision import Decision
+from penstock.plan import Problem, estimate_memory, evaluate
+from penstock.plan.effort import Searched
+from penstock.plan.optimizers import Find, find_updated, sharing_updates, whole_s
+from penstock.plan.search import FoundPlan
+from tests.plan.problems import problem
+
+CHOICE = Decision(schedule="flowmoe", microbatches=2)
+ROOM = 1 << 60
+
+
+def finds(memory_bytes: int) -> Find:
+    """The same choice for every problem, if it fits."""
+
+    def find(each: Problem) -> FoundPlan:
+        best = evaluate(each, CHOICE)
+        if best.memory_bytes > memory_bytes:
+            raise ConfigError("--memory-gib", memory_bytes, "no plan fits", "Use more.")
+        searched = Searched(simulated=1, ruled_out=0, left_out=0, placements=1, allowed=1, budget=1.0)
+        return FoundPlan(best=best, others=(), lower_bound_s=0.0, searched=searched)
+
+    return find
+
+
+def needs(each: Problem) -> int:
+    return estimate_memory(each, CHOICE).total_bytes
+
+
+def test_a_rank_saves_the_moments_of_what_others_own() -> None:
+    """ZeRO's stage 1: of 8 bytes per weight and rank, one of four; experts without replicas stay."""
+    plain, sharded = (estimate_memory(each, CHOICE) for each in (problem(), sharing_updates(problem())))
+    assert plain.optimizer_bytes - sharded.optimizer_bytes == 2 * (2 << 20) * 3 // 4
+    assert plain.weights_bytes + plain.gradients_bytes == sharded.weights_bytes + sharded.gradients_bytes
+    replicas = sharing_updates(problem(ranks=8)).shape.updating
+    assert replicas is not None and replicas.replicas
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes_per_s", "link_bytes_per_s", "shares"), [(1e8, 1e11, True), (1e11, 1e7, False)]
+)
+def test_the_shorter_iteration_is_taken_and_both_are_told(
+    memory_bytes_per_s: float, link_bytes_per_s: float, shares: bool
+) -> None:
+    """Slow memory makes updates dear, a slow link the gathers of parameters."""
+    cluster = ClusterConfig(memory_bytes_per_s=memory_bytes_per_s, link_bytes_per_s=link_bytes_per_s)
+    plain = problem(cluster=cluster)
+    sharded = sharing_updates(plain)
+    plain_s, sharded_s = (whole_s(each, evaluate(each, CHOICE)) for each in (plain, sharded))
+    chosen, _, line = find_updated(plain, sharded, finds(ROOM))
+    assert (sharded_s < plain_s) is shares and chosen is (sharded if shares else plain)
+    assert line.count("MiB per rank") == 2 and "with AdamW" in line and "with shares of it" in line
+
+
+def test_what_fits_is_taken_and_the_last_refusal_is_told_if_nothing_does() -> None:
+    plain = problem()
+    sharded = sharing_updates(plain)
+    chosen, found, line = find_updated(plain, sharded, finds(needs(sharded)))
+    assert chosen is sharded and "AdamW does not fit, " in line
+    assert found.best.memory_bytes == needs(sharded) < needs(plain)
+    with pytest.raises(ConfigError, match="no plan fits"):
+        find_updated(plain, sharded, finds(needs(sharded) - 1))
