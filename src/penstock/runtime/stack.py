@@ -43,6 +43,7 @@ from penstock.runtime.checks.misuse import (
     refuse_data_parallel,
     refuse_pickle,
     refuse_stale,
+    watch_model,
 )
 from penstock.runtime.checks.samples import check_sizes
 from penstock.runtime.executor import Execution
@@ -124,6 +125,7 @@ class PipelinedStack(nn.Module):
         self._gathers_loads = gathers_loads
         self.updates: Updates | None = None
         self.register_state_dict_pre_hook(refuse_stale)
+        watch_model(model, self)
         # Usually `parts` is `model` itself: registered a second time, every parameter would have two names.
         object.__setattr__(self, "parts", parts)
         check_shards(model, parts, machinery.layout)

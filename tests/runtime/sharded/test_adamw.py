@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +26,11 @@ def test_what_is_read_between_steps_is_current_or_refused() -> None:
     assert isinstance(optimizer, ShardedAdamW)
     with optimizer.in_backward():
         loss_of(stack, 0, CASE, 0).backward()
-    for look in (stack.state_dict, lambda: copy.deepcopy(stack)):
+    for look in (stack.state_dict, stack.model.state_dict, lambda: copy.deepcopy(stack)):
         with pytest.raises(RuntimeError, match=r"optimizer\.flush\(\) on all ranks"):
             look()
     optimizer.flush()
+    assert pickle.loads(pickle.dumps(stack.model)).state_dict().keys() == stack.model.state_dict().keys()
     copied = copy.deepcopy(stack)
     with pytest.raises(RuntimeError, match="build ShardedAdamW"):
         loss_of(copied, 0, CASE, 0)
@@ -141,6 +143,28 @@ def test_loaded_state_is_what_the_next_steps_use() -> None:
     optimizer.step()
     for name, tensor in stack.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+def test_a_parameter_that_is_frozen_keeps_its_loaded_state_until_it_is_trained() -> None:
+    habits = Habits()
+    stack, optimizer = build(0, CASE, habits, sharded=True)
+    go_on(stack, optimizer, 0, CASE, habits, range(2))
+    saved, weights = optimizer.state_dict(), copy.deepcopy(stack.state_dict())
+    again, fresh = build(0, CASE, habits, sharded=True)
+    again.load_state_dict(weights)
+    frozen = [parameter for name, parameter in again.named_parameters() if "norm" in name]
+    assert frozen
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    fresh.load_state_dict(saved)
+    for number, state in fresh.state_dict()["state"].items():
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[name], saved["state"][number][name]), (number, name)
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    results = [go_on(*each, 0, CASE, habits, range(2, 4)) for each in ((stack, optimizer), (again, fresh))]
+    for name, tensor in results[0].parameters.items():
+        check_close(results[1].parameters[name], tensor, 1e-12, name)
 
 
 def test_the_state_of_other_parameters_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -81,6 +82,24 @@ def check_updates(updating: Updating | None, updates: Updates | None) -> None:
             "the steps of this stack sum gradients in shares, for a sharded optimizer, and it has none: "
             "build ShardedAdamW(stack, ...) before training, or the stack without `updating`"
         )
+
+
+STACKS: WeakKeyDictionary[nn.Module, ReferenceType[Any]] = WeakKeyDictionary()
+"""The stack that trains a model; a model itself knows nothing of it, so that it can be copied and pickled."""
+
+
+def watch_model(model: nn.Module, stack: Any) -> None:
+    """Refuse `model.state_dict()`, too, where it would have old values."""
+    if model not in STACKS:
+        model.register_state_dict_pre_hook(refuse_stale_model)
+    STACKS[model] = ref(stack)
+
+
+def refuse_stale_model(model: nn.Module, *args: object) -> None:
+    """The same for the model of a stack."""
+    stack = STACKS[model]() if model in STACKS else None
+    if stack is not None:
+        refuse_stale(stack, *args)
 
 
 def refuse_stale(stack: Any, *args: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -116,6 +117,7 @@ class ShardedAdamW(torch.optim.Optimizer):
                 self.state[parameter][name] = whole
         for parameter, step in self.updates.steps.items():
             self.state[parameter]["step"] = step.clone()
+        self.state.update({parameter: dict(saved) for parameter, saved in self.updates.waiting.items()})
         try:
             return super().state_dict()
         finally:
@@ -135,7 +137,10 @@ class ShardedAdamW(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.updates.groups = self.param_groups  # a new list
         for parameter, saved in pairs:
-            if (found := self.updates.share_of(parameter)) is not None:
+            found = self.updates.share_of(parameter)
+            if found is None and saved:  # frozen; it may be trained later
+                self.updates.waiting[parameter] = copy.deepcopy(dict(saved))
+            if found is not None:
                 zeros = torch.zeros_like(parameter)
                 fresh = {"step": 0, **dict.fromkeys(MOMENTS, zeros)}
                 self._load(parameter, found[1], saved or fresh)

@@ -57,6 +57,9 @@ class Updates:
         self._stale: set[Name] = set()
         self._group_of: dict[int, int] = {}  # the number of every parameter's group, by its id
         self.steps: dict[nn.Parameter, Tensor] = {}
+        self.waiting: dict[
+            nn.Parameter, Mapping[str, Any]
+        ] = {}  # loaded states of what was never trained here
         self.judged: Judged | None = None
         self.in_backward = False
         self.changes = 0  # how often parameters have been updated
@@ -100,8 +103,10 @@ class Updates:
         self._deal(each for shares in (*made.values(), *asleep.values()) for each in shares)
         self._buckets, self._cut, self._shares, self._asleep = buckets, cut, made, asleep
         for parameter in self._parameters():
+            saved = self.waiting.pop(parameter, {"step": 0})
             if parameter not in self.steps:
-                self.steps[parameter] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                step = float(saved["step"])
+                self.steps[parameter] = torch.tensor(step, dtype=torch.float32, device=parameter.device)
 
     def _follow(self, buckets: Buckets) -> bool:
         """Use other buffers of the very same parameters; False if they are of others.
@@ -139,12 +144,13 @@ class Updates:
         """Fill new shares from the old ones: one kind of state after the other, for the sake of memory."""
         shares = list(made)
         for name in (*MOMENTS, MASTER):
-            whole = self.whole(name)
+            loaded = {parameter: saved[name] for parameter, saved in self.waiting.items() if name in saved}
+            whole = {**loaded, **self.whole(name)}
             for share in (each for each in shares if name in each.states):
                 for piece, runs in enumerate(share.runs):
                     for run in runs:
                         known = whole.get(run.parameter)
-                        source = run.values if known is None else known.view(-1)[run.first :][: run.length]
+                        source = run.values if known is None else known.reshape(-1)[run.first :][: run.length]
                         if known is not None or name == MASTER:
                             share.state(name, piece, run).copy_(source)
 
