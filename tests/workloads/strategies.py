@@ -92,7 +92,12 @@ def recording_of(of: RoutingSizes, loads: list[list[list[int]]]) -> Recording:
 @st.composite
 def routings(draw: st.DrawFn) -> Routing:
     """Any routing of any small batch."""
-    batch = draw(sizes())
+    return draw(routings_of(draw(sizes())))
+
+
+@st.composite
+def routings_of(draw: st.DrawFn, batch: RoutingSizes) -> Routing:
+    """Any routing of this batch, generated or recorded."""
     if draw(st.booleans()):
         return RecordedRouting(batch, draw(recordings(batch)))
     return routing_of(draw(generated()), batch)
@@ -123,7 +128,7 @@ def steps(draw: st.DrawFn, *, capacity: bool | None = None) -> tuple[StepShape, 
         expert_all_reduce_bytes=tuple(400 * chunks for chunks in shape.expert_all_reduce_chunks),
     )
     batch = routing_sizes(work, sum(shape.moe_layers))
-    return shape, work, routing_of(draw(generated()), batch)
+    return shape, work, draw(routings_of(batch))
 
 
 NOWHERE = Path("no such folder") / "routing.jsonl"
