@@ -14,6 +14,8 @@ from penstock.bench.contender import Entry
 from penstock.bench.naming import AUTO
 from penstock.bench.scheduled import Scheduled, Stacks, timed
 from penstock.bench.tune import variants
+from penstock.cost import ProfiledCluster
+from penstock.decision import ScheduleConfig
 from penstock.plan import Candidate, FoundPlan, Problem, evaluate, explain, find_plan
 from penstock.plan.published import PUBLISHED
 from penstock.topology import Control, Layout
@@ -131,8 +133,9 @@ def schedules_field(config: BenchConfig, layout: Layout) -> RealField:
     stacks = Stacks(config, layout)
     if AUTO in config.compare.schedules:
         return _field_with_choice(stacks)
-    best = {name: fastest(several) for name, several in predicted(stacks).items()}
-    return RealField(stacks, best, peers=config.compare.peers)
+    problem = profiled_for(stacks)
+    best = {name: fastest(several) for name, several in predicted(stacks, problem).items()}
+    return RealField(stacks, best, notes=_doubts(problem), peers=config.compare.peers)
 
 
 def _field_with_choice(stacks: Stacks) -> RealField:
@@ -144,7 +147,8 @@ def _field_with_choice(stacks: Stacks) -> RealField:
     for name in compare.schedules:
         tried = [] if name == AUTO else variants(stacks.config, name)
         best[name] = fastest([evaluate(problem, each.decision(dispatch)) for each in tried] or [found.best])
-    return RealField(stacks, best, notes=explain(problem, found).lines, peers=compare.peers)
+    notes = (*explain(problem, found).lines, *_doubts(problem))
+    return RealField(stacks, best, notes=notes, peers=compare.peers)
 
 
 def _profiled(stacks: Stacks) -> Problem:
@@ -162,14 +166,28 @@ def chosen(problem: Problem, control: Control) -> FoundPlan:
     return found
 
 
-def predicted(stacks: Stacks) -> dict[str, list[Candidate]]:
-    """Every variant of every schedule that is compared, all predicted from one profile of what they need."""
-    names = stacks.config.compare.schedules
-    tried = {name: variants(stacks.config, name) for name in names}
-    schedules = [variant for several in tried.values() for variant in several]
+def _doubts(problem: Problem) -> tuple[str, ...]:
+    """What the profile could not tell."""
+    assert isinstance(problem.cluster, ProfiledCluster), "it was profiled"
+    return problem.cluster.file.doubts
+
+
+def _variants(stacks: Stacks) -> dict[str, list[ScheduleConfig]]:
+    """Of every schedule that is compared."""
+    return {name: variants(stacks.config, name) for name in stacks.config.compare.schedules}
+
+
+def profiled_for(stacks: Stacks) -> Problem:
+    """The step on links and tasks as far as the compared schedules need them."""
+    schedules = [variant for several in _variants(stacks).values() for variant in several]
     budget_s = min(COMPUTE_S, stacks.config.compare.profile_s)
     file = profile_schedules(stacks.run_config, stacks.machinery, schedules, budget_s)
-    problem = run_problem(stacks.run_config, stacks.layout, file)
+    return run_problem(stacks.run_config, stacks.layout, file)
+
+
+def predicted(stacks: Stacks, problem: Problem) -> dict[str, list[Candidate]]:
+    """Every variant of every schedule that is compared, all predicted from one profile of what they need."""
+    tried = _variants(stacks)
     return {
         name: [evaluate(problem, variant.decision(problem.workload.dispatch)) for variant in several]
         for name, several in tried.items()
@@ -190,4 +208,5 @@ def planned_field(config: BenchConfig, layout: Layout) -> RealField:
     problem = _profiled(stacks)
     found = chosen(problem, stacks.machinery.control)
     published = {name: evaluate(problem, PUBLISHED[name](problem)) for name in BESIDE}
-    return RealField(stacks, {**published, PLANNED: found.best}, notes=explain(problem, found).lines)
+    notes = (*explain(problem, found).lines, *_doubts(problem))
+    return RealField(stacks, {**published, PLANNED: found.best}, notes=notes)

@@ -66,12 +66,12 @@ class VirtualField:
         self._stack = build_virtual(self._config, config.virtual, machinery)
         links = profile_links(self._config, machinery, self._dispatches(config.compare.schedules))
         self._links = with_virtual_steps(self._config, config.virtual, machinery, links)
-        self.notes += self._links.doubts
         self._cluster = self._stack.links = ProfiledCluster.build(self._links)
         self._first_measured = config.compare.warmup
         self.entries = tuple(self._entry(name) for name in config.compare.schedules)
         if any(entry.plan and entry.plan.shape.moves for entry in self.entries):
             self.notes += tuple(self._loads_of(entry) for entry in self.entries)
+        self.notes += self._links.doubts
 
     @property
     def traffic(self) -> Counter[int]:
