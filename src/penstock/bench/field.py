@@ -172,7 +172,7 @@ def _doubts(problem: Problem) -> tuple[str, ...]:
     return problem.cluster.file.doubts
 
 
-def _variants(stacks: Stacks) -> dict[str, list[ScheduleConfig]]:
+def _variants(stacks: Stacks) -> dict[str, tuple[ScheduleConfig, ...]]:
     """Of every schedule that is compared."""
     return {name: variants(stacks.config, name) for name in stacks.config.compare.schedules}
 
