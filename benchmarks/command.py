@@ -15,7 +15,7 @@ import torch
 
 from penstock.bench import BenchConfig
 from penstock.cli.emulate import add_emulation_options, emulation
-from penstock.cli.ranks import measure_as_rank, on_ranks
+from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of_bench
 from penstock.cli.run import exit_code, parse
 from penstock.config import ConfigError, load
 from penstock.emulate import EmulateConfig
@@ -76,7 +76,7 @@ def run_on_ranks(
             return measure_as_rank(info, parallel, config.moe.num_experts, one_rank, finish)
 
         return on_ranks(
-            parser.prog, given, parallel.processes, parallel.timeout_s, emulate, work, program=program
+            parser.prog, given, processes_of_bench(config), parallel.timeout_s, emulate, work, program=program
         )
 
     sys.exit(exit_code(command))

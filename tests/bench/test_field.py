@@ -58,8 +58,13 @@ def config_of(
     )
 
 
+def ranks_of(config: BenchConfig) -> int:
+    assert config.parallel.processes is not None
+    return config.parallel.processes
+
+
 def layout_of(rank: int, config: BenchConfig) -> Layout:
-    return Layout.build(config.parallel, config.parallel.processes, rank, config.moe.num_experts)
+    return Layout.build(config.parallel, ranks_of(config), rank, config.moe.num_experts)
 
 
 def field_of(rank: int, config: BenchConfig, virtual: bool) -> Field:
@@ -85,7 +90,7 @@ def run_comparison(rank: int, config: BenchConfig, virtual: bool) -> Compared:
     field = field_of(rank, config, virtual)
     found: Measurements = compare(field, config.compare)
     field.close()
-    nodes = config.parallel.processes // 2
+    nodes = ranks_of(config) // 2
     return Compared(
         labels=[entry.label for entry in found.entries],
         orders={entry.label: order_text(entry) for entry in found.entries},

@@ -18,7 +18,7 @@ from penstock.bench.field import Field, planned_field, schedules_field
 from penstock.bench.summarise import summarise
 from penstock.bench.table import render
 from penstock.bench.virtual_field import VirtualField
-from penstock.cli.ranks import measure_as_rank, on_ranks
+from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of_bench
 from penstock.config import ConfigError, load
 from penstock.emulate import EmulateConfig
 from penstock.topology import Layout, ProcessInfo, detect
@@ -62,8 +62,8 @@ def bench(
         finish = partial(_finish, wanted=wanted)
         return measure_as_rank(info, config.parallel, config.moe.num_experts, measure, finish)
 
-    parallel = config.parallel
-    return on_ranks("penstock bench", given, parallel.processes, parallel.timeout_s, emulate, work)
+    ranks, timeout_s = processes_of_bench(config), config.parallel.timeout_s
+    return on_ranks("penstock bench", given, ranks, timeout_s, emulate, work)
 
 
 def _check_together(config: BenchConfig, wanted: Wanted) -> None:
@@ -89,7 +89,7 @@ def _check_fits(config: BenchConfig, wanted: Wanted, emulate: EmulateConfig | No
     """Refuse what ranks cannot share, and a model that this machine has no memory for; where there are GPUs,
     torch says so."""
     info = detect(os.environ)
-    ranks = config.parallel.processes if emulate is None else emulate.shape.ranks
+    ranks = processes_of_bench(config) if emulate is None else emulate.shape.ranks
     size = ranks if info is None else info.world_size
     check_shares(config.model, config.moe, config.parallel, size)
     if wanted.virtual or torch.cuda.is_available():

@@ -17,7 +17,7 @@ from penstock.autopilot.deciding import decided
 from penstock.autopilot.profiling import profile_run
 from penstock.cli.codes import FAILED
 from penstock.cli.out import check_out, save_out
-from penstock.cli.ranks import measure_as_rank, on_ranks
+from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of
 from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterFile
 from penstock.emulate import EmulateConfig
@@ -87,11 +87,12 @@ def _configured(
 ) -> tuple[RunConfig, int]:
     """The configuration for as many ranks as there will be, and that number."""
     usual = () if path is not None else DEFAULTS
-    ranks = load(RunConfig, path, [*usual, *overrides]).parallel.processes
     if info is not None:
         ranks = info.world_size
     elif emulate is not None:
         ranks = emulate.shape.ranks
+    else:
+        ranks = processes_of(load(RunConfig, path, [*usual, *overrides]))
     if path is None:
         usual = (*usual, f"moe.num_experts={max(2, ranks)}")
     return load(RunConfig, path, [*usual, *overrides]).resolved(ranks), ranks

@@ -9,9 +9,11 @@ from typing import TypeVar
 
 import torch
 
+from penstock.bench.config import BenchConfig
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.config import ConfigError
 from penstock.emulate import Cluster, EmulateConfig
+from penstock.plan.plan_config import AUTO
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
 from penstock.topology import (
@@ -26,7 +28,9 @@ from penstock.topology import (
     leave,
 )
 from penstock.topology.join import ALONE
+from penstock.topology.local import Places, local_processes
 from penstock.train.assemble import pick_device
+from penstock.train.config import RunConfig
 from penstock.train.fits import check_processes
 from penstock.train.launcher import Place, launch
 
@@ -64,6 +68,26 @@ def on_ranks(
         return start_ranks(given, processes, timeout_s, program=program)
     info = info or ALONE
     return end_of_rank(info, work(info))
+
+
+def processes_of(config: RunConfig) -> int:
+    """How many local processes a run has: as many as it says, or as serve this machine best."""
+
+    def check(processes: int) -> None:
+        resolved = config.resolved(processes)
+        if config.plan.layout != AUTO:
+            Layout.build(resolved.parallel, processes, 0, resolved.moe.num_experts)
+
+    return local_processes(config.parallel, Places.here(), check)
+
+
+def processes_of_bench(config: BenchConfig) -> int:
+    """The same for a benchmark."""
+
+    def check(processes: int) -> None:
+        Layout.build(config.parallel, processes, 0, config.moe.num_experts)
+
+    return local_processes(config.parallel, Places.here(), check)
 
 
 def start_ranks(

@@ -14,7 +14,7 @@ import torch
 from penstock.autopilot import Autopilot
 from penstock.autopilot.layouts import check_some_layout
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
-from penstock.cli.ranks import end_of_rank, start_ranks
+from penstock.cli.ranks import end_of_rank, processes_of, start_ranks
 from penstock.config import ConfigError, load
 from penstock.emulate import Cluster, EmulateConfig
 from penstock.plan.plan_config import AUTO, given_schedule
@@ -24,6 +24,7 @@ from penstock.runtime.host_memory import keep_freed_memory
 from penstock.topology import CommunicationError, Layout, ProcessInfo, detect, join, leave
 from penstock.topology.blame import give_up
 from penstock.topology.join import ALONE
+from penstock.topology.local import Places
 from penstock.train.assemble import pick_device
 from penstock.train.checkpoint import CheckpointError, complete_checkpoints
 from penstock.train.config import RunConfig
@@ -55,9 +56,14 @@ def train(
     info = detect(os.environ)
     if emulate is not None and (info is None or info.launcher != "penstock"):
         return _start_emulated(config, emulate, given, info)
-    if info is None and config.parallel.processes > 1:
-        return _start_ranks(config, given, config.parallel.processes)
-    return _be_rank(config, info or ALONE, json_wanted)
+    if info is not None:
+        return _be_rank(config, info, json_wanted)
+    processes = processes_of(config)
+    if processes == 1:
+        return _be_rank(config, ALONE, json_wanted)
+    if not json_wanted:
+        print(f"starting {Places.here().describe(processes)}", flush=True)
+    return _start_ranks(config, given, processes)
 
 
 def _start_emulated(
@@ -69,7 +75,7 @@ def _start_emulated(
         why = f"ranks that {info.launcher} started already have a network"
         raise ConfigError("--emulate", str(emulate.shape), why, hint)
     ranks, wanted = emulate.shape.ranks, config.parallel.processes
-    if ranks != wanted:
+    if wanted not in (None, ranks):
         print(
             f"penstock: {emulate.shape} is {ranks} ranks, not parallel.processes = {wanted}", file=sys.stderr
         )

@@ -28,7 +28,8 @@ BufferBytes = Annotated[int, Within(0, 1 << 30, "0 leaves it to the system, whic
 class ParallelConfig:
     """Section `[parallel]`.
 
-    processes: how many local ranks `penstock train` starts, unless another launcher did.
+    processes: how many local ranks `penstock train` starts, unless another launcher did; none = one for each
+    GPU, or for each processor core, see `penstock.topology.local`.
     ep_size: over how many ranks the experts of a layer are spread; none = all ranks, after `esp_size`.
     mp_size: ranks of a node that share attention, dense feed-forward parts and vocabulary (tensor
     parallelism) and work on the same samples.
@@ -49,7 +50,7 @@ class ParallelConfig:
     }
     """Megatron's names."""
 
-    processes: Processes = 4
+    processes: Processes | None = None
     ep_size: Ranks | None = None
     mp_size: Ranks = 1
     esp_size: Ranks = 1

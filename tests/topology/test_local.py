@@ -1,0 +1,50 @@
+"""How many processes a command starts on this machine by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.config import ConfigError
+from penstock.topology import Layout, ParallelConfig
+from penstock.topology.local import Places, local_processes
+
+
+def cores(number: int) -> Places:
+    return Places(number=number, gpus=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_experts", "places", "processes"),
+    [
+        ({"processes": 3}, 8, 16, 3),  # whoever says a number gets it
+        ({}, 8, 2, 2),
+        ({}, 8, 1, 2),  # one process has nothing to overlap
+        ({}, 8, 7, 4),  # the largest number below that shares 8 experts evenly
+        ({}, 64, 16, 16),
+        ({}, 8, 64, 8),
+        ({"mp_size": 4, "esp_size": 4}, 8, 2, 4),  # fewer cannot: the smallest number above
+        ({"ep_size": 2}, 8, 6, 6),  # three replicas of every expert
+    ],
+)
+def test_one_for_each_place_as_far_as_experts_can_be_shared(
+    settings: dict[str, int], num_experts: int, places: int, processes: int
+) -> None:
+    parallel = ParallelConfig(**settings)  # type: ignore[arg-type]  # a table of settings
+
+    def check(ranks: int) -> object:
+        return Layout.build(parallel, ranks, 0, num_experts)
+
+    assert local_processes(parallel, cores(places), check) == processes
+
+
+def test_where_none_is_possible_whoever_builds_the_run_says_why() -> None:
+    def check(ranks: int) -> None:
+        raise ConfigError("moe.num_experts", 9, f"cannot be shared by {ranks}", "Use 8.")
+
+    assert local_processes(ParallelConfig(), cores(3), check) == 3
+
+
+def test_places_are_described() -> None:
+    assert cores(2).describe(2) == "2 processes on 2 processor cores, one thread each"
+    assert Places(number=2, gpus=True).describe(4) == "4 processes on 2 GPUs, shared"
+    assert Places.here().number >= 1
