@@ -45,6 +45,7 @@ LAYERS = (
     "models",
     "train",
     "autopilot",
+    "own_loop",
     "adapt",
     "emulate",
     "virtual",

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.adapt import load_optimizer, load_pretrained, parallelize, save_checkpoint
-    from penstock.moe import MoELayer
+    from penstock.config import ConfigError
+    from penstock.decision import ScheduleConfig
+    from penstock.models import ModelConfig
+    from penstock.moe import MoEConfig, MoELayer
+    from penstock.own_loop import Session, session
     from penstock.runtime import (
         ExpertParallel,
         ShardedAdamW,
@@ -17,25 +21,21 @@ if TYPE_CHECKING:
         expert_parameters,
         ignore_experts,
     )
+    from penstock.topology import ParallelConfig
+    from penstock.train.config import RunConfig
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ExpertParallel",
-    "MoELayer",
-    "ShardedAdamW",
-    "clip_grad_norm_",
-    "expert_parameters",
-    "ignore_experts",
-    "load_optimizer",
-    "load_pretrained",
-    "parallelize",
-    "save_checkpoint",
-]
-
 _HOMES = {
-    "MoELayer": "penstock.moe",
+    "ConfigError": "penstock.config",
     "ExpertParallel": "penstock.runtime",
+    "MoEConfig": "penstock.moe",
+    "MoELayer": "penstock.moe",
+    "ModelConfig": "penstock.models",
+    "ParallelConfig": "penstock.topology",
+    "RunConfig": "penstock.train.config",
+    "ScheduleConfig": "penstock.decision",
+    "Session": "penstock.own_loop",
     "ShardedAdamW": "penstock.runtime",
     "clip_grad_norm_": "penstock.runtime",
     "expert_parameters": "penstock.runtime",
@@ -44,7 +44,29 @@ _HOMES = {
     "load_pretrained": "penstock.adapt",
     "parallelize": "penstock.adapt",
     "save_checkpoint": "penstock.adapt",
+    "session": "penstock.own_loop",
 }
+
+__all__ = [
+    "ConfigError",
+    "ExpertParallel",
+    "MoEConfig",
+    "MoELayer",
+    "ModelConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "Session",
+    "ShardedAdamW",
+    "clip_grad_norm_",
+    "expert_parameters",
+    "ignore_experts",
+    "load_optimizer",
+    "load_pretrained",
+    "parallelize",
+    "save_checkpoint",
+    "session",
+]
 
 
 def __getattr__(name: str) -> Any:

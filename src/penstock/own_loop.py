@@ -1,0 +1,120 @@
+"""The short way into a training loop of one's own: join, build, and in the end leave.
+
+`penstock train` does the same with a loop of its own (`penstock.train.trainer`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from penstock.autopilot import Autopilot
+from penstock.config import load
+from penstock.plan.plan_config import given_schedule
+from penstock.runtime import PipelinedStack
+from penstock.topology import Control, Layout, ProcessInfo, detect, find_node_size, join, leave
+from penstock.topology.blame import give_up, reason
+from penstock.topology.join import ALONE
+from penstock.train.assemble import build_machinery, build_stack, pick_device
+from penstock.train.config import RunConfig
+from penstock.train.pilot import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What a loop needs to know.
+
+    model: an ordinary module whose steps are scheduled: `model(tokens, labels)` is the loss of the batch of
+    all ranks, and when its `backward` returns every gradient is summed over them. config: as it runs, with
+    the plan's choices. layout: which ranks share what; ranks with the same `layout.dp_rank` work on the same
+    samples, those of part `dp_rank` of `dp_size`.
+    """
+
+    model: PipelinedStack
+    config: RunConfig
+    layout: Layout
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """Number of this process, from 0."""
+        return self.layout.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.layout.world_size
+
+
+@contextmanager
+def session(config: RunConfig | str | Path | None = None, *settings: str) -> Iterator[Session]:
+    """Join the processes that torchrun or Slurm has started, or run alone, and build the model of `config`.
+
+    config: sections in Python, or a TOML file; None = the defaults. settings: `section.key=value`, as on the
+    command line, over what the file says. With plan.source = "auto" the cluster is measured and a plan
+    searched for before the body runs; unlike `penstock train`, which watches its steps, a loop of one's own
+    keeps that plan. All ranks enter together, and leave together: leaving closes the model, and the process
+    group unless it was there before. Where the body raises, the other ranks are told why.
+
+    Raises ConfigError for a setting that cannot be used, ValueError for settings beside a RunConfig.
+    """
+    read = _read(config, settings)
+    started = detect(os.environ) or ALONE
+    device = pick_device(started.local_rank)
+    joins = not dist.is_initialized()
+    info = _joined(read, started, device)
+    try:
+        run = _built(read, info, device)
+        yield run
+    except BaseException as error:
+        give_up(f"{type(error).__name__}: {reason(error)}")
+        raise
+    run.model.close()
+    if joins:
+        leave()
+
+
+def _read(config: RunConfig | str | Path | None, settings: Sequence[str]) -> RunConfig:
+    if not isinstance(config, RunConfig):
+        return load(RunConfig, None if config is None else Path(config), given_schedule(settings))
+    if settings:
+        raise ValueError(f"{settings[0]}: a RunConfig has all settings. Change it with dataclasses.replace")
+    return config
+
+
+def _joined(config: RunConfig, started: ProcessInfo, device: torch.device) -> ProcessInfo:
+    """Who this process is among the others, which are joined unless they are already."""
+    if dist.is_initialized():
+        here = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        return ProcessInfo(**here, local_rank=started.local_rank, launcher=started.launcher)
+    join(started, config.parallel.timeout_s, device)
+    return started
+
+
+def _built(config: RunConfig, info: ProcessInfo, device: torch.device) -> Session:
+    """The model with its first plan, as `penstock train` makes them."""
+    config, control = config.resolved(info.world_size), Control(info.rank, info.world_size)
+    node_size = find_node_size(control, info.local_rank)
+    ranks = Ranks(control=control, device=device, node_size=node_size)
+    config = Autopilot.layout(config, ranks, None, _say)
+    experts = config.moe.num_experts
+    layout = Layout.build(config.parallel, info.world_size, info.rank, experts, node_size)
+    machinery = build_machinery(layout, device, config.parallel, config.train.precision)
+    pilot = Autopilot(config, machinery, None, _say if info.rank == 0 else _silent)
+    stack = build_stack(pilot.config, machinery, plan=pilot.plan, moving=pilot.moving)
+    return Session(model=stack, config=pilot.config, layout=layout, device=device)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _silent(text: str) -> None:
+    del text

@@ -1,0 +1,64 @@
+"""What `import penstock` gives is what docs/api.md promises."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.cli import main
+from penstock.config import to_dict
+
+PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
+SECTIONS = {
+    "ModelConfig": "model",
+    "MoEConfig": "moe",
+    "ParallelConfig": "parallel",
+    "ScheduleConfig": "schedule",
+}
+
+
+def promised() -> Iterator[tuple[str, list[str] | None]]:
+    """Every name of the table, with its parameters if it lists some."""
+    for name, listed in re.findall(r"^\| `(\w+)(?:\(([^)]*)\))?` \|", PAGE, re.MULTILINE):
+        yield name, [part.strip(" *") for part in listed.split(",")] if listed else None
+
+
+def test_the_page_lists_all_names_and_no_other() -> None:
+    names = [name for name, _ in promised()]
+    assert sorted(names) == sorted(penstock.__all__)
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("name", "parameters"), list(promised()))
+def test_parameters_are_those_of_the_page(name: str, parameters: list[str] | None) -> None:
+    found = getattr(penstock, name)
+    if parameters is None:
+        assert set(to_dict(found())) <= settings_of(SECTIONS[name])
+    else:
+        assert list(inspect.signature(found).parameters) == parameters
+    assert found.__doc__
+
+
+def settings_of(section: str) -> set[str]:
+    """What docs/training.md explains of a section."""
+    page = (Path(__file__).parent.parent / "docs" / "training.md").read_text()
+    rows = re.findall(rf"^\| (`{section}\.[^|]*) \|", page, re.MULTILINE)
+    return {word for row in rows for word in re.findall(r"`(?:\w+\.)?(\w+)`", row)}
+
+
+def test_commands_are_those_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    there = re.findall(r"^ {4}(\w+) ", capsys.readouterr().out, re.MULTILINE)
+    sentence = PAGE[PAGE.index("Commands are public") :]
+    assert set(re.findall(r"`(?:penstock )?(\w+)`", sentence)) == set(there) - {"emulate"}
+
+
+def test_a_name_that_is_not_public_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = penstock.nothing
