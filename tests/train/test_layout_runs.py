@@ -97,7 +97,7 @@ def test_a_run_has_the_numbers_of_one_process(runs: Runs, world: World) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", SCHEDULES.keys() - FORMS_APART)
+@pytest.mark.parametrize("name", sorted(SCHEDULES.keys() - FORMS_APART))
 def test_so_has_a_run_by_any_schedule(runs: Runs, name: str) -> None:
     check_same(runs(SCHEDULES[name]).metrics, runs(ALONE).metrics)
 
