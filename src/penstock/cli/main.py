@@ -12,6 +12,7 @@ from typing import get_args
 from penstock import __version__
 from penstock.cli.emulate import add_emulate, add_emulation_options, emulation
 from penstock.cli.listing import add_list
+from penstock.cli.models import add_models
 from penstock.cli.plan import add_plan
 from penstock.cli.run import exit_code, parse
 from penstock.config import ConfigError
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add_plan(commands)
     _add_profile(commands)
     add_emulate(commands)
+    add_models(commands)
     add_list(commands)
     return parser
 

@@ -65,7 +65,9 @@ class Record:
         return Record(**table)
 
     def check_identity(self, path: Path, identity: Mapping[str, object]) -> None:
-        """Raise ConfigError for the first key that must be the same and is not."""
+        """Raise ConfigError for the first key that must be the same and is not; before a step, none must."""
+        if self.step == 0:
+            return
         mine = {FORMER_KEYS.get(key, key): value for key, value in self.identity.items()}
         for key, value in identity.items():
             if mine.get(key) != value:

@@ -1,0 +1,182 @@
+"""Trained models on one process: opened from wherever they were saved, asked to go on, and judged on text.
+
+Shapes: B windows, L tokens of a window, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.adapt.weights import refuse_misfits
+from penstock.train.checkpoint import complete_checkpoints
+from penstock.train.storage.record import RECORD
+
+BYTES = 256
+AT_ONCE = 8
+"""Windows that are judged together."""
+
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+CHECKPOINTS = "checkpoints"
+
+
+class Words(Protocol):
+    """How text becomes tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+        ...
+
+
+class ByteWords:
+    """Every byte of UTF-8 is a token."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model in evaluation mode, whole on this process, and its tokens."""
+
+    model: Any
+    words: Words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is chosen. temperature: 0 takes the likeliest. top_k, top_p: of which one is drawn."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As `generate` of transformers takes them."""
+        if self.temperature == 0:
+            return {"do_sample": False}
+        drawn = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return {"do_sample": True, **drawn}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """loss: mean over tokens, in nats. tokens: those that were predicted."""
+
+    loss: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+def open_model(path: Path) -> Opened:
+    """Open a folder of transformers, a checkpoint of `penstock train`, or its output folder (the newest one).
+
+    Raises ValueError for any other path, and where tokens are not bytes and there is no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    from penstock.adapt.own import from_checkpoint
+
+    checkpoint = find_checkpoint(path)
+    if checkpoint is not None:
+        model = from_checkpoint(checkpoint)
+    elif (path / "config.json").is_file():
+        model = read_whole(path)
+    else:
+        raise ValueError(
+            f"{path} is neither a folder of transformers (config.json), nor a checkpoint or an output folder "
+            "of penstock train"
+        )
+    words: Words = ByteWords()
+    if checkpoint is None and any((path / name).exists() for name in TOKENIZERS):
+        words = AutoTokenizer.from_pretrained(path)
+    elif (size := model.config.get_text_config().vocab_size) != BYTES:
+        raise ValueError(
+            f"{path} has no tokenizer ({TOKENIZERS[0]}), and its vocabulary of {size} is not that of bytes: "
+            "save the tokenizer beside the model"
+        )
+    return Opened(model.eval(), words)
+
+
+def read_whole(folder: Path) -> Any:
+    """The model in a folder of transformers, Penstock's own kind included.
+
+    Raises ValueError if a tensor is missing, or is not the model's: transformers would draw it by chance.
+    """
+    from transformers import AutoModelForCausalLM
+
+    import penstock.adapt.own  # noqa: F401  # makes its kind known
+
+    model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    refuse_misfits(folder, told)
+    return model
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """The checkpoint that a path stands for: itself, or the newest of a run; None if it is none of these."""
+    if (path / RECORD).is_file():
+        return path
+    return max(complete_checkpoints(path / CHECKPOINTS), default=None, key=lambda each: each.name)
+
+
+def generate(opened: Opened, prompt: str, most: int, sampling: Sampling) -> str:
+    """The text that follows a prompt, of at most so many tokens. Raises ValueError for an empty prompt."""
+    tokens = opened.words.encode(prompt)
+    if not tokens:
+        raise ValueError("the prompt is empty: give the model a beginning")
+    torch.manual_seed(sampling.seed)
+    prompt_1L = torch.tensor([tokens], device=opened.model.device)
+    out_1L = opened.model.generate(prompt_1L, max_new_tokens=most, **sampling.options)
+    return opened.words.decode(out_1L[0, len(tokens) :].tolist())
+
+
+def judge(opened: Opened, text: str, length: int | None = None) -> Judgement:
+    """How well a model predicts a text: every token but the first once, from those before it in its window.
+
+    length: tokens of a window; None = as many as the model has positions for, 2048 at most. Raises ValueError
+    for a text of less than two tokens.
+    """
+    config = opened.model.config.get_text_config()
+    most = int(getattr(config, "max_position_embeddings", 2048))
+    length = min(most, 2048) if length is None else length
+    if not 1 <= length <= most:
+        raise ValueError(f"windows of {length} tokens: use 1 to {most}, for which the model has positions")
+    tokens = torch.tensor(opened.words.encode(text), device=opened.model.device)
+    if len(tokens) < 2:
+        raise ValueError("the text has less than two tokens: there is nothing to predict")
+    total = 0.0
+    with torch.no_grad():
+        for given_BL, wanted_BL in _windows(tokens, length):
+            logits_BVL = opened.model(input_ids=given_BL).logits.transpose(1, 2)
+            total += F.cross_entropy(logits_BVL.double(), wanted_BL, reduction="sum").item()
+    return Judgement(loss=total / (len(tokens) - 1), tokens=len(tokens) - 1)
+
+
+def _windows(tokens: Tensor, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of windows and of the tokens after each of theirs, [B, L]; what is left over comes last."""
+    whole = (len(tokens) - 1) // length * length
+    given, wanted = tokens[:-1], tokens[1:]
+    if whole:
+        batches = (each[:whole].view(-1, length).split(AT_ONCE) for each in (given, wanted))
+        yield from zip(*batches, strict=True)
+    if whole < len(given):
+        yield given[None, whole:], wanted[None, whole:]

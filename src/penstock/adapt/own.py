@@ -1,0 +1,205 @@
+"""Penstock's own decoder as a model of transformers: it generates, and is saved and read as others are.
+
+Importing this module makes its kind known to AutoConfig and AutoModelForCausalLM (`model_type` "penstock").
+Shapes: B samples, L tokens per sample, M hidden size, V vocabulary, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from penstock.config import from_dict, to_dict
+from penstock.models import GPT, ModelConfig
+from penstock.moe import MoEConfig, SampleKeys
+from penstock.topology import Control
+from penstock.train.checkpoint import STEP, open_stored, verify
+from penstock.train.storage.owned import MOMENTS
+from penstock.train.storage.record import RECORD, Record
+from penstock.train.storage.shards import SUFFIX, Outgoing, write_shard
+from penstock.train.storage.stored import Entry
+from penstock.train.storage.sums import digest_of, write_sums
+
+NAME = "penstock"
+
+
+class PenstockConfig(PreTrainedConfig):
+    """The sections [model] and [moe] of the run that has trained the model."""
+
+    model_type = NAME
+
+    def __init__(
+        self,
+        sections: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        use_cache: bool = False,
+        **named: Any,
+    ) -> None:
+        tables = sections or {}
+        self.sections = {
+            "model": to_dict(from_dict(ModelConfig, dict(tables.get("model", {})), "model")),
+            "moe": to_dict(from_dict(MoEConfig, dict(tables.get("moe", {})), "moe")),
+        }
+        model = self.model_section
+        self.hidden_size, self.num_attention_heads = model.hidden_size, model.num_heads
+        self.num_hidden_layers, self.vocab_size = model.num_layers, model.vocab_size
+        self.max_position_embeddings = model.seq_len
+        named["tie_word_embeddings"] = model.tie_word_embeddings
+        super().__init__(use_cache=use_cache, **named)
+
+    @property
+    def model_section(self) -> ModelConfig:
+        """Section [model]."""
+        found: ModelConfig = from_dict(ModelConfig, dict(self.sections["model"]), "model")
+        return found
+
+    @property
+    def moe_section(self) -> MoEConfig:
+        """Section [moe]."""
+        found: MoEConfig = from_dict(MoEConfig, dict(self.sections["moe"]), "moe")
+        return found
+
+
+class PenstockForCausalLM(PreTrainedModel, GenerationMixin):
+    """All of a decoder on one process. It keeps no keys and values: generation computes the whole text again
+    for every token, of which the last `max_position_embeddings` count.
+    """
+
+    config_class = PenstockConfig
+    base_model_prefix = "decoder"
+    _tied_weights_keys = {"decoder.output.weight": "decoder.token_embedding.weight"}  # noqa: RUF012  # theirs
+
+    def __init__(self, config: PenstockConfig) -> None:
+        super().__init__(config)
+        self.decoder = GPT(config.model_section, config.moe_section)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.decoder.token_embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.decoder.output
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **named: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits [B, L, V], and with labels [B, L] the mean loss of the tokens after each.
+
+        Raises ValueError for padding, which attention would see.
+        """
+        del named
+        if attention_mask is not None and not attention_mask.all():
+            raise ValueError("attention of this model knows no padding: give prompts one by one")
+        decoder, keys = self.decoder, SampleKeys(0, torch.arange(len(input_ids), device=input_ids.device))
+        h_BLM = decoder.embed(input_ids, keys)
+        for block in decoder.parts:
+            residual_BLM, x_TM = block.attend(h_BLM, keys)
+            if block.moe is None:
+                out_TM = block.dense(x_TM)
+            else:
+                out_TM = block.moe(x_TM.view_as(residual_BLM)).flatten(0, 1)
+            h_BLM = block.add(residual_BLM, out_TM, keys)
+        logits_BLV = decoder.logits(h_BLM).unflatten(0, input_ids.shape)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits_BLV[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits_BLV)
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **named: Any) -> dict[str, Any]:
+        """As many of the last tokens as the model has positions for."""
+        del named
+        return {"input_ids": input_ids[:, -self.config.max_position_embeddings :]}
+
+
+AutoConfig.register(NAME, PenstockConfig, exist_ok=True)
+AutoModelForCausalLM.register(PenstockConfig, PenstockForCausalLM, exist_ok=True)
+
+
+def from_checkpoint(path: Path) -> PenstockForCausalLM:
+    """The model of a checkpoint that a run of any layout has saved, all of it on this process, to evaluate.
+
+    path: the checkpoint's folder. Raises DamagedCheckpointError for one that has changed since, ValueError
+    for one of another model than it says.
+    """
+    record = verify(path, Control(0, 1))
+    if record.settings is None:
+        raise ValueError(f"{path} does not say what model it holds: an earlier version of Penstock wrote it")
+    model = PenstockForCausalLM(PenstockConfig(record.settings))
+    wanted = {f"model.{name}": tensor for name, tensor in _logical(model.decoder)}
+    stored = open_stored(path)
+    saved = {name for name in stored.entries if name.startswith("model.")}
+    if saved != wanted.keys():
+        missing, unexpected = sorted(wanted.keys() - saved), sorted(saved - wanted.keys())
+        raise ValueError(
+            f"{path} holds another model than its settings say: missing {missing or 'nothing'}, "
+            f"unexpected {unexpected or 'nothing'}"
+        )
+    with torch.no_grad():
+        for name, tensor in stored.read(saved):
+            wanted[name].copy_(tensor)
+    model.eval()
+    return model
+
+
+def to_checkpoint(model: PenstockForCausalLM, folder: Path) -> Path:
+    """Write a model as the checkpoint of a run in `folder` that has done no step; returns it.
+
+    `penstock train` goes on from it with train.resume=true, on any text. Moments are zero.
+    """
+    path = folder / "checkpoints" / "step-00000000"
+    path.mkdir(parents=True)
+    tensors = {f"model.{name}": tensor for name, tensor in _logical(model.decoder)}
+    tensors |= {STEP: torch.tensor(0)}
+    for name, parameter in model.decoder.named_parameters():
+        tensors[f"optimizer.{name}.step"] = torch.tensor(0.0)
+        for moment in MOMENTS:
+            zeros = torch.zeros_like(parameter, dtype=torch.float32)
+            tensors |= dict(_split(model.decoder, f"optimizer.{name}.{moment}", name, zeros))
+    shard = f"shard-00001{SUFFIX}"
+    digest = write_shard(path / shard, map(_outgoing, tensors.items()))
+    settings = model.config.sections
+    record = Record(step=0, processes=1, identity={}, settings=settings, plan_settled=False, files=[shard])
+    record.write(path)
+    write_sums(path, {shard: digest, RECORD: digest_of(path / RECORD)})
+    return path
+
+
+def _outgoing(named: tuple[str, Tensor]) -> Outgoing:
+    name, tensor = named
+    return Outgoing(
+        name=name, entry=Entry(shape=tuple(tensor.shape), dtype=tensor.dtype), load=lambda: tensor
+    )
+
+
+def _logical(decoder: GPT) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a whole decoder under the names that checkpoints have: of every expert its own."""
+    kept = decoder.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in decoder.named_buffers() if name in kept]
+    for name, tensor in (*buffers, *decoder.named_parameters()):
+        yield from _split(decoder, name, name, tensor.detach())
+
+
+def _split(decoder: GPT, name: str, of: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """What belongs to the parameter `of`, under its own name or, of experts, one for each."""
+    if ".experts." not in of:
+        return [(name, tensor)]
+    moe = decoder.parts[int(of.split(".")[1])].moe
+    assert moe is not None, of
+    return moe.by_number(name, tensor)

@@ -1,0 +1,99 @@
+"""`penstock generate`, `evaluate` and `convert`: what a run of two ranks has learnt, on one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from penstock.adapt.own import from_checkpoint
+from penstock.cli import main
+from penstock.train.trainer import Trainer
+from tests.support.adapted import small
+from tests.support.ranks import Pools
+from tests.support.runs import refused, write_config
+from tests.support.training import train_on
+
+STEPS = 8
+SETTINGS = [
+    *("model.moe_layers=[1]", "model.tie_word_embeddings=true"),
+    *("moe.gate=sigmoid", "moe.expert_bias_rate=0.01", f"train.steps={STEPS}"),
+]
+SAMPLE = "line 7: 49 is the"
+
+
+def judge_sample(trainer: Trainer, step: int) -> None:
+    """On every rank: after the last step, leave in the run's folder what the stack makes of a sample."""
+    if step == STEPS:
+        tokens_L = torch.tensor(list(SAMPLE.encode()))
+        trainer.stack.eval()
+        with torch.no_grad():
+            loss = trainer.stack(tokens_L[None, :-1], tokens_L[None, 1:])
+        trainer.stack.train()
+        assert trainer.stack.statistics is not None and loss.isfinite()
+        (trainer.config.output.dir / "loss").write_text(str(trainer.stack.statistics.cross_entropy.item()))
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    capsys.readouterr()
+    assert main(list(map(str, words))) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_what_can_be_done_with_a_run(
+    ranks: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(tmp_path)
+    began = ranks(2).run(train_on, 2, tmp_path, SETTINGS, judge_sample)[0].summary
+    folder, exported, back = tmp_path / "run", tmp_path / "exported", tmp_path / "back"
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+
+    sample = tmp_path / "sample.txt"
+    sample.write_text(SAMPLE)
+    found = json.loads(said(capsys, "evaluate", folder, sample, "--json"))
+    assert found["tokens"] == len(SAMPLE) - 1
+    assert found["loss"] == pytest.approx(float((folder / "loss").read_text()), rel=1e-5)
+    assert "perplexity" in said(capsys, "evaluate", checkpoint, sample, "--length", "5")
+
+    asked = ("--prompt", "line 1", "--max-new-tokens", "24")  # more than the model has positions for
+    text = said(capsys, "generate", folder, *asked)
+    assert text.startswith("line 1") and len(text) > len("line 1\n")
+    drawn = [said(capsys, "generate", folder, *asked, "--temperature", "2", "--seed", seed) for seed in "112"]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+    assert str(checkpoint) in said(capsys, "convert", folder, exported)
+    assert json.loads(said(capsys, "generate", exported, *asked, "--json"))["text"] == text[6:-1]
+    model, told = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not any(told.values())
+    said(capsys, "convert", exported, back)
+    again = from_checkpoint(back / "checkpoints" / "step-00000000").state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+    assert "is not empty" in refused(capsys, "convert", exported, back)
+
+    resumed = [f"output.dir={back}", "train.resume=true"]
+    went_on = ranks(2).run(train_on, 2, tmp_path, [*SETTINGS, *resumed], None)[0].summary
+    assert went_on.steps == STEPS and went_on.first_loss < began.first_loss
+    assert went_on.first_loss == pytest.approx(began.last_loss, rel=0.05)
+
+
+def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said_of = refused(capsys, "generate", tmp_path, "--prompt", "a")
+    assert "neither a folder of transformers" in said_of
+    small("mixtral").save_pretrained(tmp_path / "mixtral")
+    assert "has no tokenizer" in refused(capsys, "generate", tmp_path / "mixtral", "--prompt", "a")
+    assert "MixtralForCausalLM" in refused(capsys, "convert", tmp_path / "mixtral", tmp_path / "new")
+    small("mixtral", vocab_size=256).save_pretrained(tmp_path / "bytes")
+    text = tmp_path / "text"
+    text.write_text("several words")
+    for more, words in (
+        (["generate", "--prompt", ""], "prompt is empty"),
+        (["evaluate", tmp_path / "nothing"], "No such file"),
+        (["evaluate", text, "--length", "65"], "use 1 to 64"),
+    ):
+        command, *rest = more
+        assert words in refused(capsys, str(command), tmp_path / "bytes", *rest)
+    assert "several words" in said(capsys, "generate", tmp_path / "bytes", "--prompt", "several words")
