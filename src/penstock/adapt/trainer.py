@@ -1,0 +1,88 @@
+"""The Trainer of transformers for scheduled models, on any number of ranks.
+
+With `Trainer` itself a scheduled model trains on one process; on several it would be wrapped and saved as if
+every rank had all of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+from penstock.adapt.checkpoint import load_optimizer, save_optimizer
+from penstock.adapt.loading import reload
+from penstock.adapt.scheduled import engine_of
+from penstock.runtime import clip_grad_norm_
+
+SCHEDULER = "scheduler.pt"
+
+
+class ScheduledTrainer(Trainer):
+    """`Trainer(model, args, ...)` with a model that `parallelize` or `load_pretrained` has returned.
+
+    Every rank takes its own part of every batch, the loss is that of the batch of all ranks, and checkpoints
+    are whole: a run may go on with another number of ranks (`train(resume_from_checkpoint=...)`).
+    """
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.prepare_model = lambda model, *_, **__: model  # gradients are synchronised already
+
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        """Raises ValueError if accelerate sees no ranks, which would all get the same data then."""
+        seen, ranks = self.accelerator.num_processes, engine_of(self.model).layout.world_size
+        if seen != ranks:
+            raise ValueError(
+                f"accelerate sees {seen} of {ranks} processes: start them with torchrun or accelerate "
+                "launch, so that each takes its own part of the data"
+            )
+        return super().train(*arguments, **named)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As it is: Trainer multiplies it by the number of ranks, over which a wrapper would average."""
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if num_items_in_batch is None or not self.args.average_tokens_across_devices:
+            return found
+        ranks = self.accelerator.num_processes
+        return (found[0] / ranks, found[1]) if return_outputs else found / ranks
+
+    def _clip_grad_norm(self, model: Any) -> Tensor:
+        return clip_grad_norm_(model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return clip_grad_norm_(model, float("inf")) if grad_norm is None else grad_norm
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.args.should_save:
+            super()._save(output_dir, state_dict)
+        else:  # all ranks bring their experts
+            self.model.save_pretrained(self.args.output_dir if output_dir is None else output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_optimizer(self.model, _plain(self.optimizer), output_dir)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            load_optimizer(self.model, _plain(self.optimizer), checkpoint)
+            scheduler = torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
+            self.lr_scheduler.load_state_dict(scheduler)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        reload(self.model if model is None else model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        reload(self.model, self.state.best_model_checkpoint)
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """That of torch, which accelerate may have wrapped."""
+    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return found
