@@ -255,6 +255,20 @@ SUITE: Final = (
     _predictions("predictions", "real computation", (), 480),
     _predictions("predictions-virtual", "virtual devices, 4 nodes of 2", ("--virtual",), 420),
     Run(
+        name="hugging-face",
+        title="A model of Hugging Face",
+        benchmark="hugging_face",
+        arguments=(
+            *_cluster("2x1", "400mbit"),
+            *("model.vocab_size=1024", "model.hidden_size=256", "moe.num_experts=16", "moe.top_k=8"),
+            *("moe.moe_ffn_hidden_size=192", "compare.batch_per_device=4", "compare.rounds=5"),
+        ),
+        note="The shape of Qwen3-MoE, small, with 8 of 16 experts for every token: forward and backward with "
+        "all gradients synchronised, as transformers runs it (its all-to-all, and FSDP2 for the rest), and "
+        "after `penstock.parallelize` with several plans.",
+        seconds=90,
+    ),
+    Run(
         name="drift",
         title="Drift: the network or a rank gets slower in mid-training",
         benchmark="drift",

@@ -222,8 +222,8 @@ def main() -> int:
     """Exit code. Refused where no cluster can be emulated: most of the runs would fail."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.suite",
-        description="Runs all that BENCHMARKS.md shows and writes it. Linux, root, an idle machine, an hour "
-        "and a half.",
+        description="Runs all that BENCHMARKS.md shows and writes it. Linux, root, an idle machine, two "
+        "hours.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="where BENCHMARKS.md and docs/bench go")
     parser.add_argument(

@@ -8,6 +8,7 @@ from typing import Any, Final
 from benchmarks.collectives import CollectivesResult, render_collectives
 from benchmarks.dispatches import DispatchesResult, render_dispatches
 from benchmarks.drift import DriftsResult, render_drifts
+from benchmarks.hugging_face import HuggingFaceResult
 from benchmarks.interpreter import InterpreterResult, render_interpreter
 from benchmarks.layer import LayerBenchmark, render_layer
 from benchmarks.planners import PlannersResult, render_planners
@@ -22,6 +23,7 @@ RENDERERS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
     "collectives": lambda plain: render_collectives(CollectivesResult.from_dict(plain)),
     "dispatches": lambda plain: render_dispatches(DispatchesResult.from_dict(plain)),
     "drifts": lambda plain: render_drifts(DriftsResult.from_dict(plain)),
+    "hugging_face": lambda plain: HuggingFaceResult.from_dict(plain).render(),
     "grids": lambda plain: render_published(PublishedResult.from_dict(plain)),
     "interpreter": lambda plain: render_interpreter(InterpreterResult.from_dict(plain)),
     "layers": lambda plain: render_layer(LayerBenchmark.from_dict(plain)),

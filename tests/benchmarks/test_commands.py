@@ -102,7 +102,17 @@ HOST_ALONE = ("planners", "solvers")
 
 @pytest.mark.parametrize(
     "module",
-    ["collectives", "dispatches", "drift", "interpreter", "layer", "published", "suite", *HOST_ALONE],
+    [
+        "collectives",
+        "dispatches",
+        "drift",
+        "hugging_face",
+        "interpreter",
+        "layer",
+        "published",
+        "suite",
+        *HOST_ALONE,
+    ],
 )
 def test_help_says_what_to_type(capsys: pytest.CaptureFixture[str], module: str) -> None:
     code, out, error = said_here(capsys, module, "--help")
