@@ -105,6 +105,22 @@ def test_moved_samples_send_less_across_nodes_where_they_have_favourites(predict
     assert replace(plain, placed=moved).crossing_rows(transfers()) < 0.9 * plain.crossing_rows(transfers())
 
 
+def test_rows_that_bring_the_residual_save_more_and_leave_little_to_follow() -> None:
+    counts = counts_of("dirichlet,dirichlet_concentration=0.05")
+    crossing, row_bytes = {}, {}
+    for carries in (False, True):
+        shape = replace(SHAPE, moves_samples=True, carries_residual=carries)
+        placed = SampleMover(work=WORK, shape=shape).placed(counts)
+        cost, tasks = RoutedCost(shape, WORK, CLUSTER, counts, placed=placed), build_graph(shape).tasks
+        crossing[carries] = cost.crossing_rows(tasks)
+        first = {task.op: task for task in reversed(tasks) if task.forward}
+        row_bytes[carries] = {op: cost.move(first[op], 0).row_bytes for op in ("D", "C", "SM")}
+    assert crossing[True] < 0.9 * crossing[False]
+    facts_bytes = 8 + 16 * 3 * 8
+    assert row_bytes[False] == {"D": 32, "C": 32, "SM": facts_bytes + 16 * (32 + 8)}
+    assert row_bytes[True] == {"D": 32 + 8, "C": 32, "SM": facts_bytes}
+
+
 # ---- experts -----------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from penstock.moe.routes import Counts
 from penstock.moe.sample_moves import Company, SampleTable, TableSize, settle
 from penstock.placement import ExpertPlacement, Hosting
 from penstock.runtime import TaskError
+from tests.runtime.test_layout_bytes import really_sent
 from tests.runtime.test_moe_parity import DISPATCHES
 from tests.steps import PLAIN
 from tests.support.draws import draws
@@ -84,6 +85,7 @@ def case(world_size: int, schedule: str, gate: str = "softmax", dispatch: str = 
     padding=(False, True),
     scattered=(False, True),
     world_size=(2, 4),
+    carried=(True, False),
 )
 def test_a_step_is_the_same_wherever_samples_are(
     ranks: Pools,
@@ -94,9 +96,10 @@ def test_a_step_is_the_same_wherever_samples_are(
     padding: bool,
     scattered: bool,
     world_size: int,
+    carried: bool,
 ) -> None:
-    settings = {"placer": PLACERS[placer], "padding": padding, "scattered": scattered}
-    check_parity(ranks, case(world_size, schedule, gate, dispatch, **settings))
+    settings = {"padding": padding, "scattered": scattered, "carried": carried}
+    check_parity(ranks, case(world_size, schedule, gate, dispatch, placer=PLACERS[placer], **settings))
 
 
 @pytest.mark.parametrize("batches", [(3, 0, 1, 4), (0, 0, 0, 2), (0, 6, 0, 0)])
@@ -191,7 +194,7 @@ def test_any_case(ranks: Pools) -> None:
 def test_masks_and_compressed_rows_are_those_of_samples_that_stay(
     ranks: Pools, compression: Literal["int8"] | None
 ) -> None:
-    """Dropout is keyed by sample, and a row is rounded for itself."""
+    """Dropout is keyed by sample, and a row is rounded for itself; the residual follows beside the rows."""
     step = case(4, "penstock")
     rounded = replace(step.moe, compression=compression)
     step = replace(step, model=replace(step.model, dropout=0.3), moe=rounded)
@@ -269,6 +272,38 @@ def homes_of_steps(rank: int, step: Case) -> list[list[int]]:
     return list(HOMES)
 
 
+# ---- what travels ------------------------------------------------------------------------------------------
+
+
+def sent_bytes(rank: int, step: Case) -> dict[str, int]:
+    """Bytes that a rank sends in one step, by op and phase."""
+    sent, _ = really_sent(rank, step)
+    return {f"{op}.{phase}": sizes.total() for (op, phase), sizes in sent.items() if op in ("D", "C", "SM")}
+
+
+@pytest.mark.parametrize("shared", [0, 3])
+def test_rows_bring_the_residual_for_two_numbers_each(ranks: Pools, shared: int) -> None:
+    """The same step with the residual in rows and beside them: where Rotated sends samples, both agree."""
+    step = case(4, "sequential", placer=Rotated())
+    step = replace(step, moe=replace(step.moe, shared_ffn_hidden_size=shared))
+    hidden, top_k, length = step.model.hidden_size, step.moe.top_k, step.model.seq_len
+    moved = 0
+    carried, apart = (ranks(4).run(sent_bytes, replace(step, carried=each)) for each in (True, False))
+    for mine, theirs in zip(carried, apart, strict=True):
+        for op in ("D.F", "D.B"):
+            assert mine[op] * hidden == theirs[op] * (hidden + 2) > 0
+        assert (mine["C.F"], mine["C.B"]) == (theirs["C.F"], theirs["C.B"])
+        facts_bytes = 8 * (1 + length * (1 + top_k))
+        shared_bytes = 8 * length * hidden if shared else 0
+        samples = mine["SM.F"] // (facts_bytes + shared_bytes)
+        apart_bytes = samples * 8 * length * (hidden + top_k)
+        assert mine["SM.F"] == samples * (facts_bytes + shared_bytes)
+        assert theirs["SM.F"] == mine["SM.F"] + apart_bytes
+        assert mine.get("SM.B", 0) == samples * shared_bytes
+        moved += samples
+    assert moved > 0
+
+
 # ---- what is refused ---------------------------------------------------------------------------------------
 
 
@@ -297,6 +332,25 @@ def test_ranks_that_find_different_homes_stop_before_rows_move(ranks: Pools) -> 
     pool.close()  # its connections are cut
     assert any("found other homes for samples of layer 0 than member 0" in text for text in texts)
     assert all("task L0.SH.m0.F" in text for text in texts)
+
+
+def late_dropout(rank: int, step: Case) -> str:
+    """Why a step fails whose model has got dropout since its stack was built, and why a plan does."""
+    stack = stack_of(rank, step)
+    for part in stack.parts.parts:
+        part.feed_forward_dropout.p = 0.5  # type: ignore[attr-defined]  # of our model
+    tokens, labels = (whole[step.mine(rank)] for whole in batch_of(step))
+    found = []
+    for act in (lambda: stack(tokens, labels), lambda: stack.adopt(stack.plan)):
+        with pytest.raises((ValueError, TaskError)) as refusal:
+            act()
+        found.append(str(refusal.value))
+    return "\n".join(found)
+
+
+def test_dropout_that_would_meet_the_residual_is_refused() -> None:
+    text = late_dropout(0, case(1, "sequential", node_size=None))
+    assert text.count("rows carry the residual stream of samples that move (placement.samples)") == 2
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.sample_moving import Placer, SampleMoving
+from penstock.schedule import StepPlan
 from penstock.sharding import Sharding, shardings_of
 from penstock.step.shape import FORM_TOKENS, TokenLayout
 from penstock.topology import Layout, ParallelConfig
-from penstock.train.assemble import build_machinery, build_stack
+from penstock.train.assemble import build_machinery, build_stack, first_plan
 from penstock.train.clip import clip_grad_norm
 from penstock.train.config import OutputConfig, RunConfig, TrainConfig
 from penstock.train.corpus import DataConfig
@@ -48,7 +49,8 @@ class Case:
     ranks per emulated node. idle_expert, busy_experts: gets no tokens, get all of them. scattered: experts
     are on the ranks in another order than that of their numbers, in every layer another. tokens: what ranks
     of an mp group hold between blocks; the form of the MoE part is the schedule's. placer, prediction: how
-    samples get their homes, where they move. sharded: the optimiser is, and clips nothing.
+    samples get their homes, where they move. carried: rows then bring their residual stream. sharded: the
+    optimiser is, and clips nothing.
     """
 
     world_size: int
@@ -72,6 +74,7 @@ class Case:
     tokens: TokenLayout = "split"
     placer: Placer | None = None
     prediction: Prediction = "next_gate"
+    carried: bool = True
     sharded: bool = False
 
     @property
@@ -226,11 +229,19 @@ def stack_of(rank: int, case: Case) -> PipelinedStack:
         make_moe = partial(scattered_layer, case, found.layout)
     with short_search():  # here, too, where this process is the only rank
         stack = build_stack(case.config, found, case.dtype, make_moe)
+        if not case.carried:
+            stack.adopt(apart(stack, case))
     if case.placer is not None:
         stack.sample_moving = SampleMoving(case.placer, case.prediction)
         stack.adopt(stack.plan)
     prepare(stack, case)
     return stack
+
+
+def apart(stack: PipelinedStack, case: Case) -> StepPlan:
+    """The plan of a step in which residual streams follow samples beside their rows."""
+    shape = replace(stack.base_shape, carries_residual=False)
+    return first_plan(case.config, stack.machinery.layout, shape, stack.gradients.sizes_bytes)
 
 
 def run_step(rank: int, case: Case) -> StepResult:

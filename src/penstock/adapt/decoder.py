@@ -91,6 +91,8 @@ class Calls:
 class CutLayer:
     """A layer with experts: `attend` runs it up to their call, `add` is what it does with their outputs."""
 
+    row_norm = None
+
     def __init__(
         self, layer: Any, index: int, moe: MoELayer, cut: Cut, calls: Calls, family: Family, memory: Memory
     ) -> None:
@@ -141,6 +143,7 @@ class WholeLayer:
     """A layer without experts: all of it is one task."""
 
     moe: MoELayer | None = None
+    row_norm = None
 
     def __init__(self, layer: Any, index: int, calls: Calls, memory: Memory) -> None:
         self.layer, self.index, self._calls, self._memory = layer, index, calls, memory

@@ -120,7 +120,7 @@ class RowMoves:
 
     def row_bytes(self, task: Task) -> float:
         """Of a row as the task moves it."""
-        return self.even.workload.row_bytes(outward=task.op in HOME)
+        return self.even.row_bytes(outward=task.op in HOME)
 
     def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
         """What a COUNTS task sends and is to receive on one rank.

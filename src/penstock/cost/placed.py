@@ -145,7 +145,7 @@ class SampleMover:
         problem = sample_problem(
             counts=_by_position(counts_IE, places_V[homes_I], hosting),
             homes=homes_I,
-            moved_rows=np.full(len(homes_I), round(self.work.seq_len * row_weight(self.work))),
+            moved_rows=np.full(len(homes_I), round(self.work.seq_len * row_weight(self.work, self.shape))),
             node_of_device=node_V,
             predictions=ahead_IE,
             following=None if ahead_IE is None else Nearness.of(following, node_V),
@@ -161,10 +161,11 @@ class SampleMover:
                 start += size
 
 
-def row_weight(work: Workload) -> float:
+def row_weight(work: Workload, shape: StepShape) -> float:
     """How many rows under way weigh as much as what follows one token of a moved sample beside them."""
+    residual_bytes = 0 if shape.residual_in_rows else FLOAT32_BYTES * work.hidden_size
     shared_bytes = work.hidden_bytes(1) if work.shared_ffn_hidden_size else 0
-    return (FLOAT32_BYTES * work.hidden_size + shared_bytes) / work.wire_bytes(1)
+    return (residual_bytes + shared_bytes) / work.wire_bytes(1)
 
 
 def device_groups(work: Workload) -> list[list[int]]:

@@ -62,8 +62,8 @@ class PlacedMoves(RowMoves):
         """Rows that leave their node, or their rank where there is one node, and what moves beside them."""
         if task.op != Op.SAMPLE_MOVE:
             return super().crossing(task)
-        work = self.even.workload
-        return self._links.crossing(self._moved(task)) * work.seq_len * row_weight(work) / work.mp_size
+        work, weight = self.even.workload, row_weight(self.even.workload, self.even.shape)
+        return self._links.crossing(self._moved(task)) * work.seq_len * weight / work.mp_size
 
     def _guest_load(self, task: Task) -> Rows:
         mesh, sent = self.even.workload.mesh, np.zeros((self.even.workload.world_size,) * 2)
@@ -74,9 +74,8 @@ class PlacedMoves(RowMoves):
         return self._links.argument(sent)
 
     def _sample_load(self, task: Task) -> Rows:
-        work = self.even.workload
-        sample_bytes = work.seq_len * row_weight(work) * work.wire_bytes(1) / work.mp_size
         assumed_bytes = self.even.work(task).sent_bytes
+        sample_bytes = self._sample_bytes(task, 0)
         load: Rows = self._links.argument(self._moved(task)) * sample_bytes / max(assumed_bytes, 1)
         return load
 
@@ -134,7 +133,7 @@ class PlacedMoves(RowMoves):
         return self._gathered(task, rank, 1, DIGEST_BYTES)
 
     def _with_samples(self, task: Task, rank: int) -> Move:
-        """What follows a sample: its residual, gate weights, labels and so on; their gradients back."""
+        """What follows a sample beside its rows: labels and so on; gradients back."""
         samples = self._samples(task)
         moved_DD = self.placed.moved(self._moe_layer(task), samples.start, samples.stop)
         return self._exchanged(task, rank, moved_DD, Group.DATA, self._sample_bytes(task, rank))
@@ -166,8 +165,9 @@ class PlacedMoves(RowMoves):
         """Of what follows a sample from this rank: of its part of the tokens, where ranks share those."""
         work = self.even.workload
         tokens = split_sizes(work.seq_len, work.mp_size)[work.mesh.place(rank, Group.TENSOR)]
-        streams = 2 if work.shared_ffn_hidden_size else 1
-        values_bytes = (streams * work.hidden_size + work.top_k) * FLOAT32_BYTES
+        apart = not self.even.shape.residual_in_rows
+        streams = apart + (work.shared_ffn_hidden_size > 0)
+        values_bytes = (streams * work.hidden_size + apart * work.top_k) * FLOAT32_BYTES
         if not task.forward:
             return tokens * values_bytes
         return tokens * (values_bytes + (work.top_k + 1) * INTEGER_BYTES) + INTEGER_BYTES

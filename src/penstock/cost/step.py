@@ -16,6 +16,7 @@ from penstock.graph import Task
 from penstock.mesh import Group, stays_inside
 from penstock.ops import Work, spec_of
 from penstock.ops.optimizer import KINDS
+from penstock.ops.samples import CARRIED_COLUMNS
 from penstock.ops.sums import REDUCTIONS
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
@@ -134,6 +135,18 @@ class StepCost:
         work = self.work(task)
         return work.flops, work.copied_bytes
 
+    def row_bytes(self, *, outward: bool) -> float:
+        """Of a row under way, with what it brings along, see `Workload.row_bytes`."""
+        columns = CARRIED_COLUMNS if outward and self.shape.residual_in_rows else 0
+        return self.workload.row_bytes(outward=outward) + columns * self.workload.element_bytes
+
+    def leg_bytes(self, rows: float, *, outward: bool, between: bool) -> float:
+        """Bytes in one leg of a dispatch, see `Workload.leg_bytes`."""
+        work = self.workload
+        plain_bytes = work.row_bytes(outward=outward)
+        per_row = self.row_bytes(outward=outward) / plain_bytes
+        return per_row * work.leg_bytes(rows, outward=outward, between=between)
+
     def rows(self, task: Task) -> float:
         """Token copies that a rank sends to all experts in the task's chunk."""
         assert task.microbatch is not None and task.chunk is not None, task
@@ -166,7 +179,8 @@ class StepSizes:
         self.moe_layers = step.shape.moe_layers
         self.rows, self.reduced_bytes = step.rows, step.reduced_bytes
         self.hidden_bytes, self.wire_bytes = work.hidden_bytes, work.wire_bytes
-        self.leg_bytes, self.coding_bytes = work.leg_bytes, work.coding_bytes
+        self.leg_bytes, self.coding_bytes = step.leg_bytes, work.coding_bytes
+        self.residual_in_rows = step.shape.residual_in_rows
         self.attention_flops, self.dense_flops = work.attention_flops, work.dense_flops
         self.router_flops = work.router_flops
         self.shared_flops, self.expert_flops = work.shared_flops, work.expert_flops

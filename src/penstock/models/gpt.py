@@ -125,6 +125,11 @@ class Block(nn.Module):
     def moe(self) -> MoELayer | None:
         return self.feed_forward if isinstance(self.feed_forward, MoELayer) else None
 
+    @property
+    def row_norm(self) -> nn.Module | None:
+        hooked = self.moe is not None and self.moe.hooks.any
+        return None if hooked or self.feed_forward_dropout.p > 0 else self.feed_forward_norm
+
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
         return self.settle(h_BLM, self.mix(h_BLM, keys))
 

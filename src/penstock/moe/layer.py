@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from penstock.dispatch import Dispatch, find_dispatch
 from penstock.moe.balance import BALANCES
+from penstock.moe.carried import TOKENS, OwnTokens
 from penstock.moe.choices import GateSums, TokenChoice, chunk_tokens, made_for
 from penstock.moe.config import BalanceGroup
 from penstock.moe.exchange import Alone, Exchange
@@ -144,17 +145,17 @@ class MoELayer(nn.Module):
         for logical, slot, part in self.experts.split(name, tensor):
             yield f"{logical}.{held[slot]}", part
 
-    def route(self, x_TM: Tensor, tokens: Tokens, chunks: int = 1) -> RoutedTokens:
-        """Choose experts and bring the tokens into their order."""
+    def route(self, x_TM: Tensor, tokens: Tokens, chunks: int = 1, what: OwnTokens = TOKENS) -> RoutedTokens:
+        """Choose experts and bring the tokens into their order, or what rows have in their place."""
         x_TM = self.hooks.run("before_moe_start", x_TM)
         known_TM = x_TM
         if tokens.valid_T is not None:  # whatever stands in padding, a NaN too, reaches no sum
             known_TM = x_TM.masked_fill(~tokens.valid_T.unsqueeze(1), 0)
         choice = made_for(self.gate(known_TM, tokens), tokens)
         seats = self.seats
-        choice = seats.placed(choice)
+        choice = what.chosen(seats.placed(choice), tokens, self.ep_rank * seats.experts.num_local_experts)
         plan = seats.order.plan(choice, chunks)
-        rows_RM = self.hooks.run("before_dispatch", seats.order.order(known_TM, choice, plan))
+        rows_RM = self.hooks.run("before_dispatch", what.rows(seats.order, known_TM, choice, plan))
         positions_Tk = choice.experts_Tk if isinstance(choice, TokenChoice) else None
         return RoutedTokens(rows_RM, seats.order.weights(choice), x_TM, choice.sums, plan, positions_Tk)
 
@@ -183,9 +184,12 @@ class MoELayer(nn.Module):
         return self.hooks.run("before_combine", out_RM)
 
     def unorder(
-        self, rows_RM: Tensor, weights: Tensor, plan: OrderPlan, shared_TM: Tensor | None = None
+        self, rows_RM: Tensor, weights: Tensor | None, plan: OrderPlan, shared_TM: Tensor | None = None
     ) -> Tensor:
-        """Weighted sums of the expert outputs, back in token order. Returns [T, M]."""
+        """Weighted sums of the expert outputs, back in token order. Returns [T, M].
+
+        weights: of `route`; None where rows are weighted already.
+        """
         out_TM = self.order.unorder(self.hooks.run("after_combine", rows_RM), weights, plan)
         if shared_TM is not None:
             out_TM = out_TM + shared_TM

@@ -7,6 +7,9 @@ from penstock.ops.base import Kind, OpSpec, register
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
 
+CARRYING_PASSES = 7
+"""Times that experts read or write rows with the residual stream, beyond those without: columns taken apart,
+their norm, outputs times weights, the sum."""
 REPLICATED = "gradients of L{layer}"
 PARTIAL = "partial gradients of L{layer}"
 EXPERTS = "expert gradients of L{layer}"
@@ -47,9 +50,10 @@ def _shared(task: Task, sizes: Sizes) -> Work:
 def _experts(task: Task, sizes: Sizes) -> Work:
     """Of every row a shard computes its part of the hidden width."""
     rows = sizes.rows(task) * task.cut.row_copies
+    passes = 2 + CARRYING_PASSES * sizes.residual_in_rows
     return Work(
         flops=sizes.expert_flops(rows) / sizes.esp_size,
-        copied_bytes=2 * sizes.hidden_bytes(rows) + 2 * sizes.coding_bytes(rows),
+        copied_bytes=passes * sizes.hidden_bytes(rows) + 2 * sizes.coding_bytes(rows),
         pieces=len(task.cut.held),
         follows_rows=True,
     )

@@ -4,6 +4,9 @@ A combine can deliver a sample's rows to any rank. So ranks tell each other what
 position (`SC`, `SN`), each works out the same new homes on the host (`SP`), and they compare what they found
 (`SH`). Expert outputs are put in the order of the new homes (`RO`) and combine takes them there; what does
 not pass the experts follows by itself (`SM`).
+
+Where it can, the residual stream passes the experts: rows leave with it in place of its norm, and with the
+weight of their choice, and come home with outputs weighted and the residual added (`penstock.moe.carried`).
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from penstock.ops.base import Backward, Kind, OpSpec, register
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work, compared
 
+CARRIED_COLUMNS = 2
+"""Numbers beside the residual stream in a row that brings it: a weight, and whether it is added there."""
 COUNT_BYTES = 4
-TABLE_BYTES = 8
+TABLE_BYTES, FACT_BYTES = 8, 8
 SOLVER_PASSES = 100
 
 
@@ -42,8 +47,11 @@ def _solving(task: Task, sizes: Sizes) -> Work:
 
 
 def _moving(task: Task, sizes: Sizes) -> Work:
-    """At most: all samples leave, with their residual."""
-    return Work(collective="all_to_all", sent_bytes=sizes.hidden_bytes(sizes.tokens(task)))
+    """At most: all samples leave, with their residual or, where rows bring that, what is known of them."""
+    tokens = sizes.tokens(task)
+    beside_bytes = FACT_BYTES * (sizes.top_k + 1) * tokens
+    sent_bytes = beside_bytes if sizes.residual_in_rows else sizes.hidden_bytes(tokens)
+    return Work(collective="all_to_all", sent_bytes=sent_bytes)
 
 
 def _ordering(task: Task, sizes: Sizes) -> Work:
@@ -82,7 +90,7 @@ register(
     ),
     OpSpec(
         name=Op.SAMPLE_MOVE,
-        title="residual, gate weights, labels of samples to their new homes",
+        title="what of samples is not in their rows, to their new homes",
         kind=Kind.COLLECTIVE,
         work=_moving,
         transpose=Op.SAMPLE_MOVE,

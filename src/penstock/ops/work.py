@@ -47,6 +47,11 @@ class Sizes(Protocol):
     def moe_layers(self) -> tuple[bool, ...]: ...
 
     @property
+    def residual_in_rows(self) -> bool:
+        """Whether rows bring the residual stream of samples that move."""
+        ...
+
+    @property
     def guest_bytes(self) -> float:
         """Of the parameters of all experts that a rank has room for as guests in one layer."""
         ...

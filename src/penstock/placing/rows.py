@@ -57,9 +57,10 @@ class SampleProblem:
 
     node_of_device: [P]. homes: [I], the device of every sample now; each device keeps as many. combine_rows:
     [I, P], rows of every sample by the device that computes them in this layer. moved_rows: [I], rows as wide
-    as a token that move with a sample beside those of its experts (the residual; shared experts' output).
-    predictions: [I, E], expected rows by expert of the next MoE layer, and `following`, where they go from
-    every device; both None where no MoE layer follows. Raises ValueError where sizes contradict each other.
+    as a token that move with a sample beside those of its experts (shared experts' output, and the residual
+    where rows do not bring it). predictions: [I, E], expected rows by expert of the next MoE layer, and
+    `following`, where they go from every device; both None where no MoE layer follows. Raises ValueError
+    where sizes contradict each other.
     """
 
     node_of_device: Ints

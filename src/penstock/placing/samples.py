@@ -4,8 +4,8 @@ A combine can deliver a sample's rows to any device at no extra cost, so each Mo
 at which fewer rows of this combine and of the next dispatch leave the node, then the device. Stage 1 chooses
 the node of every sample (a transportation problem, samples x nodes), stage 2, for each node by itself, the
 device (NetMoE, Eq 6 to 10). Every device keeps as many samples as it has, so none gets more memory or work.
-What moves with a sample (its residual) is part of the rows: a sample moves where that saves more than it
-costs, and stays where it saves nothing.
+What moves with a sample beside its rows (shared experts' output, the residual where rows do not bring it)
+counts as rows: a sample moves where that saves more than it costs, and stays where it saves nothing.
 
 Shapes: I samples, S those of a node, C places for them.
 """

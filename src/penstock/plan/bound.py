@@ -113,6 +113,7 @@ class QuickBounds:
             cut.expert_form,
             cut.pair_slices,
             cut.moves_samples,
+            cut.residual_in_rows,
             cut.guest_slots,
             choice.samples,
             choice.experts,

@@ -161,6 +161,7 @@ def _problem(
         moe_layers=(True,) * model.num_layers,
         exchange_counts=not work.fixed_slots,
         sharing=Sharing(mp_size=work.mp_size, esp_size=work.esp_size),
+        carries_residual=True,
     )
     dispatches = tuple(runnable(work.nodes, work.ranks_per_node, joins=work.esp_size == 1))
     slowness = cluster.file.slowness if cluster.file.ranks == nodes * per_node else ()

@@ -339,7 +339,7 @@ def _run(
         return StepCost(shape, workload, cluster)
 
     moe_layers = (True,) * len(workload.all_reduce_bytes)
-    shape = StepShape(moe_layers=moe_layers, sharing=sharing, updating=updating)
+    shape = StepShape(moe_layers=moe_layers, sharing=sharing, updating=updating, carries_residual=True)
     gradients = GradientBytes(
         workload.all_reduce_bytes, workload.expert_all_reduce_bytes, workload.partial_all_reduce_bytes
     )

@@ -24,6 +24,7 @@ from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradien
 from penstock.moe.routes import Degrees
 from penstock.ops import OPS
 from penstock.placement import Hosting
+from penstock.runtime.carriage import Carriage
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.hosting import Host, Lodging
 from penstock.runtime.loads import LayerLoads
@@ -108,9 +109,10 @@ class StepContext:
     """What handlers work on in one step, beside what tasks hand to each other.
 
     part: the batch as far as this rank has tokens of its own, where ranks share those of every sample;
-    tensor: its place among them. makers: what makes the routes of each layer; None for a dense one. segment:
-    makes a compute segment. degrees: the numbers of chunks in which rows of an MoE layer travel. weights:
-    makes what a slice's weight gradients are left to. host, lodging: what ranks host as guests from step to
+    tensor: its place among them. makers: what makes the routes of each layer; None for a dense one.
+    carriage: how residual streams get to where outputs are. segment: makes a compute segment.
+    degrees: the numbers of chunks in which rows of an MoE layer travel. weights: makes what a slice's weight
+    gradients are left to. host, lodging: what ranks host as guests from step to
     step, and in this one. marks: [6] float64, to sum with the statistics.
     relocation: how samples get their homes, where they move. training: whether backward follows.
     loss_gradient: known when the backward half begins. total, marks_total: known when the statistics task
@@ -129,6 +131,7 @@ class StepContext:
     segment: Callable[[], AnySegment]
     autocast: Callable[[], AbstractContextManager[Any]]
     wire_dtype: torch.dtype | None
+    carriage: Carriage
     degrees: Degrees
     weights: Callable[[], WeightGradients | AutogradWeights]
     host: Host
@@ -191,7 +194,7 @@ class StepContext:
         width = 1024  # of any hidden state: a row's share of scales is small
         row_bytes = self.moe.row_bytes(width, sent_bytes)
         shared = 0 if moe.shared is None else sent_bytes
-        return width * (torch.float32.itemsize + shared) / row_bytes
+        return width * (self.carriage.apart_bytes + shared) / row_bytes
 
     def maker(self, layer: int) -> RouteMaker:
         """What makes the routes of an MoE layer."""

@@ -19,6 +19,12 @@ class BlockParts(Protocol):
     @property
     def moe(self) -> MoELayer | None: ...
 
+    @property
+    def row_norm(self) -> nn.Module | None:
+        """What makes a row for experts of a row of the residual stream [R, M], where their outputs are added
+        to that as they are, so that rows can carry it; None where they cannot."""
+        ...
+
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
         """Attention: the new residual stream [B, L, M], and its norm as tokens [T, M]."""
         ...

@@ -22,6 +22,7 @@ from penstock.moe.config import MoEConfig
 from penstock.placement import Hosting
 from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
 from penstock.runtime.batch import AnySizes, EqualSizes, SampleNumbers, Samples, SharedSizes, Sizes
+from penstock.runtime.carriage import check_carries, may_carry
 from penstock.runtime.checks.agree import check_agreement
 from penstock.runtime.checks.guests import check_can_host, check_guests, check_hostings
 from penstock.runtime.checks.layers import (
@@ -129,7 +130,8 @@ class PipelinedStack(nn.Module):
         # Usually `parts` is `model` itself: registered a second time, every parameter would have two names.
         object.__setattr__(self, "parts", parts)
         check_shards(model, parts, machinery.layout)
-        self._shape = self._checked_shape()
+        carries = machinery.autocast_dtype is None and may_carry(parts)
+        self._shape = replace(self._checked_shape(), carries_residual=carries)
         self._placements = check_placements(placements_of(self.moe_layers), machinery.control)
         self.balance = BALANCES[moe.aux_loss_group]
         self.codec = StatisticsCodec(moe, self.balance)
@@ -308,7 +310,8 @@ class PipelinedStack(nn.Module):
             )
         if not self.gradients.holds(self.plan.shape):
             check_not_sharded(self.model)
-            check_same(self._checked_shape(), self._shape)
+            now, carries = self._checked_shape(), self._shape.carries_residual
+            check_same(replace(now, carries_residual=carries), self._shape)
             check_not_moved(placements_of(self.moe_layers), self._placements)
             check_can_host(self.moe_layers, self.plan.shape, self.machinery.layout)
             self.makers = self._route_makers(self.plan.shape)
@@ -364,6 +367,8 @@ class PipelinedStack(nn.Module):
         if not shape.moves_samples or not any(shape.moe_layers):
             return None
         check_samples_may_move(self.moe_layers, self.moe)
+        if shape.residual_in_rows:
+            check_carries(self.parts)
         return Relocation.on(self.machinery.layout, self.sample_moving, self._habits)
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
+from penstock.runtime.carriage import Apart, InRows
 from penstock.runtime.checks.marks import agree, mismatch, raise_mismatch
 from penstock.runtime.checks.misuse import raise_replaced
 from penstock.runtime.checks.samples import check_samples, with_samples
@@ -45,6 +46,7 @@ class Step:
             segment=partial(Segment, machinery.device) if training else PassThrough,
             autocast=machinery.autocast,
             wire_dtype=machinery.autocast_dtype,
+            carriage=(InRows if self.shape.residual_in_rows else Apart)(machinery.autocast_dtype),
             degrees=self.shape.transfer_degrees,
             weights=partial(WeightGradients, at_once) if stack.plan.weights_apart else AutogradWeights,
             host=stack.host,

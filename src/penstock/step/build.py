@@ -10,6 +10,7 @@ from penstock.ops.sums import REDUCTIONS
 from penstock.ops.transfers import FLAT
 from penstock.step.complete import check_complete
 from penstock.step.passes import (
+    CarriedResidual,
     Chunks,
     DealtSlots,
     FusedShards,
@@ -40,6 +41,8 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
     found: list[Pass] = [Transpose()]
     if shape.moves_samples and any(shape.moe_layers):
         found.append(_sample_moves(shape))
+        if shape.residual_in_rows:
+            found.append(CarriedResidual())
     if shape.dispatch != FLAT and any(shape.moe_layers):
         found.append(Hierarchical(shape.dispatch))
     found += _sharing_passes(shape)

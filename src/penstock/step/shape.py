@@ -86,11 +86,13 @@ class StepShape:
     pair_slices: slices of combine and the gather after it, which run at the same time (Parm's SAA, form s2).
     partial_all_reduce_chunks: as all_reduce_chunks, of gradients that ranks sharing attention have parts of;
     empty = one piece per layer. Where no ranks share attention, there are none, whatever this says.
-    moves_samples: combine takes whole samples to new homes (NetMoE). guest_slots: experts of other ranks that
-    every rank has room for in every MoE layer (Pro-Prophet); 0 = experts stay. guest_pieces: into which their
-    parameters and gradients are cut on their way. gathers_loads: ranks tell each other once per step how
-    many rows of theirs went to each expert. updating: how the step updates parameters; None = it does not,
-    and leaves the sums of all gradients on every rank.
+    moves_samples: combine takes whole samples to new homes (NetMoE). carries_residual: rows can bring the
+    residual stream of those samples home; it matters only where samples move.
+    guest_slots: experts of other ranks that every rank has room for in every MoE layer (Pro-Prophet); 0 =
+    experts stay. guest_pieces: into which their parameters and gradients are cut on their way.
+    gathers_loads: ranks tell each other once per step how many rows of theirs went to each expert.
+    updating: how the step updates parameters; None = it does not, and leaves the sums of all gradients on
+    every rank.
     """
 
     moe_layers: tuple[bool, ...]
@@ -109,6 +111,7 @@ class StepShape:
     pair_slices: int = 1
     partial_all_reduce_chunks: tuple[int, ...] = ()
     moves_samples: bool = False
+    carries_residual: bool = False
     guest_slots: int = 0
     guest_pieces: int = 1
     gathers_loads: bool = False
@@ -152,6 +155,11 @@ class StepShape:
     def moves(self) -> bool:
         """Whether samples or experts move."""
         return self.moves_samples or self.guest_slots > 0
+
+    @property
+    def residual_in_rows(self) -> bool:
+        """Whether rows bring the residual stream of samples that move."""
+        return self.moves_samples and self.carries_residual
 
     @property
     def backward_chunks(self) -> int:

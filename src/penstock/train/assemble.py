@@ -174,7 +174,14 @@ def base_shape(config: RunConfig, layout: Layout) -> StepShape:
         sharing=sharing_of(layout, config.moe.aux_loss_group),
         gathers_loads=config.output.loads and any(moe_layers),
         updating=updating_of(config.optimizer, layout),
+        carries_residual=_carries_residual(config),
     )
+
+
+def _carries_residual(config: RunConfig) -> bool:
+    """Whether rows are as exact as the residual stream, and nothing is done to what is added to it."""
+    exact = config.train.precision != "bfloat16" and config.moe.compression is None
+    return exact and config.model.dropout == 0
 
 
 def is_sharded(config: OptimizerConfig) -> bool:

@@ -106,7 +106,7 @@ class RowOrder(Order):
         rows: RowPlan = plan.rows
         return rows.take(x_TM)
 
-    def unorder(self, rows_RM: Tensor, weights: Tensor, plan: OrderPlan) -> Tensor:
+    def unorder(self, rows_RM: Tensor, weights: Tensor | None, plan: OrderPlan) -> Tensor:
         rows: RowPlan = plan.rows
         return rows.give(rows_RM, weights)
 

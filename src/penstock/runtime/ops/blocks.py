@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.graph import Phase, Task
 from penstock.moe.choices import GateSums
 from penstock.ops import Op
+from penstock.runtime.carriage import experts_of
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.slices import joined
 from penstock.runtime.passengers import Passengers, passengers_of
@@ -22,6 +23,8 @@ from penstock.runtime.statistics import HeadSums, StepStatistics
 from penstock.runtime.transport.legs import Later
 
 F, B = Phase.FORWARD, Phase.BACKWARD
+BESIDE_ROWS = ("residual", "weights", "shared")
+"""What un-order adds outputs to, multiplies them by, and adds to them, as far as rows have not brought it."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,10 @@ class SavedRoute:
 
 @dataclass(frozen=True)
 class SavedUnorder:
-    """What U.B needs of U.F. sizes: rows of every slice."""
+    """What U.B needs of U.F. roles: of what entered it. sizes: rows of every slice."""
 
     segment: AnySegment
+    roles: tuple[str, ...]
     sizes: tuple[int, ...]
 
 
@@ -98,11 +102,8 @@ def route(
 
     counts: rows for every rank where they are exchanged; route: the sizes where they are fixed.
     """
-    moe = context.parts.parts[task.layer].moe
-    assert moe is not None, task
-    if context.wire_dtype is not None:
-        x_TM = x_TM.to(context.wire_dtype)
-    routed = moe.route(x_TM, known.info(), task.cut.slices)
+    block = context.parts.parts[task.layer]
+    routed = context.carriage.route(block, residual_BLM, x_TM, known.info(), task.cut.slices)
     sums, plan = routed.sums, routed.plan
     residual_BLM, rows_RM, weights, probability_BE, z, x_TM = segment.leave(
         residual_BLM, routed.rows_RM, routed.weights, sums.probability_BE, sums.z, routed.x_TM
@@ -119,7 +120,7 @@ def route(
         "counts": plan.counts_CN,
         "route": None
         if plan.slots is None
-        else maker.even(plan.slots, moe.num_local_experts, context.degrees),
+        else maker.even(plan.slots, experts_of(block).num_local_experts, context.degrees),
         "choices": sums.chosen_BE,
         "routers": _counted(context, task, counted),
         "saved": SavedRoute(segment, sums.chosen_BE),
@@ -156,9 +157,9 @@ def route_gradients(
     slope_BE = context.balance.slope(judged_BE, statistics.chosen_YE, y, statistics.tokens)
     slope_z = context.moe.z_loss_coeff / statistics.tokens
     return [
-        added(inputs.all("d_residual")),
+        _added_if_any(inputs.all("d_residual")),
         joined([rows for chunk in inputs.all("d_rows") for rows in chunk]),
-        inputs.one("d_weights"),
+        inputs.maybe("d_weights"),
         context.loss_gradient * context.moe.aux_loss_coeff * slope_BE,
         context.loss_gradient * slope_z,
         inputs.maybe("d_tokens"),
@@ -189,34 +190,32 @@ def shared_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs
 @handles(Op.UNORDER, F)
 def unorder(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """hidden: what leaves the block, [B, L, M]."""
-    block = context.parts.parts[task.layer]
+    block, known = context.parts.parts[task.layer], passengers_of(context, task, inputs)
     slices = [rows for chunk in inputs.all("rows") for rows in chunk]
+    given = {"rows": joined(slices), **{r: inputs.one(r) for r in BESIDE_ROWS if r in inputs}}
     segment = context.segment()
-    residual_BLM, weights, rows_RM, *out_TM = segment.enter(
-        inputs.one("residual"), inputs.one("weights"), joined(slices), *inputs.all("shared")
-    )
-    assert block.moe is not None, task
+    entered = dict(zip(given, segment.enter(*given.values()), strict=True))
+    plan, beside = Later.of(inputs.one("order")), map(entered.get, BESIDE_ROWS)
+    residual_BLM, weights, shared_TM = beside
     with context.autocast():
-        moe_TM = block.moe.unorder(rows_RM, weights, Later.of(inputs.one("order")), *out_TM)
-        keys = passengers_of(context, task, inputs).keys
-        (h_BLM,) = segment.leave(block.add(residual_BLM, moe_TM, keys))
-    return {"hidden": h_BLM, "saved": SavedUnorder(segment, tuple(map(len, slices)))}
+        out_TM = experts_of(block).unorder(entered["rows"], weights, plan, shared_TM)
+        if residual_BLM is None:  # it is in the rows
+            out_BLM = out_TM.view(*known.labels_BL.shape, out_TM.shape[1])
+        else:
+            out_BLM = block.add(residual_BLM, out_TM, known.keys)
+        (h_BLM,) = segment.leave(out_BLM)
+    return {"hidden": h_BLM, "saved": SavedUnorder(segment, tuple(given), tuple(map(len, slices)))}
 
 
 @handles(Op.UNORDER, B)
 def unorder_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Gradients of all that entered U: residual, weights (None where they travelled with the rows), rows by
-    slice, shared."""
+    """Gradients of all that entered U: rows by slice, and what came beside them; of weights None where they
+    travelled with the rows."""
     del context
     saved: SavedUnorder = inputs.one("saved")
-    grads = saved.segment.backward([added(inputs.all("d_hidden"))])
-    residual_BLM, weights, rows_RM, *shared_TM = grads
-    return {
-        "residual": present(residual_BLM, task),
-        "weights": weights,
-        "rows": present(rows_RM, task).split(list(saved.sizes)),
-        "shared": shared_TM[0] if shared_TM else None,
-    }
+    found = saved.segment.backward([added(inputs.all("d_hidden"))])
+    grads = dict(zip(saved.roles, found, strict=True))
+    return {**grads, "rows": present(grads["rows"], task).split(list(saved.sizes))}
 
 
 @handles(Op.HEAD, F)
@@ -251,6 +250,10 @@ def present(grad: Tensor | None, task: Task) -> Tensor:
     """A gradient that every input of a segment must have."""
     assert grad is not None, f"{task}: every input of a segment must reach its outputs"
     return grad
+
+
+def _added_if_any(grads: Sequence[Tensor]) -> Tensor | None:
+    return added(grads) if grads else None
 
 
 def added(grads: Sequence[Tensor]) -> Tensor:

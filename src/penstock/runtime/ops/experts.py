@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.graph import Phase, Task
-from penstock.moe import ChunkRoute, MoELayer
+from penstock.moe import ChunkRoute
 from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
 from penstock.ops import Op
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import present
 from penstock.runtime.ops.transfers import routes_of
+from penstock.runtime.parts import BlockParts
 from penstock.runtime.segment import AnySegment
 
 
@@ -34,22 +35,21 @@ class SavedSlice:
 @handles(Op.EXPERTS, Phase.FORWARD)
 def experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """rows: a tensor [R, M] per slice of the chunk."""
-    moe = context.parts.parts[task.layer].moe
-    assert moe is not None, task
+    block = context.parts.parts[task.layer]
     routes = routes_of(inputs).at_experts[task.cut.first : task.cut.stop]
     pairs = zip(inputs.one("rows"), routes, strict=True)
-    made = [_slice(context, moe, rows_RM, route) for rows_RM, route in pairs]
+    made = [_slice(context, block, rows_RM, route) for rows_RM, route in pairs]
     saved = {s: left for s, (_, left) in zip(task.cut.held, made, strict=True)}
     return {"rows": tuple(out for out, _ in made), "saved": saved}
 
 
 def _slice(
-    context: StepContext, moe: MoELayer, rows_RM: Tensor, route: ChunkRoute
+    context: StepContext, block: BlockParts, rows_RM: Tensor, route: ChunkRoute
 ) -> tuple[Tensor, SavedSlice]:
     segment, weights = context.segment(), context.weights()
     (rows_RM,) = segment.enter(rows_RM)
     with context.autocast():
-        (out_RM,) = segment.leave(moe.expert_rows(rows_RM, route, weights.product))
+        (out_RM,) = segment.leave(context.carriage.compute(block, rows_RM, route, weights.product))
     return out_RM, SavedSlice(segment, weights)
 
 

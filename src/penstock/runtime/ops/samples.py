@@ -6,7 +6,7 @@ M hidden size, T = B * L tokens, k choices, E experts, P members of a group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,9 +19,10 @@ from penstock.moe.choices import count_choices
 from penstock.moe.sample_moves import Crossing, RowOrder, SampleHomes, SampleTable, TableSize, settle
 from penstock.ops import Op
 from penstock.placement import PlacementError
+from penstock.runtime.carriage import experts_of
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
-from penstock.runtime.ops.blocks import added, microbatch
-from penstock.runtime.passengers import travellers
+from penstock.runtime.ops.blocks import BESIDE_ROWS, added, microbatch
+from penstock.runtime.passengers import passengers_of, travellers
 from penstock.runtime.sample_moving import Visit
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.legs import HostCounts, Later
@@ -43,9 +44,11 @@ def _expected(context: StepContext, task: Task, inputs: Inputs, here: Tensor) ->
     following = context.asked(task.layer)
     if following is None:
         return here.new_zeros(len(here), 0)
-    padding_T1 = inputs.one("positions")[:, :1] < 0
     experts_Tk = following.expected(inputs.one("tokens"), Tokens(samples=len(here)))
-    return count_choices(experts_Tk.masked_fill(padding_T1, -1), len(here), following.num_experts)
+    valid_BL = passengers_of(context, task, inputs).valid_BL
+    if valid_BL is not None:
+        experts_Tk = experts_Tk.masked_fill(~valid_BL.reshape(-1, 1), -1)
+    return count_choices(experts_Tk, len(here), following.num_experts)
 
 
 @handles(Op.SAMPLE_LOADS, F)
@@ -154,46 +157,48 @@ def _of_bytes(bytes_BN: Tensor, like: Tensor) -> Tensor:
     return aligned.view(like.dtype).view(len(bytes_BN), *like.shape[1:])
 
 
-def _by_sample(tensor_TN: Tensor, like_BLM: Tensor) -> Tensor:
-    """[T, N] as [B, L, N]."""
-    return tensor_TN.view(*like_BLM.shape[:2], tensor_TN.shape[1])
-
-
 @handles(Op.SAMPLE_MOVE, F)
 def sample_move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Of the samples that are here now: residual, weights, shared, order, and the passengers themselves."""
-    known, residual_BLM = travellers(context, task, inputs), inputs.one("residual")
-    by_token = (inputs.one("weights"), inputs.one("positions"), *inputs.all("shared"))
+    """Of the samples that are here now: order, passengers, and what of residual, weights and shared is not
+    in their rows."""
+    known = travellers(context, task, inputs)
+    by_token = {role: inputs.one(role) for role in (*BESIDE_ROWS, "positions") if role in inputs}
     facts = (known.keys.sample_ids_B, known.labels_BL, *(() if known.valid_BL is None else (known.valid_BL,)))
-    cargo = [residual_BLM, *(_by_sample(each, residual_BLM) for each in by_token), *facts]
-    residual_BLM, weights_BLk, positions_BLk, *rest = _ferry(context, task, inputs).take(cargo)
-    shared_BLM, (ids_B, labels_BL, *valid_BL) = rest[: -len(facts)], rest[-len(facts) :]
+    taken = _ferry(context, task, inputs).take([*_by_sample(context, task, inputs, by_token), *facts])
+    ids_B, labels_BL, *valid_BL = taken[len(by_token) :]
     came = replace(
         known,
         labels_BL=labels_BL,
         keys=replace(known.keys, sample_ids_B=ids_B),
         valid_BL=valid_BL[0] if valid_BL else None,
     )
-    moe = context.parts.parts[task.layer].moe
-    assert moe is not None, task
-    return {
-        "residual": residual_BLM,
-        "weights": weights_BLk.flatten(0, 1),
-        "shared": shared_BLM[0].flatten(0, 1) if shared_BLM else None,
-        "order": Later(lambda: moe.arrange(positions_BLk.flatten(0, 1), came.info(), task.cut.slices)),
-        "passengers": came,
-    }
+    moved = _by_token(by_token, taken)
+    moe, positions_Tk = experts_of(context.parts.parts[task.layer]), moved.pop("positions")
+    order = Later(lambda: moe.arrange(positions_Tk, came.info(), task.cut.slices))
+    return {**moved, "order": order, "passengers": came}
 
 
 @handles(Op.SAMPLE_MOVE, B)
 def sample_move_back(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Gradients of residual, weights and shared, on the ranks where they were computed."""
-    grads = {role: inputs.all(f"d_{role}") for role in ("residual", "weights", "shared")}
+    """Gradients of what has moved of residual, weights and shared, on the ranks where they were computed."""
+    grads = {role: inputs.all(f"d_{role}") for role in BESIDE_ROWS}
     given = {role: added(found) for role, found in grads.items() if found}
-    residual_BLM = given["residual"]
-    cargo = [each if each.dim() == 3 else _by_sample(each, residual_BLM) for each in given.values()]
-    back = dict(zip(given, _ferry(context, task, inputs).back.take(cargo), strict=True))
-    return {role: each if role == "residual" else each.flatten(0, 1) for role, each in back.items()}
+    back = _ferry(context, task, inputs).back.take(_by_sample(context, task, inputs, given))
+    return _by_token(given, back)
+
+
+def _by_sample(
+    context: StepContext, task: Task, inputs: Inputs, tensors: Mapping[str, Tensor]
+) -> list[Tensor]:
+    """[T, N] as [B, L, N]."""
+    samples, length = passengers_of(context, task, inputs).labels_BL.shape  # a device keeps as many
+    return [each.reshape(samples, length, each.shape[-1]) for each in tensors.values()]
+
+
+def _by_token(like: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The inverse, by role; as many as `like` has."""
+    pairs = zip(like, tensors[: len(like)], strict=True)
+    return {role: each if role == "residual" else each.flatten(0, 1) for role, each in pairs}
 
 
 def _ferry(context: StepContext, task: Task, inputs: Inputs) -> Ferry:

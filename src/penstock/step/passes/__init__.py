@@ -1,5 +1,6 @@
 """Graph transformations, one file each."""
 
+from penstock.step.passes.carried_residual import CarriedResidual
 from penstock.step.passes.chunks import Chunks
 from penstock.step.passes.expert_shards import DealtSlots, FusedShards, GatheredShards, RepeatedRows
 from penstock.step.passes.gathered_loads import GatheredLoads
@@ -16,6 +17,7 @@ from penstock.step.passes.transpose import Transpose
 from penstock.step.passes.weight_gradients import WeightGradients
 
 __all__ = [
+    "CarriedResidual",
     "Chunks",
     "DealtSlots",
     "FusedShards",

@@ -28,8 +28,8 @@ class SampleMoves:
             AT ─residual─ SM ─residual─ U          AT ─weights─ SM ─weights─ U          SM ─passengers─ U
             AT ─positions─ SM ─order─ U
 
-    SP is on lane host. Later tasks know from `passengers` whose tokens they have. The last MoE layer expects
-    nothing of a next one, so its SC reads no tokens.
+    SP is on lane host. Later tasks, the next SC among them, know from `passengers` whose tokens they have.
+    The last MoE layer expects nothing of a next one, so its SC reads no tokens.
 
     counted: along which ranks meet that know of all rows.
     """
@@ -90,7 +90,7 @@ class _Rewriting:
     def _counts(self, attention: Task) -> Task:
         """Of the next MoE layer the gate is asked already, and its parameters are read."""
         following = self._following.get(attention.layer)
-        read = dict.fromkeys(("counts", "positions"), (attention.name,))
+        read = {**dict.fromkeys(("counts", "positions"), (attention.name,)), **self._came}
         task = Task(_name(attention, Op.SAMPLE_COUNTS), Lane.COMPUTE, (), read)
         if following is None:
             return task

@@ -16,7 +16,8 @@ class Transpose:
     """Turns every differentiable edge round. A task's gradient needs its readers' and what it saved.
 
     Roles that are not differentiated (`given` of the reader's op) make no edge back; a transfer, which saves
-    nothing, reads them again. Sums that normalise the loss stand for the gradients of what they read.
+    nothing, reads them again, and has no backward where it reads nothing else. Sums that normalise the loss
+    stand for the gradients of what they read.
 
         before  AT ─rows─ D ─rows─ X                 N ─route─ D
         after   X.B ─d_rows─ D.B ─d_rows─ AT.B       N ─route─ D.B       X ─saved─ X.B     ST ─d_loss─ HD.B
@@ -27,12 +28,15 @@ class Transpose:
 
     def __call__(self, graph: Graph) -> Graph:
         wanted = _gradients_wanted(graph)
-        back = [
-            _backward(task, wanted[task.name])
-            for task in reversed(graph.tasks)
-            if spec_of(task.op).backward is Backward.TASK
-        ]
+        back = [_backward(task, wanted[task.name]) for task in reversed(graph.tasks) if _differentiated(task)]
         return Graph.of([*graph.tasks, *back])
+
+
+def _differentiated(task: Task) -> bool:
+    """Whether the task has a backward: a transfer of what has no gradient has none."""
+    spec = spec_of(task.op)
+    carries = spec.saves or not task.inputs or not task.inputs.keys() <= spec.given
+    return spec.backward is Backward.TASK and carries
 
 
 def _gradients_wanted(graph: Graph) -> dict[Name, dict[str, tuple[Name, ...]]]:

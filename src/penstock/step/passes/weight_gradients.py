@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.graph import Graph, Phase, Task
+from penstock.ops.blocks import PARTIAL, REPLICATED
 from penstock.ops.names import Op
 from penstock.step.rewrite import end_layers
 from penstock.step.stages import Stage
@@ -31,13 +32,21 @@ class WeightGradients:
                 inputs = {role: tuple(halves.get(n, n) for n in names) for role, names in inputs.items()}
             if task.name in halves:
                 name = halves[task.name]
-                out.append(Task(name, task.lane, task.axes, inputs, task.cut, (), task.reads))
+                late, early = _weights(task)
+                out.append(Task(name, task.lane, task.axes, inputs, task.cut, early, task.reads))
                 weights, left = name._replace(phase=Phase.WEIGHT), {"left": (name,)}
-                last = Task(weights, task.lane, (), left, task.cut, task.accumulates)
+                last = Task(weights, task.lane, (), left, task.cut, late)
                 added.setdefault(task.layer, []).append(last)
             else:
                 out.append(task if inputs is task.inputs else task.reading(inputs))
         return end_layers(Graph.of(out), added)
+
+
+def _weights(task: Task) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the task adds to: gradients of experts, which can wait, and those that input gradients bring."""
+    dense = [state.format(layer=task.layer) for state in (REPLICATED, PARTIAL)]
+    late = tuple(state for state in task.accumulates if state not in dense)
+    return late, tuple(state for state in task.accumulates if state in dense)
 
 
 def _splits(task: Task) -> bool:

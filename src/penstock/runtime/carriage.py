@@ -1,0 +1,112 @@
+"""How the residual stream of a token comes to where its experts' outputs are added to it.
+
+Shapes: B samples, L tokens per sample, M hidden size, T = B * L tokens, R rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from penstock.moe import ChunkRoute, MoELayer, Product, Tokens
+from penstock.moe.carried import ResidualRows, given_back
+from penstock.moe.layer import RoutedTokens
+from penstock.runtime.parts import BlockParts, ModelParts
+
+
+class Carriage(Protocol):
+    """What leaves the ranks of tokens, and what their experts' ranks send.
+
+    apart_bytes: of every number of the residual stream that follows a sample beside its rows.
+    """
+
+    @property
+    def apart_bytes(self) -> int: ...
+
+    def route(
+        self, block: BlockParts, residual_BLM: Tensor, x_TM: Tensor, tokens: Tokens, slices: int
+    ) -> RoutedTokens:
+        """Choose experts for tokens x, and order rows of them or of the residual stream."""
+        ...
+
+    def compute(self, block: BlockParts, rows: Tensor, route: ChunkRoute, product: Product) -> Tensor:
+        """What goes home for rows that have come to this rank's experts, [R, M]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The residual stream stays at home, or follows its sample. wire_dtype: of rows; None = as they are."""
+
+    wire_dtype: torch.dtype | None = None
+    apart_bytes = torch.float32.itemsize
+
+    def route(
+        self, block: BlockParts, residual_BLM: Tensor, x_TM: Tensor, tokens: Tokens, slices: int
+    ) -> RoutedTokens:
+        del residual_BLM
+        return experts_of(block).route(_as(x_TM, self.wire_dtype), tokens, slices)
+
+    def compute(self, block: BlockParts, rows: Tensor, route: ChunkRoute, product: Product) -> Tensor:
+        return experts_of(block).expert_rows(rows, route, product)
+
+
+@dataclass(frozen=True)
+class InRows:
+    """Rows bring it along: see `penstock.moe.carried`. wire_dtype: of tokens for the gate."""
+
+    wire_dtype: torch.dtype | None = None
+    apart_bytes = 0
+
+    def route(
+        self, block: BlockParts, residual_BLM: Tensor, x_TM: Tensor, tokens: Tokens, slices: int
+    ) -> RoutedTokens:
+        carried = ResidualRows(residual_BLM.flatten(0, 1))
+        return experts_of(block).route(_as(x_TM, self.wire_dtype), tokens, slices, carried)
+
+    def compute(self, block: BlockParts, rows: Tensor, route: ChunkRoute, product: Product) -> Tensor:
+        moe = experts_of(block)
+        through = partial(moe.expert_rows, route=route, product=product)
+        return given_back(rows, row_norm(block), through, residual=moe.experts.shard.rank == 0)
+
+
+def experts_of(block: BlockParts) -> MoELayer:
+    """The MoE layer of a block that has one."""
+    assert block.moe is not None, "tasks of experts are those of MoE layers"
+    return block.moe
+
+
+def row_norm(block: BlockParts) -> nn.Module:
+    """What experts read of the residual stream. Raises ValueError where rows cannot carry that."""
+    norm = block.row_norm
+    if norm is None:
+        raise ValueError(
+            "rows carry the residual stream of samples that move (placement.samples) in a step planned for "
+            "blocks without dropout and hooks after their experts, and one has some: they would change the "
+            "residual, too. Build the stack with them, which plans another step, or let samples stay "
+            "(placement.samples=none)"
+        )
+    return norm
+
+
+def may_carry(parts: ModelParts) -> bool:
+    """Whether rows of every MoE layer can carry the residual stream."""
+    return all(block.row_norm is not None for block in _with_experts(parts))
+
+
+def check_carries(parts: ModelParts) -> None:
+    """Raise ValueError where they cannot."""
+    for block in _with_experts(parts):
+        row_norm(block)
+
+
+def _with_experts(parts: ModelParts) -> list[BlockParts]:
+    return [block for block in parts.parts if block.moe is not None]
+
+
+def _as(x_TM: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x_TM if dtype is None else x_TM.to(dtype)

@@ -1,0 +1,41 @@
+"""Rows bring the residual stream of samples that move to their new homes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from penstock.graph import Graph, Task
+from penstock.ops import spec_of
+from penstock.ops.names import Op
+from penstock.step.rewrite import require
+from penstock.step.stages import Stage
+
+CARRIED = ("residual", "weights")
+"""What rows bring along: what a token's outputs are added to, and what they are multiplied by."""
+
+
+@dataclass(frozen=True)
+class CarriedResidual:
+    """Neither the residual stream nor gate weights follow samples by themselves (NetMoE); after sample_moves.
+
+    before  AT ─residual─ SM ─residual─ U          AT ─weights─ SM ─weights─ U          D ─rows─ X
+    after   AT ─rows─ D ─rows─ X          SM ─order─ U
+
+    Rows have the residual stream in place of its norm, X makes the norm of it, and reads the parameters
+    of that.
+    """
+
+    name = "carried_residual"
+    stage = Stage.INSERT
+
+    def __call__(self, graph: Graph) -> Graph:
+        require(graph, Op.SAMPLE_MOVE, "residual")
+        return Graph.of(map(_carried, graph.tasks))
+
+
+def _carried(task: Task) -> Task:
+    if task.op in (Op.SAMPLE_MOVE, Op.UNORDER):
+        return task.reading({role: names for role, names in task.inputs.items() if role not in CARRIED})
+    if task.op == Op.EXPERTS:
+        return replace(task, reads=(*task.reads, *spec_of(Op.ATTENTION).parameters(task.layer)))
+    return task
