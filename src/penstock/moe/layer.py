@@ -190,7 +190,12 @@ class MoELayer(nn.Module):
 
         weights: of `route`; None where rows are weighted already.
         """
-        out_TM = self.order.unorder(self.hooks.run("after_combine", rows_RM), weights, plan)
+        came_RM = self.hooks.run("after_combine", rows_RM)
+        if weights is None:
+            assert isinstance(self.order, SortOrder), "samples move where no row is dropped or shared"
+            out_TM = self.order.unorder(came_RM, None, plan)
+        else:
+            out_TM = self.order.unorder(came_RM, weights, plan)
         if shared_TM is not None:
             out_TM = out_TM + shared_TM
         return self.hooks.run("before_moe_end", out_TM)
