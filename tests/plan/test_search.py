@@ -10,7 +10,16 @@ from hypothesis import given
 
 from penstock.config import ConfigError
 from penstock.decision import Decision, Field, register, unregister
-from penstock.plan import FoundPlan, MemoryBudget, Problem, Progress, estimate_memory, evaluate, find_plan
+from penstock.plan import (
+    Candidate,
+    FoundPlan,
+    MemoryBudget,
+    Problem,
+    Progress,
+    estimate_memory,
+    evaluate,
+    find_plan,
+)
 from penstock.plan import search as module
 from penstock.plan.effort import Effort
 from penstock.plan.published import PUBLISHED
@@ -54,10 +63,9 @@ def test_no_choice_is_better_than_the_plan(each: Problem) -> None:
 def test_partition_is_tried_with_the_best_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Degrees are searched with all of a layer's gradients in one gap, then gaps are planned for the best."""
     each, looked = problem((True, True, True)), []
-    usual = module.evaluate
 
-    def noted(problem: Problem, choice: Decision) -> module.Candidate:
-        found = usual(problem, choice)
+    def noted(problem: Problem, choice: Decision) -> Candidate:
+        found = evaluate(problem, choice)
         if problem is each and choice.schedule == "fsmoe":
             looked.append((found.predicted_s, choice))
         return found

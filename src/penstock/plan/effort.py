@@ -10,7 +10,7 @@ from penstock.config import ConfigError, Items, Within, check_bounds
 from penstock.decision import Decision
 from penstock.plan.predict import timelines
 from penstock.plan.problem import Problem
-from penstock.schedule.penstock import trials
+from penstock.schedule.penstock import DRAFT, trials
 from penstock.words import counted
 
 Effort = Literal["low", "usual"]
@@ -76,6 +76,10 @@ class Searched:
         return () if self.complete else (f"Search   {self.words}",)
 
 
+class OutOfBudgetError(Exception):
+    """The budget is used up; raised where the next simulation would begin."""
+
+
 class Meter:
     """Counts placed tasks against an allowance."""
 
@@ -87,11 +91,20 @@ class Meter:
     def used_up(self) -> bool:
         return self.spent >= self.allowed
 
+    def check(self) -> None:
+        """Raises OutOfBudgetError if nothing is left."""
+        if self.used_up:
+            raise OutOfBudgetError
+
     def note(self, problem: Problem, choice: Decision, tasks: int) -> None:
         """Count a choice that was ordered and simulated. tasks: in its graph."""
         self.spent += tasks * (1 + timelines(problem))
         if choice.reads("priority") and choice.priority == "search":
             self.spent += tasks * trials(tasks) // QUICK
+
+    def note_draft(self, problem: Problem, tasks: int) -> None:
+        """Count a short search for an order, and the simulation of what it found. tasks: in the graph."""
+        self.spent += tasks * (timelines(problem) + trials(tasks) // DRAFT // QUICK)
 
     def note_planner(self) -> None:
         """A published planner has made its choice."""

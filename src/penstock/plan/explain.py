@@ -10,10 +10,11 @@ from typing import Any
 from penstock.cost import ProfiledCluster
 from penstock.decision import Decision
 from penstock.graph import Lane
+from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
 from penstock.plan.predict import alone
 from penstock.plan.problem import Problem
-from penstock.plan.search import Candidate, FoundPlan, evaluate
+from penstock.plan.search import FoundPlan
 from penstock.plan.wire import row_words
 from penstock.simulate import lane_work
 from penstock.words import change, gib, milliseconds

@@ -16,10 +16,10 @@ from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.decision import Decision
 from penstock.mesh import group_sizes, holders
+from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.memory import MemoryBudget
 from penstock.plan.problem import Problem
 from penstock.plan.published import parm_choice
-from penstock.plan.search import Candidate, evaluate
 from penstock.plan.starts import first_choices
 from penstock.plan.subject import Overrides, Subject, published_problem
 from penstock.step.shape import TokenLayout

@@ -16,8 +16,8 @@ from penstock.cost.placed import Evidence
 from penstock.decision import Decision, Movable
 from penstock.decision.record import FIELDS
 from penstock.graph import ScheduleError
+from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.problem import Problem
-from penstock.plan.search import Candidate, evaluate
 from penstock.words import change, counted
 from penstock.workloads import RoutingConfig, routing_of
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from penstock.config import ConfigError
 from penstock.mesh import Group
+from penstock.plan.candidate import Candidate
 from penstock.plan.predict import closing_s, interval_s
 from penstock.plan.problem import Problem
-from penstock.plan.search import Candidate, FoundPlan
+from penstock.plan.search import FoundPlan
 from penstock.step.shape import Updating
 from penstock.words import gib, within
 

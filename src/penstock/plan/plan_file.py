@@ -24,9 +24,9 @@ from penstock.cost.json_file import write_json
 from penstock.decision import Decision
 from penstock.decision.record import FIELDS
 from penstock.graph import ScheduleError
+from penstock.plan.candidate import Candidate
 from penstock.plan.effort import Searched
 from penstock.plan.problem import Problem
-from penstock.plan.search import Candidate
 from penstock.schedule import Schedule, StepPlan
 from penstock.step import build_graph
 from penstock.step.shape import TokenLayout

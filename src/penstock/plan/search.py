@@ -4,8 +4,8 @@
 2. From the best of them, one decision after another is changed while that helps.
 3. Every published planner's choice is simulated in full, so the plan is never worse than any of them, and
    step 2 goes on from the best.
-4. The best cuts of `fsmoe` get its gradient partition, too, and the best of `penstock` an order from local
-   search (its priority `search`), which is slow and better.
+4. The best cuts of `fsmoe` get its gradient partition, too. The best of `penstock` are ordered by short local
+   searches, and the best one of these in full (its priority `search`), which is slow and better.
 5. All other cuts follow in the order of their lower bounds, until no bound is below the best time found; in
    between the best of them go through step 4.
 
@@ -23,17 +23,16 @@ from dataclasses import dataclass, field, replace
 from penstock.config import ConfigError
 from penstock.decision import Decision, Partition
 from penstock.plan.bound import QuickBounds
-from penstock.plan.effort import Effort, Meter, Searched
+from penstock.plan.candidate import Candidate, evaluate
+from penstock.plan.drafts import Drafts
+from penstock.plan.effort import Effort, Meter, OutOfBudgetError, Searched
 from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget, estimate_memory
-from penstock.plan.predict import alone, interval_s, predict_s
-from penstock.plan.prices import check_prices, impossible
+from penstock.plan.prices import check_prices
 from penstock.plan.problem import Problem
 from penstock.plan.published import planners
 from penstock.plan.space import neighbours, space
 from penstock.plan.starts import first_choices
-from penstock.schedule import StepPlan
-from penstock.simulate import LowerBound
-from penstock.words import gib, within
+from penstock.words import gib
 
 CHECKPOINT = 20_000
 """After this number of placements in step 5 its best cuts are simulated in full."""
@@ -41,36 +40,12 @@ CHECKPOINT = 20_000
 FINALISTS = 4
 """Cuts of a long model that are simulated in full."""
 
-SEARCHED = {"low": 0, "usual": 2}
-"""Plans that are ordered by local search, each time that orders are searched."""
+SEARCHED = {"low": 0, "usual": 1}
+"""Plans that are ordered by a full local search, each time that orders are searched."""
 
 SHOWN = 5
 FEW_LAYERS = 4
 """A repeating model is searched through this number of its middle layers, or a multiple of its period."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A choice, worked out. memory_bytes: estimated, per rank. interval_s: between which `predicted_s` is
-    expected to lie, from real steps; None = unknown. quick_bound_s: of QuickBounds, 0 = unknown."""
-
-    choice: Decision
-    plan: StepPlan
-    predicted_s: float
-    bound: LowerBound
-    memory_bytes: int
-    interval_s: tuple[float, float] | None = None
-    quick_bound_s: float = 0.0
-
-    @property
-    def predicted(self) -> str:
-        """The prediction for people, with its interval."""
-        return within(self.predicted_s, self.interval_s)
-
-    @property
-    def bound_s(self) -> float:
-        """What no order of the same tasks beats: the sharper of two bounds."""
-        return max(self.bound.seconds, self.quick_bound_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,23 +72,6 @@ class FoundPlan:
     searched: Searched
 
 
-def evaluate(problem: Problem, choice: Decision) -> Candidate:
-    """Order, simulate and bound one choice. Raises ConfigError where a task takes no finite time."""
-    plan = problem.plan(choice)
-    bound = alone(problem).bound(choice, plan)
-    predicted_s = max(bound.seconds, predict_s(problem, choice, plan))  # scatter may shorten, too
-    if not 0 < predicted_s < math.inf:
-        raise impossible(problem, choice, plan, predicted_s)
-    return Candidate(
-        choice=choice,
-        plan=plan,
-        predicted_s=predicted_s,
-        bound=bound,
-        memory_bytes=estimate_memory(problem, choice).total_bytes,
-        interval_s=interval_s(problem, predicted_s),
-    )
-
-
 def find_plan(
     problem: Problem,
     *,
@@ -131,10 +89,6 @@ def find_plan(
     return _Search(problem, memory, progress or (lambda _: None), budget, effort).run()
 
 
-class _OutOfBudgetError(Exception):
-    """The budget is used up; raised where the next simulation would begin."""
-
-
 @dataclass
 class _Screen:
     """Simulated seconds of choices on the problem itself or on a short model that stands for it."""
@@ -145,10 +99,10 @@ class _Screen:
     candidates: dict[Decision, Candidate] = field(default_factory=dict)
 
     def look(self, choice: Decision, *, always: bool = False) -> float:
-        """Seconds of a choice. Raises _OutOfBudgetError if it is new and nothing is left, unless `always`."""
+        """Seconds of a choice. Raises OutOfBudgetError if it is new and nothing is left, unless `always`."""
         if choice not in self.seconds:
-            if self.meter.used_up and not always:
-                raise _OutOfBudgetError
+            if not always:
+                self.meter.check()
             found = evaluate(self.problem, choice)
             self.meter.note(self.problem, choice, len(found.plan.graph.tasks))
             self.seconds[choice], self.candidates[choice] = found.predicted_s, found
@@ -179,6 +133,7 @@ class _Search:
         short = sketch(problem)
         self._screen = self._full if short is problem else _Screen(short, self._meter)
         self._bounds = QuickBounds(self._screen.problem)
+        self._drafts = Drafts(self._screen.problem, self._meter)
         self._planners = planners(problem)
         self._stage, self._unplanned = "", list(self._planners)
         self._partition: Partition | None = None
@@ -196,7 +151,7 @@ class _Search:
         ):
             try:
                 stage()
-            except _OutOfBudgetError:  # later stages see to it that nothing is left out that must not be
+            except OutOfBudgetError:  # later stages see to it that nothing is left out that must not be
                 stopped = stopped or self._stage
         if not self._full.seconds:
             raise self._too_big()
@@ -221,7 +176,7 @@ class _Search:
         always = self._budget >= 1
         for number, (name, planner) in enumerate(self._planners.items()):
             if self._meter.used_up and not always:
-                raise _OutOfBudgetError
+                raise OutOfBudgetError
             choice = planner(self._problem)
             self._meter.note_planner()
             self._partition = choice.partition or self._partition
@@ -259,7 +214,7 @@ class _Search:
         self._stage = "all cuts by their bounds"
         screen, meter = self._screen, self._meter
         if self._effort == "low" or meter.used_up:
-            raise _OutOfBudgetError
+            raise OutOfBudgetError
         bounds = sorted((self._bounds.seconds(choice), number) for number, choice in enumerate(choices))
         begin = checked = meter.spent
         doubled = CHECKPOINT
@@ -284,11 +239,9 @@ class _Search:
         gapped = [choice for choice in ranked if choice.reads("partition")][:1]
         whole = finalists if self._screen is not self._full else []
         self._look_in_full([*whole, *map(self._with_partition, [*finalists, *gapped])])
-        if orders:
+        if orders and SEARCHED[self._effort]:
             self._stage = "better orders"
-            own = [choice for choice in self._full.ranked() if choice.reads("priority")]
-            best = dict.fromkeys(replace(choice, priority="search") for choice in own)
-            self._look_in_full(list(best)[: SEARCHED[self._effort]])
+            self._look_in_full(self._drafts.ranked(self._screen.candidates)[: SEARCHED[self._effort]])
 
     def _look_in_full(self, choices: list[Decision]) -> None:
         for number, choice in enumerate(choices):

@@ -16,6 +16,8 @@ from penstock.step import StepShape
 
 LEAST_TRIALS, MOST_TRIALS, MOST_PLACEMENTS = 120, 7500, 1_500_000
 APART = (0, 1, 2, 4, 8)
+DRAFT = 20
+"""A draft of an order takes this part of a full search's trials."""
 
 
 class Penstock(FlowMoE):
@@ -55,6 +57,11 @@ class Penstock(FlowMoE):
         if choice.priority == "all_to_all_first":
             return freeze(self.name, graph, cost, all_to_all_first)
         return search(self.name, graph, cost, _starts(graph, cost), trials(len(graph.tasks)))
+
+    def draft(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
+        if choice.priority != "search":
+            return self.order(graph, cost, choice)
+        return search(self.name, graph, cost, _starts(graph, cost), trials(len(graph.tasks)) // DRAFT)
 
 
 def trials(tasks: int) -> int:

@@ -1,0 +1,56 @@
+"""A choice, worked out: its plan, how long it takes, what no order of it beats, and what memory it needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from penstock.decision import Decision
+from penstock.plan.memory import estimate_memory
+from penstock.plan.predict import alone, interval_s, predict_s
+from penstock.plan.prices import impossible
+from penstock.plan.problem import Problem
+from penstock.schedule import StepPlan
+from penstock.simulate import LowerBound
+from penstock.words import within
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A choice, worked out. memory_bytes: estimated, per rank. interval_s: between which `predicted_s` is
+    expected to lie, from real steps; None = unknown. quick_bound_s: of QuickBounds, 0 = unknown."""
+
+    choice: Decision
+    plan: StepPlan
+    predicted_s: float
+    bound: LowerBound
+    memory_bytes: int
+    interval_s: tuple[float, float] | None = None
+    quick_bound_s: float = 0.0
+
+    @property
+    def predicted(self) -> str:
+        """The prediction for people, with its interval."""
+        return within(self.predicted_s, self.interval_s)
+
+    @property
+    def bound_s(self) -> float:
+        """What no order of the same tasks beats: the sharper of two bounds."""
+        return max(self.bound.seconds, self.quick_bound_s)
+
+
+def evaluate(problem: Problem, choice: Decision) -> Candidate:
+    """Order, simulate and bound one choice. Raises ConfigError where a task takes no finite time."""
+    plan = problem.plan(choice)
+    bound = alone(problem).bound(choice, plan)
+    predicted_s = max(bound.seconds, predict_s(problem, choice, plan))  # scatter may shorten, too
+    if not 0 < predicted_s < math.inf:
+        raise impossible(problem, choice, plan, predicted_s)
+    return Candidate(
+        choice=choice,
+        plan=plan,
+        predicted_s=predicted_s,
+        bound=bound,
+        memory_bytes=estimate_memory(problem, choice).total_bytes,
+        interval_s=interval_s(problem, predicted_s),
+    )
