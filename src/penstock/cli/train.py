@@ -61,9 +61,8 @@ def train(
     processes = processes_of(config)
     if processes == 1:
         return _be_rank(config, ALONE, json_wanted)
-    if not json_wanted:
-        print(f"starting {Places.here().describe(processes)}", flush=True)
-    return _start_ranks(config, given, processes)
+    announced = "" if json_wanted else f"starting {Places.here().describe(processes)}"
+    return _start_ranks(config, given, processes, announced=announced)
 
 
 def _start_emulated(
@@ -83,7 +82,9 @@ def _start_emulated(
         return _start_ranks(config, [*given, f"parallel.processes={ranks}"], ranks, cluster)
 
 
-def _start_ranks(config: RunConfig, given: Sequence[str], processes: int, place: Place | None = None) -> int:
+def _start_ranks(
+    config: RunConfig, given: Sequence[str], processes: int, place: Place | None = None, announced: str = ""
+) -> int:
     resolved = config.resolved(processes)  # what can be refused is refused before any process starts
     try:
         load_corpus(resolved.data)  # opens it, without reading it
@@ -91,6 +92,8 @@ def _start_ranks(config: RunConfig, given: Sequence[str], processes: int, place:
         raise error.under("data") from error
     _check_layout(resolved, processes)
     require_checkpoint(config)
+    if announced:
+        print(announced, flush=True)
     return start_ranks(given, processes, config.parallel.timeout_s, place, lambda: _way_out(config))
 
 
