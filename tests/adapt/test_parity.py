@@ -110,6 +110,27 @@ def test_an_unknown_family_is_taken_if_its_pieces_compute_the_same(monkeypatch: 
     assert set(dict(model.named_modules())) == names and not model.model.layers[0]._forward_hooks
 
 
+def test_a_plan_of_expert_parallelism_says_where_experts_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own, or one that is given, also for a family that is not known."""
+    few = {name: each for name, each in FAMILIES.items() if name != "olmoe"}
+    monkeypatch.setattr("penstock.adapt.families.FAMILIES", few)
+    own = {"layers.*.mlp.experts": "ep_dispatch_experts", "layers.*.mlp.experts.down_proj": "grouped_gemm"}
+    for family in ("olmoe", "qwen3_moe"):
+        assert penstock.parallelize(small(family), plan="flowmoe", ep_plan=own) is not None
+    with pytest.raises(ValueError, match="no module of it holds experts"):
+        penstock.parallelize(small("olmoe"), ep_plan={"layers.*.moe.experts": "ep_dispatch_experts"})
+    for plan, words in (
+        (
+            {"layers.*.mlp": "ep_dispatch_experts"},
+            r"names model\.layers\.0\.mlp, .* the experts are .*",
+        ),
+        ({"layers.*.mlp.gate": "ep_router"}, r"ep_plan = .layers.*ep_router.: only modules of experts"),
+        ({"layers.*.mlp.experts.down_proj": "grouped_gemm"}, "names no module of experts"),
+    ):
+        with pytest.raises(penstock.ConfigError, match=words):
+            penstock.parallelize(small("qwen3_moe"), ep_plan=plan)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.soak) for world in (1, 4))])
 def test_a_step_is_that_of_transformers(ranks: Pools, world: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock.adapt.cut import Cut, CutGate
 from penstock.adapt.decoder import Calls, CutLayer, Decoder, Layers, WholeLayer
 from penstock.adapt.engine import Engine, Spread
+from penstock.adapt.ep_plan import EpPlan, brought_by, check_ep_plan, check_spread
 from penstock.adapt.experts import ModelExperts, keep_shares
 from penstock.adapt.families import family_of
 from penstock.adapt.family import Family
@@ -47,6 +48,7 @@ def parallelize(
     ep_size: int | None = None,
     plan: str | Decision = "auto",
     tp_size: int = 1,
+    ep_plan: EpPlan | None = None,
     ranks_per_node: int | None = None,
     timeout_s: float = 60.0,
 ) -> Any:
@@ -62,8 +64,10 @@ def parallelize(
     works as before: logits in evaluation, `generate`, `save_pretrained`, which all ranks call together.
 
     ep_size: over how many ranks experts are spread; None = all. plan: "auto" measures the cluster at the
-    first step and searches; else the name of a schedule, or a decision. ranks_per_node, timeout_s: see
-    ParallelConfig. Processes that torchrun or Slurm has started are joined, unless they are already.
+    first step and searches; else the name of a schedule, or a decision. ep_plan: which modules hold experts,
+    as transformers writes it; None = as the family or the model's configuration says. ranks_per_node,
+    timeout_s: see ParallelConfig. Processes that torchrun or Slurm has started are joined, unless they are
+    already.
     Raises ValueError for a model that cannot be scheduled, ConfigError for sizes that do not fit.
     """
     if tp_size != 1:
@@ -71,7 +75,7 @@ def parallelize(
         raise ConfigError("tp_size", tp_size, why, "Use 1, and spread experts with ep_size.")
     if "_penstock" in model.__dict__:
         raise ValueError("the model is scheduled already: parallelize it once")
-    found = _found(model)
+    found = _found(model, ep_plan)
     parallel = ParallelConfig(ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
     machinery = machinery_for(parallel, found.num_experts, next(model.parameters()).device)
     layout = machinery.layout
@@ -90,12 +94,17 @@ def scheduled(found: Found, machinery: Machinery, parallel: ParallelConfig, plan
     return model
 
 
-def _found(model: Any) -> Found:
+def _found(model: Any, ep_plan: EpPlan | None) -> Found:
     """The parts of a model; of a family that is not known, if what they compute is what the model does."""
+    if ep_plan is not None:
+        check_ep_plan(ep_plan)
     family = family_of(model)
     if family is not None:
-        return look(model, family)
-    found = look(model, guess(model))
+        found = look(model, family)
+        if ep_plan is not None:
+            check_spread(ep_plan, model, found.experts)
+        return found
+    found = look(model, guess(model, ep_plan or brought_by(model)))
     cuts, calls, memory = _cuts(found), Calls(), Memory()
     layers = _layers(found, cuts, calls, memory)
     try:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.adapt.decoder import CutLayer, Decoder, Inputs
+from penstock.adapt.ep_plan import EpPlan, modules_of
 from penstock.adapt.family import Family
 from penstock.adapt.forms import TRAITS
 from penstock.moe import SampleKeys
@@ -25,10 +26,16 @@ LIMIT = 1e-4
 SAMPLES, LENGTH = 2, 7
 
 
-def guess(model: nn.Module) -> Family:
-    """Where a model seems to have its parts. Raises ValueError with what is not understood."""
+def guess(model: nn.Module, ep_plan: EpPlan | None) -> Family:
+    """Where a model seems to have its parts. Raises ValueError with what is not understood.
+
+    ep_plan: which of its modules are experts; None = all that look like it.
+    """
     kind, config = type(model).__name__, getattr(model, "config", None)
     found = [path for path, module in model.named_modules() if all(hasattr(module, t) for t in TRAITS)]
+    if ep_plan is not None:
+        planned = modules_of(ep_plan, model)
+        found = [path for path in found if path in planned]
     if config is None or not found:
         raise ValueError(
             f"{kind} is of no family that Penstock knows, and no module of it holds experts with stacked "
