@@ -29,6 +29,7 @@ PURE = (
     "schedule",
     "trace",
     "workloads",
+    "data",
     "cost",
     "simulate",
     "plan",

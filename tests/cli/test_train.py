@@ -45,6 +45,7 @@ KEYS = {
     "first_loss",
     "last_loss",
     "eval_loss",
+    "eval_noise",
     "corpus_unigram_entropy",
     "tokens_per_s",
     "iteration_s_median",

@@ -29,7 +29,15 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     done = run_forked(2, "train", write_config(folder), "--json", *settings)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)  # exactly one object, whatever libraries print
+    found["config"] = (folder / "run" / "config.toml").read_text()  # later runs take its place
     return folder, found, done.stderr
+
+
+def test_the_saved_settings_say_what_was_chosen_instead(planned: tuple[Path, dict[str, Any], str]) -> None:
+    _, found, _ = planned
+    head, _, settings = found["config"].partition("\n\n")
+    assert head.startswith("# Chosen by this run") and f"# moe.dispatch auto -> {found['dispatch']}" in head
+    assert 'dispatch = "auto"' in settings and 'source = "auto"' in settings
 
 
 def test_it_says_what_was_chosen_and_why_in_five_lines(planned: tuple[Path, dict[str, Any], str]) -> None:

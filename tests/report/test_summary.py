@@ -13,6 +13,7 @@ SUMMARY = RunSummary(
     first_loss=5.601,
     last_loss=1.981,
     eval_loss=2.104,
+    eval_noise=0.042,
     unigram_entropy=3.241,
     tokens_per_s=51234.0,
     iteration_s_median=0.0782,
@@ -38,8 +39,8 @@ trained     3.4 million parameters, 8 experts per MoE layer (2 on each process),
             4 processes, schedule flowmoe
 data        a library of Python source, 12.4 MB
 loss        5.601 nats per byte at the start, 1.981 at the end
-held out    2.104 on text the model has not seen. Predicting bytes by their frequency alone gives
-            3.241; the model reaches 2.104, so it has learned from context.
+held out    2.104 (± 0.042) on text the model has not seen. Predicting bytes by their frequency
+            alone gives 3.241; the model reaches 2.104, so it has learned from context.
 speed       51,234 tokens/s; a step takes 78.2 ms (median)
 network     31.2 ms of communication per step: 84 % hidden under computation, 5.1 ms exposed.
             Overlap efficiency 0.91 (1.00 = no order of the same tasks could be faster)
@@ -77,9 +78,26 @@ def test_text_of_a_good_run() -> None:
 @pytest.mark.parametrize("eval_loss", [3.241, 3.5])
 def test_a_model_no_better_than_byte_frequencies_is_called_that(eval_loss: float) -> None:
     text = " ".join(replace(SUMMARY, eval_loss=eval_loss).to_text().split())
-    assert f"{eval_loss:.3f} on text the model has not seen" in text
+    assert f"{eval_loss:.3f} (± 0.042) on text the model has not seen" in text
     assert "so the model is not better than byte frequencies yet" in text
     assert "learned" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"eval_loss": 3.2}, "the difference is too little to tell"),
+        ({"eval_noise": None}, "one batch is too little to tell"),
+    ],
+)
+def test_what_may_be_noise_is_not_called_learning(change: dict[str, float | None], words: str) -> None:
+    text = " ".join(replace(SUMMARY, **change).to_text().split())  # type: ignore[arg-type]  # either field
+    assert words in text and "so it has learned" not in text
+
+
+def test_tokens_are_called_tokens() -> None:
+    text = " ".join(replace(SUMMARY, unit="token").to_text().split())
+    assert "5.601 nats per token" in text and "Predicting tokens by their frequency" in text
 
 
 @pytest.mark.parametrize("eval_loss", [float("nan"), float("inf")])

@@ -78,6 +78,7 @@ def test_two_and_four_ranks(
         aux_loss_group=aux_loss_group,
         tie_word_embeddings=tie_word_embeddings,
         padding=padding,
+        packed=padding,
         ignore_labels=ignore_labels,
         scattered=scattered,
     )

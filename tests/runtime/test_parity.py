@@ -64,6 +64,7 @@ def cases(draw: st.DrawFn, world_size: int, schedule: str) -> Case:
         seed=draw(st.integers(0, 1000)),
         double=True,
         ignore_labels=draw(st.booleans()),
+        packed=draw(st.booleans()),
         idle_expert=0 if steer == "idle" else None,
         busy_experts=tuple(range(num_experts // ep_size)) if steer == "busy" else (),
     )

@@ -98,7 +98,7 @@ def test_a_step_is_the_same_wherever_samples_are(
     world_size: int,
     carried: bool,
 ) -> None:
-    settings = {"padding": padding, "scattered": scattered, "carried": carried}
+    settings = {"padding": padding, "scattered": scattered, "carried": carried, "packed": scattered}
     check_parity(ranks, case(world_size, schedule, gate, dispatch, placer=PLACERS[placer], **settings))
 
 

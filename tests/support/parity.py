@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.decision.moving import Prediction
 from penstock.mesh import Group, Mesh, holders
@@ -24,7 +25,6 @@ from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack, first_plan
 from penstock.train.clip import clip_grad_norm
 from penstock.train.config import OutputConfig, RunConfig, TrainConfig
-from penstock.train.corpus import DataConfig
 from penstock.train.optimizer import OptimizerConfig, build_adamw
 from tests.support.joining import joined
 from tests.support.layers import module_layer, scattered_layer
@@ -50,7 +50,8 @@ class Case:
     are on the ranks in another order than that of their numbers, in every layer another. tokens: what ranks
     of an mp group hold between blocks; the form of the MoE part is the schedule's. placer, prediction: how
     samples get their homes, where they move. carried: rows then bring their residual stream. sharded: the
-    optimiser is, and clips nothing.
+    optimiser is, and clips nothing. packed: samples have several documents each, which do not attend to each
+    other.
     """
 
     world_size: int
@@ -76,6 +77,7 @@ class Case:
     prediction: Prediction = "next_gate"
     carried: bool = True
     sharded: bool = False
+    packed: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -123,6 +125,15 @@ class Case:
         ends = torch.randint(0, length + 1, (sum(self.samples), 1), generator=generator)
         ends[0] = length
         return torch.arange(length) < ends
+
+    @property
+    def documents(self) -> Tensor | None:
+        """Where the document of every token begins, if samples are packed; of any lengths."""
+        if not self.packed:
+            return None
+        shape = (sum(self.samples), self.model.seq_len)
+        begins = torch.rand(shape, generator=torch.Generator().manual_seed(self.seed + 3)) < 0.3
+        return (torch.arange(shape[1]) * begins).cummax(1).values
 
     @property
     def config(self) -> RunConfig:
@@ -254,9 +265,9 @@ def result_of(stack: PipelinedStack, rank: int, case: Case) -> StepResult:
     tokens, labels = batch_of(case)
     mine = case.mine(rank)
     optimizer = build_adamw(stack.model.named_parameters(), case.config.optimizer)
-    valid = case.valid
     ids = torch.arange(len(tokens))
-    loss = stack(tokens[mine], labels[mine], ids[mine], None if valid is None else valid[mine])
+    valid, documents = (None if each is None else each[mine] for each in (case.valid, case.documents))
+    loss = stack(tokens[mine], labels[mine], ids[mine], valid, documents_BL=documents)
     loss.backward()
     gradients = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
     norm = clip_grad_norm(stack, CLIP)

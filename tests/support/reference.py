@@ -24,7 +24,8 @@ class Settings:
     none = all.
 
     gate: its name. groups: how many, and how many a token may use. modules: experts are modules of their own.
-    padding: bool [B, L], True where a token counts for nothing.
+    padding: bool [B, L], True where a token counts for nothing. documents: which places of every sample are
+    one document; none = a sample is one.
     """
 
     num_layers: int
@@ -49,16 +50,20 @@ class Settings:
     pieces: list[list[int]]
     seats: list[int]
     shares: list[range] = field(default_factory=list)
+    documents: list[list[range]] | None = None
 
 
 def reference_loss(weights: Weights, settings: Settings, tokens_BL: Tensor, labels_BL: Tensor) -> Tensor:
     """Mean token loss over valid labels plus balance and z losses, summed over layers."""
     h = weights["token_embedding.weight"][tokens_BL]
-    h = h + weights["position_embedding.weight"][: tokens_BL.shape[1]]
+    batch, length = tokens_BL.shape
+    documents = settings.documents or [[range(length)]] * batch
+    places = [[place - each.start for each in sample for place in each] for sample in documents]
+    h = h + weights["position_embedding.weight"][torch.tensor(places, dtype=torch.int64).view(batch, length)]
     extra = h.new_zeros(())
     for layer in range(settings.num_layers):
         w = {k.removeprefix(f"blocks.{layer}."): v for k, v in weights.items() if f"blocks.{layer}." in k}
-        h = h + _attention(_norm(h, w, "attention_norm"), w, settings.num_heads)
+        h = h + _attention(_norm(h, w, "attention_norm"), w, settings.num_heads, documents)
         x = _norm(h, w, "feed_forward_norm")
         if layer in settings.moe_layers:
             out, more = _moe(x, layer, w, settings)
@@ -76,7 +81,16 @@ def _norm(x: Tensor, w: Weights, name: str) -> Tensor:
     return (x - mean) / torch.sqrt(variance + 1e-5) * w[f"{name}.weight"] + w[f"{name}.bias"]
 
 
-def _attention(x: Tensor, w: Weights, heads: int) -> Tensor:
+def _attention(x: Tensor, w: Weights, heads: int, documents: list[list[range]]) -> Tensor:
+    """Document by document."""
+    samples = []
+    for x_1LM, parts in zip(x.split(1), documents, strict=True):
+        found = [_attend(x_1LM[:, part.start : part.stop], w, heads) for part in parts]
+        samples.append(torch.cat(found, dim=1))
+    return torch.cat(samples)
+
+
+def _attend(x: Tensor, w: Weights, heads: int) -> Tensor:
     batch, length, hidden = x.shape
     q, k, v = (x @ w["attention.qkv.weight"].T).chunk(3, dim=-1)
     q, k, v = (t.reshape(batch, length, heads, -1).transpose(1, 2) for t in (q, k, v))

@@ -43,7 +43,19 @@ def settings_of(case: Case) -> Settings:
         pieces=cuts,
         seats=seats,
         shares=_shares(case),
+        documents=_documents(case),
     )
+
+
+def _documents(case: Case) -> list[list[range]] | None:
+    """The places of every document of every sample, from where the case says that each token's begins."""
+    if case.documents is None:
+        return None
+    found = []
+    for begins in case.documents.tolist():
+        starts = sorted(set(begins))
+        found.append([range(a, b) for a, b in zip(starts, [*starts[1:], len(begins)], strict=True)])
+    return found
 
 
 def _microbatches(case: Case) -> tuple[list[list[int]], list[int]]:

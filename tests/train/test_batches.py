@@ -6,9 +6,9 @@ Shapes: B samples per rank, L sequence length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -17,25 +17,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import ConfigError
+from penstock.data.corpus import Corpus
+from penstock.data.order import Indices
+from penstock.data.text import Text
 from penstock.train.batches import WINDOWS_PER_BLOCK, Batch, BatchStream, Split
-from penstock.train.corpus import Corpus
-from penstock.train.order import Indices
-from penstock.train.text import Text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A corpus of `windows` windows, and who shares a global batch."""
+    """A corpus of `windows` windows, and who shares a global batch. shares: of several such texts."""
 
     windows: int = 100
     seq_len: int = 8
     global_batch: int = 12
     seed: int = 0
     held_out_fraction: float = 0.25
+    shares: tuple[float, ...] = (1.0,)
 
     def stream(self, rank: int = 0, world_size: int = 1) -> BatchStream:
         return BatchStream(
-            random_corpus(self.windows * self.seq_len + 1),
+            [replace(random_corpus(self.windows * self.seq_len + 1), share=share) for share in self.shares],
             seq_len=self.seq_len,
             batch_per_device=self.global_batch // world_size,
             dp_rank=rank,
@@ -51,7 +52,10 @@ cases = st.builds(
     seq_len=st.integers(4, 12),
     seed=st.integers(0, 2**40),
     held_out_fraction=st.sampled_from([0.2, 0.25, 0.5]),
+    shares=st.sampled_from([(1.0,), (0.75, 0.25), (0.001, 0.5, 0.499)]),
 )
+single = cases.map(lambda case: replace(case, shares=(1.0,)))
+"""Of one text."""
 
 
 def random_bytes(length: int) -> bytes:
@@ -126,7 +130,7 @@ def test_a_batch_depends_on_the_step_alone(case: Case, steps: list[int]) -> None
         assert same(used.batch(step), case.stream().batch(step))
 
 
-@given(cases)
+@given(single)
 def test_an_epoch_visits_every_training_window_once_and_no_held_out_one(case: Case) -> None:
     training_W, held_out_W = split_windows(case.windows, case.held_out_fraction)
     stream = case.stream()
@@ -136,11 +140,10 @@ def test_an_epoch_visits_every_training_window_once_and_no_held_out_one(case: Ca
     visits = [seen[epoch * training_W.size : (epoch + 1) * training_W.size] for epoch in range(epochs)]
     assert all(sorted(visit) == training_W.tolist() for visit in visits)
     assert visits[0] != visits[1] != visits[2]
-    assert stream.steps_per_epoch == training_W.size // case.global_batch
     assert not set(seen) & set(held_out_W.tolist())
 
 
-@given(cases)
+@given(single)
 def test_held_out_batches_repeat_and_hold_no_training_text(case: Case) -> None:
     _, held_out_W = split_windows(case.windows, case.held_out_fraction)
     stream = case.stream()
@@ -194,7 +197,7 @@ def test_every_window_is_either_training_or_held_out(window_count: int, fraction
     assert [training_W.tolist(), held_out_W.tolist()] == [windows_W.tolist() for windows_W in listed]
 
 
-@given(cases, st.integers(0, 3))
+@given(single, st.integers(0, 3))
 def test_samples_come_in_the_order_that_runs_have_always_had(case: Case, epoch: int) -> None:
     """A run that was begun by an earlier version goes on with the very samples it would have seen there."""
     training_W, held_out_W = split_windows(case.windows, case.held_out_fraction)
@@ -231,3 +234,50 @@ def test_what_cannot_be_batched_is_refused_by_name(case: Case, key: str) -> None
         case.stream()
     assert caught.value.key == key
     assert caught.value.hint
+
+
+def test_a_mixture_has_its_proportions_and_every_text_its_own_order() -> None:
+    """Texts are told apart by the parity of their bytes; windows of each come as if it were alone."""
+    texts = [random_bytes(100 * 8 + 1), random_bytes(60 * 8 + 1)]
+    odd = [bytes(byte & 254 | number for byte in text) for number, text in enumerate(texts)]
+    with NamedTemporaryFile() as first, NamedTemporaryFile() as second:
+        corpora = []
+        for file, text, share in zip((first, second), odd, (0.75, 0.25), strict=True):
+            file.write(text)
+            file.flush()
+            corpora.append(Corpus(text=Text(None, [Path(file.name)]), source="test", share=share))
+    sizes = {"seq_len": 8, "batch_per_device": 40, "dp_rank": 0, "dp_size": 1, "seed": 3}
+    mixed = BatchStream(corpora, **sizes, held_out_fraction=0.25)  # type: ignore[arg-type]
+    seen = torch.cat([mixed.batch(step).tokens_BL for step in range(100)])
+    for number, corpus in enumerate(corpora):
+        of_text = seen[seen[:, 0] % 2 == number]
+        assert abs(len(of_text) / len(seen) - corpus.share) < 0.03
+        alone = BatchStream([corpus], **sizes, held_out_fraction=0.25)  # type: ignore[arg-type]
+        lone = torch.cat([alone.batch(step).tokens_BL for step in range(100)])
+        assert torch.equal(of_text, lone[: len(of_text)])
+    held_out = torch.cat([batch.tokens_BL for batch in mixed.held_out_batches(99)])
+    assert not {tuple(row) for row in held_out.tolist()} & {tuple(row) for row in seen.tolist()}
+    assert set((held_out[:, 0] % 2).tolist()) == {0, 1}
+
+
+def test_documents_are_separated() -> None:
+    """The files of a text: where each begins is told for every token, and no token is to predict that."""
+    contents = [bytes([65 + number]) * (3 * number + 1) for number in range(12)]
+    with TemporaryDirectory() as folder:
+        files = [Path(folder, str(number)) for number in range(len(contents))]
+        for file, content in zip(files, contents, strict=True):
+            file.write_bytes(content)
+        corpus = Corpus(text=Text(None, files), source="test")
+    sizes = {"batch_per_device": 4, "dp_rank": 0, "dp_size": 1, "seed": 3, "held_out_fraction": 0.5}
+    stream = BatchStream([corpus], seq_len=7, **sizes, separate_documents=True)  # type: ignore[arg-type]
+    for batch in (*map(stream.batch, range(6)), *stream.held_out_batches(9)):
+        assert batch.documents_BL is not None
+        for row, labels, begins in zip(
+            *map(torch.Tensor.tolist, (batch.tokens_BL, batch.labels_BL, batch.documents_BL)), strict=True
+        ):
+            after_end = [place + 1 for place, token in enumerate(row) if token == ord("\n")]
+            expected = [max([0, *(each for each in after_end if each <= place)]) for place in range(7)]
+            assert begins == expected
+            assert [place for place, label in enumerate(labels) if label == -100] == [
+                end - 1 for end in after_end
+            ]

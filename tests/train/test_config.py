@@ -9,6 +9,7 @@ import pytest
 
 from penstock.config import ConfigError, load, to_toml
 from penstock.cost import ClusterConfig
+from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.models import PRESETS, ModelConfig
 from penstock.moe import MoEConfig
@@ -16,7 +17,6 @@ from penstock.plan.plan_config import PlanConfig, given_schedule
 from penstock.schedule import SCHEDULES
 from penstock.topology import ParallelConfig
 from penstock.train.config import OutputConfig, RunConfig, TrainConfig
-from penstock.train.corpus import DataConfig
 from penstock.train.optimizer import OptimizerConfig
 
 CUTTING = {"flowmoe", "penstock"}
@@ -91,13 +91,6 @@ def test_an_unknown_preset_is_refused() -> None:
 
 
 # ---- checks between sections -------------------------------------------------------------------------------
-
-
-def test_a_vocabulary_below_the_bytes_is_refused() -> None:
-    config = RunConfig(model=ModelConfig(vocab_size=255))
-    with pytest.raises(ConfigError, match=r"model\.vocab_size = 255.*Use 256"):
-        config.resolved(1)
-    RunConfig(model=ModelConfig(vocab_size=300)).resolved(1)
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))

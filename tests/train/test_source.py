@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, Table
+from penstock.data import DataConfig
 from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.topology import Control, Layout
 from penstock.train.config import RunConfig, TrainConfig
-from penstock.train.corpus import DataConfig
-from penstock.train.source import open_source
+from penstock.train.source import check_source, open_source
 from tests.support.ranks import Pools
 
 LONELY = Layout(world_size=1, ep_size=1, rank=0)
@@ -129,3 +130,89 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path, lines: int, seq_len
     with pytest.raises(ConfigError) as caught:
         open_source(config_of(path, seq_len=seq_len), LONELY, Control(0, 1))
     assert caught.value.key.startswith(key)
+
+
+# ---- tokens ------------------------------------------------------------------------------------------------
+
+
+def lines_config(folder: Path, vocab_size: int = 256) -> RunConfig:
+    """Documents in a field, which a run prepares itself."""
+    documents = [{"body": f"line {i} and {i * i}"} for i in range(300)]
+    (folder / "text.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    data = DataConfig(
+        path=str(folder / "text.jsonl"),
+        field="body",
+        cache=folder / "cache",
+        batch_per_device=4,
+        held_out_fraction=0.1,
+        separate_documents=True,
+    )
+    return RunConfig(model=ModelConfig(seq_len=16, vocab_size=vocab_size), data=data)
+
+
+def opened_lines(rank: int, config: RunConfig) -> tuple[object, list[str]]:
+    """The identity of the text, and what was told meanwhile; the last rank neither prepares nor scans."""
+    told: list[str] = []
+    layout = Layout(world_size=2, ep_size=1, rank=rank)
+    source = open_source(config, layout, Control(rank, 2), scans=rank == 0, say=told.append)
+    documents_BL = source.stream.batch(0).documents_BL
+    assert documents_BL is not None and documents_BL.any()
+    return dict(source.identity), told
+
+
+def test_tokens_are_prepared_once_and_found_again(ranks: Pools, tmp_path: Path) -> None:
+    config = lines_config(tmp_path)
+    check_source(config)
+    (first, told), (second, quiet) = ranks(2).run(opened_lines, config)
+    assert first == second and "preparing" in told[0] and not quiet
+    check_source(config)
+    (again, told), _ = ranks(2).run(opened_lines, config)
+    assert again == first and not told
+    shard = next((tmp_path / "cache").rglob("*.npy"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
+    errors = ranks(2).run(error_on, [config, config])
+    assert errors[0] == errors[1] and f"{shard} is damaged" in errors[0]
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    config = lines_config(tmp_path)
+    (tmp_path / "cache").touch()
+    with pytest.raises(
+        ConfigError, match=r"data\.cache = .*tokens cannot be written there \(Not a directory"
+    ):
+        open_source(config, LONELY, Control(0, 1))
+
+
+def test_a_line_that_is_no_document_ends_all_ranks(ranks: Pools, tmp_path: Path) -> None:
+    config = lines_config(tmp_path)
+    with (tmp_path / "text.jsonl").open("a") as file:
+        file.write('\n{"text": ""}')
+    first, second = ranks(2).run(error_on, [config, config])
+    assert first == second and "has no field 'body'; name the one with the text" in first
+
+
+def test_a_model_must_know_every_token(tmp_path: Path) -> None:
+    text = config_of(write_text(tmp_path / "text.txt", "line"))
+    for config in (replace(text, model=ModelConfig(vocab_size=255)), lines_config(tmp_path, vocab_size=255)):
+        for _ in range(2):  # before it is prepared, and afterwards
+            with pytest.raises(
+                ConfigError, match=r"model\.vocab_size = 255: .* has 256 different tokens\. Use 256"
+            ):
+                check_source(config)
+            with pytest.raises(ConfigError, match=r"model\.vocab_size = 255"):
+                open_source(config, LONELY, Control(0, 1))
+
+
+def test_a_mixture_is_told_with_its_shares_and_is_another_text(tmp_path: Path) -> None:
+    paths = [str(write_text(tmp_path / f"{word}.txt", word)) for word in ("left", "right")]
+    found = []
+    for weights in ((1, 3), (3, 1)):
+        data = DataConfig(
+            mixture=Table(zip(paths, weights, strict=True)), batch_per_device=4, held_out_fraction=0.1
+        )
+        config = RunConfig(model=ModelConfig(seq_len=16), data=data)
+        check_source(config)
+        found.append(open_source(config, LONELY, Control(0, 1)))
+    assert found[0].identity != found[1].identity
+    assert found[0].words.startswith(f"25 % {paths[0]}: 1 file") and "; 75 % " in found[0].words
+    assert found[0].unigram_entropy_nats != found[1].unigram_entropy_nats

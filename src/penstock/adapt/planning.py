@@ -11,6 +11,7 @@ from penstock.autopilot.planned import Order
 from penstock.autopilot.profiling import profile_run
 from penstock.autopilot.start import find
 from penstock.cost import ClusterConfig, ProfiledCluster, StepCost, Workload
+from penstock.data import DataConfig
 from penstock.decision import Decision, GradientBytes, PlacementConfig, ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
@@ -20,7 +21,6 @@ from penstock.schedule import StepPlan, plan_step
 from penstock.step import StepShape
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.config import RunConfig
-from penstock.train.corpus import DataConfig
 from penstock.words import folded
 
 AUTO = "auto"

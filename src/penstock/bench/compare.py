@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.bench.config import CompareConfig
 from penstock.bench.contender import Entry, Sample, measure_peak, run_step
 from penstock.bench.field import Field
+from penstock.train.stopping import StopRequests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,35 +40,73 @@ def first_of_every_work(entries: Sequence[Entry]) -> dict[str, Entry]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    """One step of every entry, by label, and of the computation alone, by work, on this rank."""
+
+    samples: Mapping[str, Sample]
+    compute_s: Mapping[str, float]
+    traffic: Mapping[str, Mapping[int, int]]
+
+
 def compare(field: Field, config: CompareConfig) -> Measurements:
-    """Run all entries, and the computation alone, in turns."""
-    samples: dict[str, list[Sample]] = {entry.label: [] for entry in field.entries}
-    for entry in field.entries:  # what is allocated once must not count as the first one's
-        run_step(entry, 0, field.control)
-    peaks = {entry.label: measure_peak(entry, 0, field.control) for entry in field.entries}
+    """Run all entries, and the computation alone, in turns.
+
+    SIGINT or SIGTERM ends it after the step that runs then; what whole rounds have measured is the result.
+    Raises KeyboardInterrupt on all ranks where there is no whole round.
+    """
+    with StopRequests(field.control) as requests:
+        for entry in field.entries:  # what is allocated once must not count as the first one's
+            run_step(entry, 0, field.control)
+        peaks = {entry.label: measure_peak(entry, 0, field.control) for entry in field.entries}
+        rounds: list[_Round] = []
+        for turn in range(config.warmup + config.rounds):
+            found = _round(field, turn, requests)
+            if found is None:
+                break
+            rounds += [found] if turn >= config.warmup else []
+    if not rounds:
+        raise KeyboardInterrupt
+    return _collected(field, rounds, peaks, wanted=config.rounds)
+
+
+def _round(field: Field, turn: int, requests: StopRequests) -> _Round | None:
+    """None if a stop was asked for on any rank before its end."""
     first = first_of_every_work(field.entries)
-    alone: dict[str, list[float]] = {work: [] for work in first}
-    traffic: dict[str, list[Mapping[int, int]]] = {work: [] for work in first}
-    for turn in range(config.warmup + config.rounds):
-        for entry in field.entries:
-            before = field.traffic.copy()
-            sample = run_step(entry, turn, field.control)
-            if turn >= config.warmup:
-                if first.get(entry.work) is entry:
-                    traffic[entry.work].append(dict(field.traffic - before))
-                samples[entry.label].append(sample)
-        for work, entry in first.items():
-            compute_s = field.compute_alone_s(entry, turn)
-            if turn >= config.warmup:
-                alone[work].append(compute_s)
-    everyone = field.control.gather((samples, alone, traffic, peaks), "collecting measurements")
+    samples: dict[str, Sample] = {}
+    traffic: dict[str, Mapping[int, int]] = {}
+    compute_s: dict[str, float] = {}
+    for entry in field.entries:
+        before = field.traffic.copy()
+        samples[entry.label] = run_step(entry, turn, field.control)
+        if first.get(entry.work) is entry:
+            traffic[entry.work] = dict(field.traffic - before)
+        if requests.agreed(turn).stop:
+            return None
+    for work, entry in first.items():
+        compute_s[work] = field.compute_alone_s(entry, turn)
+        if requests.agreed(turn).stop:
+            return None
+    return _Round(samples=samples, compute_s=compute_s, traffic=traffic)
+
+
+def _collected(
+    field: Field, rounds: Sequence[_Round], peaks: Mapping[str, int], *, wanted: int
+) -> Measurements:
+    """What all ranks have measured."""
+    everyone = field.control.gather((rounds, peaks), "collecting measurements")
+    works, notes = first_of_every_work(field.entries), field.notes
+    if len(rounds) < wanted:
+        notes = (*notes, f"stopped, as requested, after {len(rounds)} of {wanted} rounds")
     return Measurements(
         entries=field.entries,
-        samples={e.label: [rank[0][e.label] for rank in everyone] for e in field.entries},
-        peaks_bytes={e.label: [rank[3][e.label] for rank in everyone] for e in field.entries},
-        compute_s={work: [rank[1][work] for rank in everyone] for work in first},
-        traffic={work: [rank[2][work] for rank in everyone] for work in first},
+        samples={
+            e.label: [[r.samples[e.label] for r in mine] for mine, _ in everyone] for e in field.entries
+        },
+        peaks_bytes={e.label: [held[e.label] for _, held in everyone] for e in field.entries},
+        compute_s={work: [[r.compute_s[work] for r in mine] for mine, _ in everyone] for work in works},
+        traffic={work: [[r.traffic[work] for r in mine] for mine, _ in everyone] for work in works},
         virtual=field.label,
         layout=field.layout,
-        notes=field.notes,
+        notes=notes,
     )

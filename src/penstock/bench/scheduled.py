@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.bench.config import BenchConfig
 from penstock.bench.naming import Named
+from penstock.data import DataConfig
 from penstock.moe.build import dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.transport.silent import silent
@@ -21,7 +22,6 @@ from penstock.topology import Layout
 from penstock.trace import TaskRecord
 from penstock.train.assemble import build_machinery, first_plan, model_of
 from penstock.train.config import OutputConfig, RunConfig, TrainConfig
-from penstock.train.corpus import DataConfig
 
 
 @dataclass(frozen=True)

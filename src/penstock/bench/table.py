@@ -76,11 +76,13 @@ def _compute(result: BenchResult) -> str:
 
 def _row(case: CaseResult) -> tuple[str, ...]:
     speedup, spread = case.speedup, case.iteration_s
+    several = len(case.iterations_s) > 1  # one round has no interval
     return (
         case.label,
         f"R={case.microbatches} C={case.chunks}",
-        f"{1e3 * spread.median:.0f} [{1e3 * spread.low:.0f}, {1e3 * spread.high:.0f}]",
-        f"{speedup.median:.2f} [{speedup.low:.2f}, {speedup.high:.2f}]",
+        f"{1e3 * spread.median:.0f}"
+        + (f" [{1e3 * spread.low:.0f}, {1e3 * spread.high:.0f}]" if several else ""),
+        f"{speedup.median:.2f}" + (f" [{speedup.low:.2f}, {speedup.high:.2f}]" if several else ""),
         f"{case.overlap_efficiency:.2f}",
         _or_dash(case.exposed_communication_s, lambda s: f"{1e3 * s:.0f}"),
         _or_dash(case.busy_s.get("compute"), lambda s: f"{1e3 * s:.0f}"),

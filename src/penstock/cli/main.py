@@ -14,6 +14,7 @@ from penstock.cli.emulate import add_emulate, add_emulation_options, emulation
 from penstock.cli.listing import add_list
 from penstock.cli.models import add_models
 from penstock.cli.plan import add_plan
+from penstock.cli.prepare import add_prepare
 from penstock.cli.run import exit_code, parse
 from penstock.config import ConfigError
 from penstock.decision.moving import ExpertMoves, SampleMoves
@@ -48,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
+    add_prepare(commands)
     _add_schedule(commands)
     _add_bench(commands)
     add_plan(commands)

@@ -138,6 +138,10 @@ def measure_as_rank(
     except (TaskError, CommunicationError, ScheduleMismatchError) as error:
         print(f"penstock: {error}", file=sys.stderr)
         return FAILED
+    except KeyboardInterrupt:
+        if info.rank == 0:
+            print("penstock: stopped before anything was measured", file=sys.stderr)
+        return INTERRUPTED
     leave()
     return finish(found) if info.rank == 0 else 0
 

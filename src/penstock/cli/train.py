@@ -16,6 +16,7 @@ from penstock.autopilot.layouts import check_some_layout
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.cli.ranks import end_of_rank, processes_of, start_ranks
 from penstock.config import ConfigError, load
+from penstock.data import TextError
 from penstock.emulate import Cluster, EmulateConfig
 from penstock.plan.plan_config import AUTO, given_schedule
 from penstock.report import RunSummary
@@ -28,12 +29,11 @@ from penstock.topology.local import Places
 from penstock.train.assemble import pick_device
 from penstock.train.checkpoint import CheckpointError, complete_checkpoints
 from penstock.train.config import RunConfig
-from penstock.train.corpus import load_corpus
 from penstock.train.fits import check_memory, host_bytes
 from penstock.train.health import DivergedError
 from penstock.train.launcher import Place
 from penstock.train.resume import require_checkpoint
-from penstock.train.text import TextError
+from penstock.train.source import check_source
 from penstock.train.trainer import Trainer
 from penstock.words import terminal_width
 
@@ -86,10 +86,7 @@ def _start_ranks(
     config: RunConfig, given: Sequence[str], processes: int, place: Place | None = None, announced: str = ""
 ) -> int:
     resolved = config.resolved(processes)  # what can be refused is refused before any process starts
-    try:
-        load_corpus(resolved.data)  # opens it, without reading it
-    except ConfigError as error:
-        raise error.under("data") from error
+    check_source(resolved)
     _check_layout(resolved, processes)
     require_checkpoint(config)
     if announced:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any, Final
@@ -17,6 +18,7 @@ LONGEST_SHOWN, TAIL = 240, 40
 MOST_WORDS = 400
 """Characters of a reason or a hint, which may quote a file."""
 
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 DEEPEST_SHOWN = 8
 MOST_SHOWN_DIGITS = 60
 
@@ -93,5 +95,10 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
     return str(value)
+
+
+def _toml_key(key: str) -> str:
+    """A key such as TOML reads it: a path has characters that need quotes."""
+    return key if BARE_KEY.fullmatch(key) else toml_value(key)

@@ -53,15 +53,24 @@ class Attention(nn.Module):
             }
         )
 
-    def forward(self, x_BLM: Tensor) -> Tensor:
+    def forward(self, x_BLM: Tensor, documents_BL: Tensor | None = None) -> Tensor:
+        """documents_BL: where every token's document begins; tokens attend to their own document alone."""
         batch, length, _ = x_BLM.shape
         width = self.out.in_features
         sizes = (batch, length, 3, self.heads, width // self.heads)  # all of them: there may be no sample
         qkv_3BALK = self.qkv(x_BLM).view(sizes).permute(2, 0, 3, 1, 4)
         q_BALK, k_BALK, v_BALK = qkv_3BALK.unbind()
-        mixed_BALK = F.scaled_dot_product_attention(q_BALK, k_BALK, v_BALK, is_causal=True)
+        mask_BALL = None if documents_BL is None else _seen(documents_BL).unsqueeze(1)
+        mixed_BALK = F.scaled_dot_product_attention(
+            q_BALK, k_BALK, v_BALK, attn_mask=mask_BALL, is_causal=mask_BALL is None
+        )
         out_BLM: Tensor = self.out(mixed_BALK.transpose(1, 2).reshape(batch, length, width))
         return out_BLM
+
+
+def _seen(documents_BL: Tensor) -> Tensor:
+    """Which tokens each one attends to, bool [B, L, L]: those of its document up to itself."""
+    return (documents_BL.unsqueeze(2) == documents_BL.unsqueeze(1)).tril()
 
 
 class FeedForward(nn.Module):
@@ -134,7 +143,8 @@ class Block(nn.Module):
         return self.settle(h_BLM, self.mix(h_BLM, keys))
 
     def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
-        mixed_BLM: Tensor = self.attention_dropout(self.attention(self.attention_norm(h_BLM)), keys)
+        attended_BLM = self.attention(self.attention_norm(h_BLM), keys.documents_BL)
+        mixed_BLM: Tensor = self.attention_dropout(attended_BLM, keys)
         return mixed_BLM
 
     def settle(self, h_BLM: Tensor, attended_BLM: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,6 +168,8 @@ class GPT(nn.Module):
     shard: which part of heads, dense widths and vocabulary this rank has. experts: which part of every
     expert.
     """
+
+    separates_documents = True
 
     def __init__(
         self,
@@ -218,10 +230,12 @@ class GPT(nn.Module):
             raise ConfigError(
                 "model.seq_len", self.config.seq_len, f"samples have {length} tokens", f"Use {length}."
             )
-        positions_L = torch.arange(length, device=tokens_BL.device)
+        positions = torch.arange(length, device=tokens_BL.device)
+        if keys.documents_BL is not None:
+            positions = positions - keys.documents_BL
         h_BLM = self.token_embedding(tokens_BL)
         if self.shard.rank == 0:  # of several shards, whose rows are summed, one adds positions
-            h_BLM = h_BLM + self.position_embedding(positions_L)
+            h_BLM = h_BLM + self.position_embedding(positions)
         dropped: Tensor = self.embedding_dropout(h_BLM, keys)
         return dropped
 

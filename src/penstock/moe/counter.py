@@ -18,15 +18,18 @@ _PLACE_STEP = 0x9E3779B1  # odd, so places never fall together
 
 @dataclass(frozen=True)
 class SampleKeys:
-    """What random numbers are keyed by.
+    """What random numbers are keyed by, and what attention must know of samples.
 
     seed: of the run. sample_ids_B: one number per sample, unique over the run. first_token: the place in its
-    sample of the first token that is here, where ranks share the tokens of a sample.
+    sample of the first token that is here, where ranks share the tokens of a sample. documents_BL: int64, for
+    every token of a sample, here or not, the place in the sample where its document begins; None = a sample
+    is one document.
     """
 
     seed: int
     sample_ids_B: Tensor
     first_token: int = 0
+    documents_BL: Tensor | None = None
 
 
 def uniform_bits(shape: torch.Size, place: int, keys: SampleKeys) -> Tensor:

@@ -15,10 +15,11 @@ LABEL_WIDTH = 12
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What a run was and what came of it. Losses and entropy are in nats per byte.
+    """What a run was and what came of it. Losses and entropy are in nats per token.
 
-    eval_loss: loss on held-out text; None if the run never evaluated.
-    unigram_entropy: what guessing every byte by its frequency in the corpus costs.
+    unit: what a token is, in the singular. eval_loss: loss on held-out text; None if the run never evaluated.
+    eval_noise: by how much it may be too small (95 % of the time); None where it does not say.
+    unigram_entropy: what guessing every token by its frequency in the corpus costs.
     communication_s, exposed_communication_s: of a typical step; exposed is what nothing was computed under.
     overlap_efficiency: what no order of the same tasks can beat, over the measured step; 1.0 is perfect.
     simulated_iteration_s: what the simulator says of the last steps' tasks.
@@ -61,6 +62,8 @@ class RunSummary:
     rank_load_max_over_mean: float | None = None
     rows_crossing_nodes: float | None = None
     loads: str | None = None
+    eval_noise: float | None = None
+    unit: str = "byte"
 
     @property
     def hidden_communication(self) -> float:
@@ -78,6 +81,7 @@ class RunSummary:
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
             "eval_loss": self.eval_loss,
+            "eval_noise": self.eval_noise,
             "corpus_unigram_entropy": self.unigram_entropy,
             "tokens_per_s": self.tokens_per_s,
             "iteration_s_median": self.iteration_s_median,
@@ -120,7 +124,7 @@ class RunSummary:
         yield "data", self.corpus
         yield (
             "loss",
-            f"{self.first_loss:.3f} nats per byte at the start, {self.last_loss:.3f} at the end",
+            f"{self.first_loss:.3f} nats per {self.unit} at the start, {self.last_loss:.3f} at the end",
         )
         if self.skipped_steps:
             steps = "1 step was" if self.skipped_steps == 1 else f"{self.skipped_steps} steps were"
@@ -152,16 +156,21 @@ class RunSummary:
         return f" ({', '.join(words)})" if words else ""
 
     def _held_out(self) -> str:
-        """Whether the model learned anything that byte frequencies alone do not say."""
-        guess = f"Predicting bytes by their frequency alone gives {self.unigram_entropy:.3f}"
+        """Whether the model learned anything that frequencies alone do not say."""
+        guess = f"Predicting {self.unit}s by their frequency alone gives {self.unigram_entropy:.3f}"
         if self.eval_loss is None:
             return f"not evaluated: no loss on unseen text is known. {guess}."
-        loss = f"{self.eval_loss:.3f} on text the model has not seen"
+        noise = "" if self.eval_noise is None else f" (± {self.eval_noise:.3f})"
+        loss = f"{self.eval_loss:.3f}{noise} on text the model has not seen"
         if not math.isfinite(self.eval_loss):
             return f"{loss}: the training diverged. A lower learning rate may help."
-        if self.eval_loss < self.unigram_entropy:
-            return f"{loss}. {guess}; the model reaches {self.eval_loss:.3f}, so it has learned from context."
-        return f"{loss}. {guess}, so the model is not better than byte frequencies yet. More steps may help."
+        if self.eval_loss >= self.unigram_entropy:
+            worse = f"so the model is not better than {self.unit} frequencies yet"
+            return f"{loss}. {guess}, {worse}. More steps may help."
+        if self.eval_noise is None or self.eval_loss + self.eval_noise >= self.unigram_entropy:
+            why = "one batch" if self.eval_noise is None else "the difference"
+            return f"{loss}. {guess}; {why} is too little to tell whether the model has learned from context."
+        return f"{loss}. {guess}; the model reaches {self.eval_loss:.3f}, so it has learned from context."
 
     def _network(self) -> str:
         total, exposed = duration_text(self.communication_s), duration_text(self.exposed_communication_s)

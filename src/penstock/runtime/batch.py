@@ -32,7 +32,8 @@ class Samples:
     """One rank's batch as it is given.
 
     valid_BL: bool, False for padding; None if there is none. companions: samples of every rank that this one
-    exchanges samples with; () = none move.
+    exchanges samples with; () = none move. documents_BL: int64, where the document of every token begins;
+    None = every sample is one.
     """
 
     tokens_BL: Tensor
@@ -40,20 +41,21 @@ class Samples:
     ids_B: Tensor
     valid_BL: Tensor | None
     companions: tuple[int, ...] = ()
+    documents_BL: Tensor | None = None
 
     def cut(self, microbatches: int, seed: int) -> Batch:
         """The larger pieces first; empty ones where there are fewer samples than microbatches."""
         tokens, labels, ids = (
             each.tensor_split(microbatches) for each in (self.tokens_BL, self.labels_BL, self.ids_B)
         )
-        valid: Sequence[Tensor | None] = [None] * microbatches
-        if self.valid_BL is not None:
-            valid = self.valid_BL.tensor_split(microbatches)
-        known = zip(labels, ids, valid, strict=True)
+        valid, documents = (_pieces(each, microbatches) for each in (self.valid_BL, self.documents_BL))
+        known = zip(labels, ids, valid, documents, strict=True)
         whole = bool(self.companions)
         passengers = [
-            Passengers(labels_BL, SampleKeys(seed, ids_B), valid_BL, stay_whole=whole)
-            for labels_BL, ids_B, valid_BL in known
+            Passengers(
+                labels_BL, SampleKeys(seed, ids_B, documents_BL=documents_BL), valid_BL, stay_whole=whole
+            )
+            for labels_BL, ids_B, valid_BL, documents_BL in known
         ]
         sizes = [split_sizes(samples, microbatches) for samples in self.companions]
         return Batch(tokens, passengers, list(zip(*sizes, strict=True)))
@@ -63,8 +65,12 @@ class Samples:
         if len(self.tokens_BL):
             return self
         tokens_BL, labels_BL = (each.new_empty(0, length) for each in (self.tokens_BL, self.labels_BL))
-        valid_BL = None if self.valid_BL is None else self.valid_BL.new_empty(0, length)
-        return replace(self, tokens_BL=tokens_BL, labels_BL=labels_BL, valid_BL=valid_BL)
+        valid_BL, documents_BL = (
+            None if each is None else each.new_empty(0, length) for each in (self.valid_BL, self.documents_BL)
+        )
+        return replace(
+            self, tokens_BL=tokens_BL, labels_BL=labels_BL, valid_BL=valid_BL, documents_BL=documents_BL
+        )
 
     def filled(self, samples: int, length: int) -> Samples:
         """The same with padding after it, [samples, length]."""
@@ -81,7 +87,12 @@ class Samples:
             labels_BL=pad(wide.labels_BL, (0, 0, 0, more), value=NO_LABEL),
             ids_B=pad(self.ids_B, (0, more)),
             valid_BL=pad(wide.valid_BL, (0, 0, 0, more), value=False),
+            documents_BL=None if wide.documents_BL is None else pad(wide.documents_BL, (0, 0, 0, more)),
         )
+
+
+def _pieces(tensor: Tensor | None, count: int) -> Sequence[Tensor | None]:
+    return [None] * count if tensor is None else tensor.tensor_split(count)
 
 
 class SampleNumbers:
@@ -160,8 +171,8 @@ class EqualSizes:
         return int(largest), int(longest)
 
 
-Shape = tuple[int, int, bool]
-"""Of a rank's batch: samples, their length, whether padding is marked."""
+Shape = tuple[int, int, bool, bool]
+"""Of a rank's batch: samples, their length, whether padding is marked, and where documents begin."""
 
 
 class SharedSizes:
@@ -178,7 +189,8 @@ class SharedSizes:
         """
         del largest_batch
         batch, length = samples.tokens_BL.shape
-        everyone = self._gathered((batch, length, samples.valid_BL is not None))
+        marks = samples.valid_BL is not None, samples.documents_BL is not None
+        everyone = self._gathered((batch, length, *marks))
         for ranks in self._layout.mesh.groups(counted_by(self._layout)):
             _check_alike({rank: everyone[rank] for rank in ranks})
         members = self._layout.mesh.members(self._layout.rank, counted_by(self._layout))
@@ -192,14 +204,16 @@ class SharedSizes:
         numbers = [0.0] * (ranks * size)
         numbers[self._layout.rank * size : (self._layout.rank + 1) * size] = map(float, mine)
         found = iter(self._control.largest(numbers, "comparing the sizes of batches"))
-        return [(int(next(found)), int(next(found)), bool(next(found))) for _ in range(ranks)]
+        return [
+            (int(next(found)), int(next(found)), bool(next(found)), bool(next(found))) for _ in range(ranks)
+        ]
 
 
 def _check_alike(shapes: Mapping[int, Shape]) -> None:
     """Samples of one length, all with marks of padding or all without."""
     found = {rank: shape for rank, shape in shapes.items() if shape[0]}
-    for rank, (_, length, marked) in found.items():
-        first, (_, wanted, marks) = next(iter(found.items()))
+    for rank, (_, length, marked, separate) in found.items():
+        first, (_, wanted, marks, separates) = next(iter(found.items()))
         if length != wanted:
             raise ValueError(
                 f"ranks {first} and {rank} have samples of {wanted} and {length} tokens, and samples move "
@@ -211,4 +225,10 @@ def _check_alike(shapes: Mapping[int, Shape]) -> None:
                 f"rank {rank if marked else first} marks padding (valid_BL) and rank "
                 f"{first if marked else rank} does not, and samples move between them: give valid_BL on all "
                 "ranks, or set placement.samples=none"
+            )
+        if separate != separates:
+            raise ValueError(
+                f"rank {rank if separate else first} separates documents (documents_BL) and rank "
+                f"{first if separate else rank} does not, and samples move between them: give documents_BL "
+                "on all ranks, or set placement.samples=none"
             )

@@ -46,7 +46,7 @@ from penstock.runtime.checks.misuse import (
     refuse_stale,
     watch_model,
 )
-from penstock.runtime.checks.samples import check_sizes
+from penstock.runtime.checks.samples import check_sizes, with_documents
 from penstock.runtime.executor import Execution
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts, mark_parts
 from penstock.runtime.gradients.buckets import Buckets
@@ -85,11 +85,10 @@ class Machinery:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """What a task computes in: this precision, whatever the caller has switched on."""
-        if self.autocast_dtype is None and not torch.is_autocast_enabled(self.device.type):
+        device, dtype = self.device.type, self.autocast_dtype
+        if dtype is None and not torch.is_autocast_enabled(device):
             return nullcontext()  # to enter and leave the real one takes 4 us, a third of a small segment
-        return torch.autocast(
-            self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None
-        )
+        return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
 
 
 class PipelinedStack(nn.Module):
@@ -202,6 +201,7 @@ class PipelinedStack(nn.Module):
         valid_BL: Tensor | None = None,
         *,
         largest_batch: int | None = None,
+        documents_BL: Tensor | None = None,
     ) -> Tensor:
         """The loss of the whole batch of all ranks, the same on every rank; float64 scalar.
 
@@ -209,9 +209,9 @@ class PipelinedStack(nn.Module):
         different sizes, or of none; without a valid label anywhere only balance and z terms are left.
         sample_ids_B: unique over the run, keys of dropout (default: counted). largest_batch: samples of the
         largest batch of any rank, the same on all of them, for routing with fixed slots, where ranks else
-        ask each other. In training mode with gradients enabled, backward follows. Raises ValueError if the
-        model has changed in a way that cannot be taken up, ParameterMismatchError if it has not changed
-        alike on all ranks.
+        ask each other. documents_BL: int64, where every token's document begins; it attends to no other. In
+        training mode with gradients enabled, backward follows. Raises ValueError for a change of the model
+        that cannot be taken up, ParameterMismatchError for one that is not alike on all ranks.
         """
         training = torch.is_grad_enabled() and self.training
         if training:
@@ -219,7 +219,8 @@ class PipelinedStack(nn.Module):
             check_no_checkpoint()
             check_no_data_parallel(self.model)
         self._take_up_changes()
-        given = self._samples(tokens_BL, labels_BL, sample_ids_B, valid_BL, training)
+        samples = self._samples(tokens_BL, labels_BL, sample_ids_B, valid_BL, training)
+        given = with_documents(samples, documents_BL, self.parts)
         if largest_batch is None:
             check_sizes(tokens_BL, self.machinery.layout, self.machinery.control)
         batch = self._sizes.settle(given, largest_batch).cut(self.plan.shape.microbatches, self.seed)

@@ -1,6 +1,6 @@
 """Which text a rank sees at a step: a pure function of the step, so a run resumes by knowing its step alone.
 
-The corpus is cut into windows of `seq_len + 1` bytes at stride `seq_len`; the extra byte is the last label.
+A text is cut into windows of `seq_len + 1` tokens at stride `seq_len`; the extra byte is the last label.
 Whole blocks of neighbouring windows are held out, so that evaluation text is not everywhere a few bytes away
 from training text. With period 4, and a block of windows per cell::
 
@@ -16,16 +16,18 @@ Shapes: B samples per rank, L sequence length, G samples over all groups, W wind
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from penstock.config import ConfigError
+from penstock.data.corpus import Corpus
+from penstock.data.mixture import Dealer
+from penstock.data.order import Indices, Shuffled
 from penstock.placement import SamplePlacement
-from penstock.train.corpus import Corpus
-from penstock.train.order import Indices, Shuffled
+from penstock.runtime.batch import NO_LABEL
 
 WINDOWS_PER_BLOCK = 32
 
@@ -34,31 +36,33 @@ WINDOWS_PER_BLOCK = 32
 class Batch:
     """What one rank computes on in one step.
 
-    `tokens_BL`     int64, bytes of the text
-    `labels_BL`     int64, for every token the byte that follows it
+    `tokens_BL`     int64, of the text
+    `labels_BL`     int64, for every token the one that follows it
     `sample_ids_B`  int64, different for every sample of a run: the key of counter-based dropout. Training
                       samples count up from 0 through the whole run, held-out samples down from -1
     `largest_batch`   samples of the group that has the most of this batch; None if not given
+    `documents_BL`    int64, for every token the place where its document begins in the sample; None if a
+                      sample is taken as one document
     """
 
     tokens_BL: torch.Tensor
     labels_BL: torch.Tensor
     sample_ids_B: torch.Tensor
     largest_batch: int | None = None
+    documents_BL: torch.Tensor | None = None
 
 
 class BatchStream:
     """The batches of the ranks of one group.
 
     `dp_rank`, `dp_size`  which of the groups that have samples of their own, and how many there are
-    `steps_per_epoch`  global batches in one pass over the training windows, rounded down
 
     Raises `ConfigError` when the corpus is too short for one global batch of training, or holds out nothing.
     """
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpora: Sequence[Corpus],
         *,
         seq_len: int,
         batch_per_device: int,
@@ -66,89 +70,138 @@ class BatchStream:
         dp_size: int,
         seed: int,
         held_out_fraction: float,
+        separate_documents: bool = False,
     ) -> None:
         assert 0 <= dp_rank < dp_size, f"group {dp_rank} of {dp_size}"
         if seq_len < 1:
             raise ConfigError("seq_len", seq_len, "must be at least 1", "Try 128.")
         if seed < 0:
             raise ConfigError("seed", seed, "must not be negative", "Try 0.")
-        self._text = corpus.text
-        self._seq_len = seq_len
+        self._seq_len, self._separate = seq_len, separate_documents
         self._batch_per_device = batch_per_device
         self._global_batch = batch_per_device * dp_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._mine = np.array(SamplePlacement.even(self._global_batch, dp_size).held(dp_rank), dtype=np.int64)
-        self._seed = seed
-        window_count = max(0, (corpus.text.size - 1) // seq_len)
-        self._split = Split.of(window_count, held_out_fraction)
+        self._parts = [_Part(corpus, seq_len, held_out_fraction, seed) for corpus in corpora]
         self._check_sizes(held_out_fraction)
-        self._epoch, self._order = 0, Shuffled(self._split.training, seed, 0)
-        self._held_out_order = Shuffled(self._split.held_out, 0)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self._split.training // self._global_batch
+        shares = [corpus.share for corpus in corpora]
+        self._dealer, self._held_out_dealer = Dealer(shares, seed), Dealer(shares, 0)
+        self._held_out = self._held_out_dealer.until([part.split.held_out for part in self._parts])
+        if not self._held_out:
+            why = "holds out too little of a text that has a large weight"
+            raise ConfigError("held_out_fraction", held_out_fraction, why, "Raise it, or give more text.")
 
     @property
     def is_listed(self) -> bool:
         """Whether an epoch's order is a list, as it always was in earlier versions."""
-        return self._order.is_listed
+        return all(part.order.is_listed for part in self._parts)
 
     def batch(self, step: int) -> Batch:
         """This rank's samples of `step`, counted from 0. Entering another epoch costs a new permutation."""
         sample_ids_B = self._places(step)
-        epochs_B, places_B = np.divmod(sample_ids_B, self._split.training)
-        # A batch may end one epoch and begin the next; epochs are ascending, so each is ordered once.
-        parts = [self._epoch_order(int(each)).at(places_B[epochs_B == each]) for each in np.unique(epochs_B)]
-        return self._cut(
-            self._split.training_windows(np.concatenate(parts)), sample_ids_B, self._batch_per_device
-        )
+        texts_B, numbers_B = self._dealer.deal(sample_ids_B)
+        starts_B = self._of_parts(texts_B, numbers_B, _Part.training_windows)
+        return self._cut(texts_B, starts_B, sample_ids_B, self._batch_per_device)
 
     def held_out_batches(self, max_batches: int) -> Iterator[Batch]:
         """At most `max_batches` batches of held-out text, as many on every rank so that collectives match.
 
-        They are the same at every call and for every seed, and come from all over the corpus. The last one
-        holds what is left: groups may have one sample more or less, or none.
+        They are the same at every call and for every seed, and come from all over the corpus; of several
+        texts in their proportion, until one has no more. The last batch holds what is left: groups may have
+        one sample more or less, or none.
         """
-        held_out = self._split.held_out
-        for index in range(min(max_batches, -(-held_out // self._global_batch))):
+        for index in range(min(max_batches, -(-self._held_out // self._global_batch))):
             start = index * self._global_batch
-            places_G = np.arange(start, min(start + self._global_batch, held_out), dtype=np.int64)
+            places_G = np.arange(start, min(start + self._global_batch, self._held_out), dtype=np.int64)
             homes = SamplePlacement.even(places_G.size, self._dp_size)
             places_B = places_G[np.array(homes.held(self._dp_rank), dtype=np.int64)]
-            windows_B = self._split.held_out_windows(self._held_out_order.at(places_B))
-            yield self._cut(windows_B, -1 - places_B, -(-places_G.size // self._dp_size))
+            texts_B, numbers_B = self._held_out_dealer.deal(places_B)
+            windows_B = self._of_parts(texts_B, numbers_B, _Part.held_out_windows)
+            yield self._cut(texts_B, windows_B, -1 - places_B, -(-places_G.size // self._dp_size))
 
     def _places(self, index: int) -> Indices:
         """Places of this rank's samples when global batches are laid one after another, [B]."""
         return index * self._global_batch + self._mine
 
+    def _of_parts(
+        self, texts_B: Indices, numbers_B: Indices, ask: Callable[[_Part, Indices], Indices]
+    ) -> Indices:
+        """What every text says about its samples."""
+        found_B = np.empty_like(numbers_B)
+        for text in np.unique(texts_B):
+            found_B[texts_B == text] = ask(self._parts[text], numbers_B[texts_B == text])
+        return found_B
+
+    def _cut(self, texts_B: Indices, windows_B: Indices, sample_ids_B: Indices, largest_batch: int) -> Batch:
+        cut_BL = np.empty((len(windows_B), self._seq_len + 1), dtype=np.int64)
+        for row, text, window in zip(cut_BL, texts_B, windows_B, strict=True):
+            start = int(window) * self._seq_len
+            row[:] = self._parts[text].text.tokens(start, start + self._seq_len + 1)
+        whole_BL = torch.from_numpy(cut_BL)
+        labels_BL, documents_BL = whole_BL[:, 1:].contiguous(), None
+        if self._separate:
+            begins_BL = torch.from_numpy(self._begins(texts_B, windows_B))
+            labels_BL[begins_BL[:, 1:] == torch.arange(1, self._seq_len + 1)] = NO_LABEL
+            documents_BL = begins_BL[:, :-1].contiguous()
+        return Batch(
+            tokens_BL=whole_BL[:, :-1].contiguous(),
+            labels_BL=labels_BL,
+            sample_ids_B=torch.from_numpy(sample_ids_B),
+            largest_batch=largest_batch,
+            documents_BL=documents_BL,
+        )
+
+    def _begins(self, texts_B: Indices, windows_B: Indices) -> Indices:
+        """The place in its window where the document of every token begins, [B, L + 1]; 0 for the first."""
+        begins_BL = np.zeros((len(windows_B), self._seq_len + 1), dtype=np.int64)
+        for row, text, window in zip(begins_BL, texts_B, windows_B, strict=True):
+            start = int(window) * self._seq_len
+            found = self._parts[text].text.document_starts(start, start + self._seq_len + 1) - start
+            row[found] = found
+        return np.maximum.accumulate(begins_BL, axis=1)
+
+    def _check_sizes(self, held_out_fraction: float) -> None:
+        """Refuse texts that cannot fill one global batch, or one of which nothing is held out."""
+        training = sum(part.split.training for part in self._parts)
+        unit = self._parts[0].text.unit
+        need = f"windows of {self._seq_len} {unit}, and a global batch takes {self._global_batch}"
+        hint = "Give more text, or lower batch_per_device, seq_len or the number of devices."
+        if training < self._global_batch:
+            why = f"the text has only {training} training {need}"
+            raise ConfigError("batch_per_device", self._batch_per_device, why, hint)
+        for part in self._parts:
+            if part.split.held_out == 0 or part.split.training == 0:
+                why = f"holds out none of {part.split.training} windows of {self._seq_len} {unit}"
+                why += part.name
+                raise ConfigError("held_out_fraction", held_out_fraction, why, f"Raise it. {hint}")
+
+
+class _Part:
+    """One of the texts: its windows, which of them are held out, and in which order they come."""
+
+    def __init__(self, corpus: Corpus, seq_len: int, held_out_fraction: float, seed: int) -> None:
+        self.text, self._seed = corpus.text, seed
+        self.name = "" if corpus.share == 1 else f" in {corpus.source}"
+        self.split = Split.of(max(0, (corpus.text.size - 1) // seq_len), held_out_fraction)
+        self._epoch, self.order = 0, Shuffled(self.split.training, seed, 0)
+        self._held_out_order = Shuffled(self.split.held_out, 0)
+
+    def training_windows(self, numbers_B: Indices) -> Indices:
+        """The windows that come at these places, which are ascending, when epochs follow one another."""
+        epochs_B, places_B = np.divmod(numbers_B, self.split.training)
+        # A batch may end one epoch and begin the next; epochs are ascending, so each is ordered once.
+        parts = [self._epoch_order(int(each)).at(places_B[epochs_B == each]) for each in np.unique(epochs_B)]
+        return self.split.training_windows(np.concatenate(parts))
+
+    def held_out_windows(self, numbers_B: Indices) -> Indices:
+        """The held-out windows at these places."""
+        return self.split.held_out_windows(self._held_out_order.at(numbers_B))
+
     def _epoch_order(self, epoch: int) -> Shuffled:
         """The order of `epoch`; that of the last epoch asked for is kept."""
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, Shuffled(self._split.training, self._seed, epoch)
-        return self._order
-
-    def _cut(self, windows_B: Indices, sample_ids_B: Indices, largest_batch: int) -> Batch:
-        cut = self._text.windows(windows_B * self._seq_len, self._seq_len + 1)
-        text = torch.from_numpy(cut.astype(np.int64))
-        return Batch(
-            tokens_BL=text[:, :-1].contiguous(),
-            labels_BL=text[:, 1:].contiguous(),
-            sample_ids_B=torch.from_numpy(sample_ids_B),
-            largest_batch=largest_batch,
-        )
-
-    def _check_sizes(self, held_out_fraction: float) -> None:
-        """Refuse a corpus that cannot fill one global batch, or of which nothing is held out."""
-        need = f"windows of {self._seq_len} bytes, and a global batch takes {self._global_batch}"
-        hint = "Give more text, or lower batch_per_device, seq_len or the number of devices."
-        if self._split.training < self._global_batch:
-            why = f"the text has only {self._split.training} training {need}"
-            raise ConfigError("batch_per_device", self._batch_per_device, why, hint)
-        if self._split.held_out == 0:
-            why = f"holds out none of {self._split.training} windows of {self._seq_len} bytes"
-            raise ConfigError("held_out_fraction", held_out_fraction, why, f"Raise it. {hint}")
+            self._epoch, self.order = epoch, Shuffled(self.split.training, self._seed, epoch)
+        return self.order
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from penstock.config import ConfigError, Within, check_bounds, check_name
 from penstock.config.bounds import MOST_STEPS, Seed, Steps
 from penstock.cost import ClusterConfig
+from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.models import PRESETS, ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import GIVEN, PlanConfig
 from penstock.topology import ParallelConfig
-from penstock.train.corpus import VOCABULARY_SIZE, DataConfig
 from penstock.train.optimizer import OptimizerConfig
 from penstock.train.shares import check_shares
 
@@ -118,9 +118,6 @@ class RunConfig:
         return found
 
     def _with_preset(self, world_size: int) -> RunConfig:
-        if self.model.vocab_size < VOCABULARY_SIZE:
-            why = f"text is read as bytes, which have {VOCABULARY_SIZE} values"
-            raise ConfigError("model.vocab_size", self.model.vocab_size, why, f"Use {VOCABULARY_SIZE}.")
         if self.model.preset is None:
             return self
         preset = PRESETS[self.model.preset]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from scipy.special import stdtrit
 
 from penstock.runtime import PipelinedStack
 from penstock.train.batches import Batch
+
+CONFIDENCE = 0.95
 
 
 def batch_loss(stack: PipelinedStack, batch: Batch) -> torch.Tensor:
@@ -15,19 +21,40 @@ def batch_loss(stack: PipelinedStack, batch: Batch) -> torch.Tensor:
     device = stack.machinery.device
     tokens_BL, labels_BL = batch.tokens_BL.to(device), batch.labels_BL.to(device)
     ids_B, largest = batch.sample_ids_B.to(device), batch.largest_batch
-    loss: torch.Tensor = stack(tokens_BL, labels_BL, ids_B, largest_batch=largest)
+    documents_BL = None if batch.documents_BL is None else batch.documents_BL.to(device)
+    loss: torch.Tensor = stack(tokens_BL, labels_BL, ids_B, largest_batch=largest, documents_BL=documents_BL)
     return loss
 
 
-def evaluate(stack: PipelinedStack, batches: Iterable[Batch]) -> float:
-    """Mean cross entropy per token, the same on all ranks; balance terms do not count. nats."""
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """loss: mean cross entropy per token, the same on all ranks; balance terms do not count. nats.
+
+    noise: the loss of all held-out text is below `loss + noise` with 95 % confidence, by how much batches
+    differ (Student's t); None of one batch, which does not say.
+    """
+
+    loss: float
+    noise: float | None
+
+
+def evaluate(stack: PipelinedStack, batches: Iterable[Batch]) -> Evaluation:
+    """The loss on some batches, without training on them."""
     stack.eval()
-    total = count = 0.0
+    totals, counts = [], []
     with torch.no_grad():
         for batch in batches:
             batch_loss(stack, batch)
             assert stack.statistics is not None
-            total += float(stack.statistics.cross_entropy * stack.statistics.valid)
-            count += float(stack.statistics.valid)
+            totals.append(float(stack.statistics.cross_entropy * stack.statistics.valid))
+            counts.append(float(stack.statistics.valid))
     stack.train()
-    return total / count
+    losses = [total / count for total, count in zip(totals, counts, strict=True) if count]
+    return Evaluation(loss=sum(totals) / sum(counts), noise=_noise(losses))
+
+
+def _noise(losses: Sequence[float]) -> float | None:
+    if len(losses) < 2:
+        return None
+    reach = float(stdtrit(len(losses) - 1, CONFIDENCE))
+    return reach * float(np.std(losses, ddof=1)) / math.sqrt(len(losses))

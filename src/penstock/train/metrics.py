@@ -36,6 +36,8 @@ class StepMetrics:
     `step`                    steps done with this one; the first is 1
     `loss`, `eval_loss`       cross entropy, nats per token of all ranks; `eval_loss` is None on steps without
                               evaluation
+    `eval_noise`              95 % of the time `eval_loss` is too small by less, judging by how its batches
+                              differ; None of a single batch
     `total_loss`              what is minimised: `loss + moe_layers * (aux_loss_coeff * aux_loss_global (or
                               whatever its group is) + z_loss_coeff * z_loss)`
     `grad_norm`               of `total_loss`, before clipping, every expert counted once
@@ -73,6 +75,7 @@ class StepMetrics:
     compute_s: float
     tokens_per_expert_max_over_mean: float
     eval_loss: float | None = None
+    eval_noise: float | None = None
     total_loss: float | None = None
     z_loss: float | None = None
     aux_loss_global: float | None = None

@@ -90,14 +90,19 @@ class OutputFolder:
 
 
 def keep_config(folder: Path, text: str, done: int) -> None:
-    """Write `config.toml`, and keep that of the `done` steps before if it said something else."""
+    """Write `config.toml`, and keep that of the `done` steps before if it had other settings."""
     path = folder / CONFIG
-    if path.exists() and path.read_text() != text:
+    if path.exists() and _settings(path.read_text()) != _settings(text):
         kept = folder / f"config-until-step-{done:08d}.toml"
         path.rename(_free_name(kept) if kept.exists() else kept)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     partial.replace(path)
+
+
+def _settings(text: str) -> list[str]:
+    """The lines of a configuration that are no comments, such as those on what was chosen."""
+    return [line for line in text.splitlines() if not line.startswith("#")]
 
 
 def _free_name(path: Path) -> Path:

@@ -1,95 +1,161 @@
-"""The text of a run on this rank: opened, compared between ranks, and identified for later continuation."""
+"""The texts of a run on this rank: prepared, opened, compared between ranks, identified for later runs."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 from penstock.config import ConfigError
+from penstock.config.bounds import bounded_fields
+from penstock.data import DataConfig
+from penstock.data.corpus import Corpus, load_corpora, to_prepare
+from penstock.data.files import HINT
+from penstock.data.scan import Scan, Scanned, entropy_nats
+from penstock.data.text import Readable, TextError
 from penstock.topology import Control, Layout
 from penstock.train.batches import BatchStream
 from penstock.train.config import RunConfig
-from penstock.train.corpus import Corpus, load_corpus
-from penstock.train.scan import Scan, Scanned
 from penstock.train.storage.record import GLOBAL_BATCH
-from penstock.train.text import HINT, Text, TextError
 
 T = TypeVar("T")
+Say = Callable[[str], None]
 
-PAGE_BYTES, GLIMPSED_PAGES = 4096, 64
+PAGE, GLIMPSED_PAGES = 4096, 64
 TURN_S = 2.0
-"""How long a rank reads on before it lets the others know that it is there."""
+"""How long a rank works on before it lets the others know that it is there."""
+
+TOLD_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """identity: what the order of samples depends on, by configuration key; two runs with the same identity
-    see the same samples at the same step, on any layout. scanned: byte counts, of all or of a sample."""
+    see the same samples at the same step, on any layout. scanned: what was found in every text, or in a
+    sample of it.
+    """
 
-    corpus: Corpus
+    corpora: Sequence[Corpus]
     stream: BatchStream
-    scanned: Scanned
+    scanned: Sequence[Scanned]
     identity: Mapping[str, object]
 
     @property
     def words(self) -> str:
-        """The text, for people; and how much of it was looked at, if that is not all."""
-        seen, size = self.scanned.scanned_bytes, self.corpus.text.size
-        note = "" if seen == size else f"; identified and byte frequencies counted by {seen:,} bytes of it"
-        return self.corpus.source + note
+        """The texts, for people; and how much of each was looked at, if that is not all."""
+        return "; ".join(map(_described, self.corpora, self.scanned))
+
+    @property
+    def unigram_entropy_nats(self) -> float:
+        """The loss of knowing how often each token occurs, and nothing else; nats per token."""
+        return entropy_nats(self.scanned, [corpus.share for corpus in self.corpora])
 
 
-def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: bool = True) -> Source:
-    """Open the text and check it. A problem of one rank is raised, the same, on all of them.
+def _described(corpus: Corpus, scanned: Scanned) -> str:
+    text, share = corpus.text, "" if corpus.share == 1 else f"{100 * corpus.share:.3g} % "
+    seen = (
+        ""
+        if scanned.seen == text.size
+        else (f"; identified and frequencies of {text.unit} counted by {scanned.seen:,} of them")
+    )
+    return f"{share}{corpus.source}{seen}"
 
-    scans: whether this rank reads it all once, which takes seconds per gigabyte; one of each machine does,
-    rank 0 among them. The others compare its size and some pages.
+
+def check_source(config: RunConfig) -> None:
+    """Raise ConfigError about what can be found wrong with the texts without reading or preparing them."""
+    try:
+        waiting = to_prepare(config.data)
+        for each in waiting:
+            each.work.check()
+            _check_vocabulary(config, each.work.tokenizer.vocabulary, each.work.source)
+        if all(each.is_done for each in waiting):
+            _check_vocabularies(config, load_corpora(config.data))
+    except ConfigError as error:
+        raise _located(error) from None
+
+
+def open_source(
+    config: RunConfig, layout: Layout, control: Control, *, scans: bool = True, say: Say = lambda _: None
+) -> Source:
+    """Open the texts and check them. A problem of one rank is raised, the same, on all of them.
+
+    scans: whether this rank prepares what has to be, and reads all texts once, which takes seconds per
+    gigabyte; one of each machine does, rank 0 among them. The others compare sizes and some pages.
     """
+    _take_turns(config, control, _prepare(config, say) if scans else iter(()), "preparing the training text")
     problem, opened, glimpse = None, None, None
     try:
         opened = _open(config, layout)
-        glimpse = _glimpse(opened[0].text)
-    except ConfigError as error:
-        problem = error
-    except TextError as error:
-        problem = ConfigError("data.path", config.data.path, str(error), HINT)
+        glimpse = [_glimpse(corpus.text) for corpus in opened[0]]
+    except (ConfigError, TextError) as error:
+        problem = _as_config_error(config, error)
     _agree(config, control, problem, glimpse)
     assert opened is not None
-    corpus, stream = opened
-    scanned = _scanned(config, corpus.text, control, scans=scans)
+    corpora, stream = opened
+    scanning = [Scan(corpus.text) for corpus in corpora] if scans else []
+    _take_turns(config, control, chain.from_iterable(map(_to_the_end, scanning)), "reading the training text")
+    mine = [found for each in scanning if (found := each.result) is not None]
+    digests = _agree(config, control, None, [each.digest for each in mine] or None)
+    counts = control.gather(mine if control.rank == 0 else None, "sharing what was found")
+    scanned = counts[0]
+    assert scanned is not None, "rank 0 has read the text"
     return Source(
-        corpus=corpus, stream=stream, scanned=scanned, identity=_identity(config, layout, stream, scanned)
+        corpora=corpora,
+        stream=stream,
+        scanned=scanned,
+        identity=_identity(config, layout, stream, corpora, digests),
     )
 
 
-def _glimpse(text: Text) -> tuple[int, str]:
-    """What every rank compares: its size, and the hash of a few pages from all over it."""
-    found, last = hashlib.sha256(), max(0, text.size - PAGE_BYTES)
-    for page in range(GLIMPSED_PAGES):
-        start = last * page // (GLIMPSED_PAGES - 1)
-        found.update(text.read(start, min(start + PAGE_BYTES, text.size)))
-    return text.size, found.hexdigest()
+def _prepare(config: RunConfig, say: Say) -> Iterator[None]:
+    """Prepare what has to be; tells from time to time how far it is."""
+    for each in to_prepare(config.data):
+        if each.is_done:
+            continue
+        say(f"preparing {each.work.source} in {each.folder}; the next run finds it there")
+        told_s = time.monotonic()
+        for progress in each.work.run(each.folder, waits=True):
+            if time.monotonic() - told_s > TOLD_EVERY_S:
+                told_s = time.monotonic()
+                done = 100 * progress.read_bytes // max(1, progress.total_bytes)
+                say(f"prepared {done} %: {progress.tokens:,} tokens")
+            yield
 
 
-def _scanned(config: RunConfig, text: Text, control: Control, *, scans: bool) -> Scanned:
-    """What rank 0 has found, after comparison with what the other machines have."""
-    scan = Scan(text) if scans else None
-    ended = False
+def _to_the_end(scan: Scan) -> Iterator[None]:
+    while not scan.work(TURN_S):
+        yield
+
+
+def _take_turns(config: RunConfig, control: Control, work: Iterator[None], purpose: str) -> None:
+    """Do the work while the ranks that wait for it hear that this one is still there."""
+    ended, steps = False, chain((False for _ in work), (True,))
     while not ended:  # ranks that wait hear that the others are still there
-        problem, done = None, True
+        problem, done = None, False
+        until_s = time.monotonic() + TURN_S
         try:
-            done = scan is None or scan.work(TURN_S)
-        except TextError as error:
-            problem = ConfigError("data.path", config.data.path, str(error), HINT)
-        turns = control.gather((problem, done), "reading the training text")
+            done = next(steps, True)
+            while not done and time.monotonic() < until_s:
+                done = next(steps, True)
+        except (ConfigError, TextError, OSError) as error:
+            problem = _as_config_error(config, error)
+        turns = control.gather((problem, done), purpose)
         for found, _ in turns:
             if found is not None:
                 raise found
         ended = all(done for _, done in turns)
-    mine = None if scan is None else scan.result
-    return _agree(config, control, None, mine)
+
+
+def _glimpse(text: Readable) -> tuple[int, str]:
+    """What every rank compares: its size, and the hash of a few pages from all over it."""
+    found, last = hashlib.sha256(), max(0, text.size - PAGE)
+    for page in range(GLIMPSED_PAGES):
+        start = last * page // (GLIMPSED_PAGES - 1)
+        found.update(text.tokens(start, min(start + PAGE, text.size)).tobytes())
+    return text.size, found.hexdigest()
 
 
 def _agree(config: RunConfig, control: Control, problem: ConfigError | None, mine: T | None) -> T:
@@ -108,30 +174,74 @@ def _agree(config: RunConfig, control: Control, problem: ConfigError | None, min
     return agreed
 
 
-def _open(config: RunConfig, layout: Layout) -> tuple[Corpus, BatchStream]:
-    try:
-        corpus = load_corpus(config.data)
-        stream = BatchStream(
-            corpus,
-            seq_len=config.model.seq_len,
-            batch_per_device=config.data.batch_per_device,
-            dp_rank=layout.dp_rank,
-            dp_size=layout.dp_size,
-            seed=config.train.seed,
-            held_out_fraction=config.data.held_out_fraction,
+def _as_config_error(config: RunConfig, error: ConfigError | TextError | OSError) -> ConfigError:
+    """The same about a setting of the run."""
+    if isinstance(error, ConfigError):
+        return _located(error)
+    if isinstance(error, OSError):
+        why = f"tokens cannot be written there ({error.strerror}: {error.filename})"
+        hint = "Name a folder with room in data.cache; what is there already is continued."
+        return ConfigError(
+            "data.cache", None if config.data.cache is None else str(config.data.cache), why, hint
         )
-    except ConfigError as error:
-        raise error.under({"seq_len": "model", "seed": "train"}.get(error.key, "data")) from None
-    return corpus, stream
+    return ConfigError("data.path", config.data.path, str(error), HINT)
 
 
-def _identity(config: RunConfig, layout: Layout, stream: BatchStream, scanned: Scanned) -> dict[str, object]:
+def _located(error: ConfigError) -> ConfigError:
+    """The key in full, of an error about a field."""
+    if error.key == "--out":
+        error = ConfigError("cache", error.value, error.why, error.hint)
+    sections = {"seq_len": "model", "seed": "train", **dict.fromkeys(bounded_fields(DataConfig), "data")}
+    return error.under(sections.get(error.key, ""))
+
+
+def _open(config: RunConfig, layout: Layout) -> tuple[list[Corpus], BatchStream]:
+    corpora = load_corpora(config.data)
+    _check_vocabularies(config, corpora)
+    stream = BatchStream(
+        corpora,
+        seq_len=config.model.seq_len,
+        batch_per_device=config.data.batch_per_device,
+        dp_rank=layout.dp_rank,
+        dp_size=layout.dp_size,
+        seed=config.train.seed,
+        held_out_fraction=config.data.held_out_fraction,
+        separate_documents=config.data.separate_documents,
+    )
+    return corpora, stream
+
+
+def _check_vocabularies(config: RunConfig, corpora: Sequence[Corpus]) -> None:
+    for corpus in corpora:
+        _check_vocabulary(config, corpus.text.vocabulary, corpus.source)
+
+
+def _check_vocabulary(config: RunConfig, vocabulary: int, source: str) -> None:
+    """Raise ConfigError unless the model knows every token."""
+    if config.model.vocab_size < vocabulary:
+        why = f"the text ({source}) has {vocabulary:,} different tokens"
+        raise ConfigError("model.vocab_size", config.model.vocab_size, why, f"Use {vocabulary} or more.")
+
+
+def _identity(
+    config: RunConfig,
+    layout: Layout,
+    stream: BatchStream,
+    corpora: Sequence[Corpus],
+    digests: Sequence[str],
+) -> dict[str, object]:
     computed = {} if stream.is_listed else {"order of the samples of a long text": "computed"}
+    texts: dict[str, object] = {"data.path (sha256 of the text)": digests[0]}
+    if len(corpora) > 1:
+        shares = [corpus.share for corpus in corpora]
+        texts = {"data.mixture (sha256 of the texts)": list(digests), "data.mixture (shares)": shares}
+    separate = {"data.separate_documents": True} if config.data.separate_documents else {}
     return {
         "train.seed": config.train.seed,
         "model.seq_len": config.model.seq_len,
         "data.held_out_fraction": config.data.held_out_fraction,
         GLOBAL_BATCH: config.data.batch_per_device * layout.dp_size,
-        "data.path (sha256 of the text)": scanned.digest,
+        **texts,
+        **separate,
         **computed,
     }

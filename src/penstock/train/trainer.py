@@ -36,6 +36,7 @@ from penstock.train.output import OutputFolder, keep_config
 from penstock.train.pilot import MakePilot, Ranks
 from penstock.train.progress import Progress
 from penstock.train.resume import checkpoints_folder, find_resumption, restore
+from penstock.train.resume_settings import changes
 from penstock.train.routing_file import NoRoutingLog, RoutingLog, open_routing
 from penstock.train.source import open_source
 from penstock.train.stopping import StopRequests
@@ -85,7 +86,7 @@ class Trainer:
         check_memory(config.model, config.moe, batch, self.layout, there_bytes=there, sharded=sharded)
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
         self.on_step = on_step
-        self.source = open_source(config, self.layout, control, scans=info.local_rank == 0)
+        self.source = open_source(config, self.layout, control, scans=info.local_rank == 0, say=say)
         self.pilot = make_pilot(config, machinery, self.resumption, say)
         config = self.pilot.config
         self.stack = build_stack(config, machinery, plan=self.pilot.plan, moving=self.pilot.moving)
@@ -176,7 +177,8 @@ class Trainer:
         train = self.config.train
         if last or _due(metrics.step, train.eval_every):
             batches = self.source.stream.held_out_batches(train.eval_batches)
-            metrics = replace(metrics, eval_loss=evaluate(self.stack, batches))
+            found = evaluate(self.stack, batches)
+            metrics = replace(metrics, eval_loss=found.loss, eval_noise=found.noise)
         self.history.append(metrics)
         self.progress.update(metrics)
         if writer is not None:
@@ -200,7 +202,7 @@ class Trainer:
         """Write a checkpoint if it is worth going back to: finite, and so is what the model makes of text."""
         step, loss = metrics.step, metrics.eval_loss
         if loss is None:
-            loss = evaluate(self.stack, self.source.stream.held_out_batches(1))
+            loss = evaluate(self.stack, self.source.stream.held_out_batches(1)).loss
         if self.control.any(not math.isfinite(loss), f"judging the model after step {step}"):
             problem = f"after step {step} the loss on held-out text is {loss}"
             if last:
@@ -229,6 +231,8 @@ class Trainer:
         if self.pilot.after_step(slowest_s, self.recent[-1]):
             self.recent.clear()  # they ran under another plan
             self._save_plan()
+            if self.leader:
+                keep_config(self.config.output.dir, self._settings(), self.history[-1].step)
 
     def _save_plan(self) -> None:
         if self.leader and self._saved_config.plan.is_saved:
@@ -260,10 +264,21 @@ class Trainer:
         if not self.leader:
             return None
         output = self.config.output
-        # The settings as requested: on another cluster the chosen plan may differ.
-        keep_config(output.dir, to_toml(self._saved_config), first)
+        keep_config(output.dir, self._settings(), first)
         self._save_plan()
         return closing.enter_context(MetricsWriter(output.dir, output.tensorboard, first))
+
+    def _settings(self) -> str:
+        """The settings as requested, since on another cluster others may be chosen; those that were chosen
+        instead stand above them, as comments."""
+        processes = self.layout.world_size
+        asked, runs = (
+            replace(each, parallel=replace(each.parallel, processes=processes))
+            for each in (self._saved_config, self.config)
+        )
+        chosen = "".join(f"# {change}\n" for change in changes(runs, to_dict(asked)))
+        head = f"# Chosen by this run, where the settings below say otherwise:\n{chosen}\n" if chosen else ""
+        return head + to_toml(asked)
 
     def _resume(self) -> int:
         """Steps already done: those of the checkpoint that is continued, if one is."""

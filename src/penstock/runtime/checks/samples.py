@@ -8,13 +8,16 @@ that they cancel where the ranks of every group agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from penstock.mesh import Group
+from penstock.runtime.batch import Samples
 from penstock.runtime.checks.marks import weight_among
 from penstock.runtime.handlers import Batch
+from penstock.runtime.parts import ModelParts
 from penstock.topology import Control, Layout
 
 PRIME, PERIOD, BASE = 2**31 - 1, 8191, 31
@@ -43,7 +46,8 @@ def check_samples(total: Tensor, layout: Layout) -> None:
             )
         raise ValueError(
             f"ranks that share attention (mp_size = {layout.mp_size}) were given different samples. Give all "
-            "ranks of a group the same tokens, labels, sample_ids_B and valid_BL: those of layout.dp_rank"
+            "ranks of a group the same tokens, labels, sample_ids_B, valid_BL and documents_BL: those of "
+            "layout.dp_rank"
         )
 
 
@@ -65,13 +69,32 @@ def check_sizes(tokens_BL: Tensor, layout: Layout, control: Control) -> None:
                 )
 
 
+def with_documents(samples: Samples, documents_BL: Tensor | None, parts: ModelParts) -> Samples:
+    """The samples, with where their documents begin. Raises ValueError if the model would ignore that."""
+    tokens_BL = samples.tokens_BL
+    if documents_BL is not None and not getattr(parts, "separates_documents", False):
+        raise ValueError(
+            f"documents_BL: the attention of {type(parts).__name__} does not separate documents. Give one "
+            "document per sample, or read keys.documents_BL in embed and mix and set separates_documents"
+        )
+    if documents_BL is not None and (
+        documents_BL.shape != tokens_BL.shape or documents_BL.dtype != torch.int64
+    ):
+        raise ValueError(
+            f"documents_BL must be int64 and as large as tokens_BL, {list(tokens_BL.shape)}, not "
+            f"{documents_BL.dtype} {list(documents_BL.shape)}: where the document of every token begins"
+        )
+    return replace(samples, documents_BL=documents_BL)
+
+
 def _mark(batch: Batch) -> Tensor:
     """A whole number below `PRIME`, of all that is known of the samples."""
     found: Tensor = batch.tokens[0].new_zeros(())
     known = batch.passengers
     labels, keys = [each.labels_BL for each in known], [each.keys.sample_ids_B for each in known]
     valid = [each.valid_BL for each in known if each.valid_BL is not None]
-    for pieces in (batch.tokens, labels, keys, valid):
+    documents = [each.keys.documents_BL for each in known if each.keys.documents_BL is not None]
+    for pieces in (batch.tokens, labels, keys, valid, documents):
         found = (found * BASE + _mark_of(pieces, found)) % PRIME
     return found
 

@@ -163,14 +163,17 @@ def sample_move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     in their rows."""
     known = travellers(context, task, inputs)
     by_token = {role: inputs.one(role) for role in (*BESIDE_ROWS, "positions") if role in inputs}
-    facts = (known.keys.sample_ids_B, known.labels_BL, *(() if known.valid_BL is None else (known.valid_BL,)))
+    marks = {"valid": known.valid_BL, "documents": known.keys.documents_BL}
+    given = {name: each for name, each in marks.items() if each is not None}
+    facts = (known.keys.sample_ids_B, known.labels_BL, *given.values())
     taken = _ferry(context, task, inputs).take([*_by_sample(context, task, inputs, by_token), *facts])
-    ids_B, labels_BL, *valid_BL = taken[len(by_token) :]
+    ids_B, labels_BL, *others = taken[len(by_token) :]
+    came_marks = dict(zip(given, others, strict=True))
     came = replace(
         known,
         labels_BL=labels_BL,
-        keys=replace(known.keys, sample_ids_B=ids_B),
-        valid_BL=valid_BL[0] if valid_BL else None,
+        keys=replace(known.keys, sample_ids_B=ids_B, documents_BL=came_marks.get("documents")),
+        valid_BL=came_marks.get("valid"),
     )
     moved = _by_token(by_token, taken)
     moe, positions_Tk = experts_of(context.parts.parts[task.layer]), moved.pop("positions")

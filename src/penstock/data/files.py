@@ -1,4 +1,4 @@
-"""Text of any size, read where it lies: files one after another, of which only an index is in memory.
+"""Files of any number, read where they lie, of which a few are open at a time.
 
 What is asked for is read with `pread`, so the system's page cache holds it once for all ranks, and none of it
 counts as a process's own memory. A file that changes while a run reads it is an error with its name; mapped
@@ -9,32 +9,24 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
 from penstock.config import ConfigError, open_regular
-
-Bytes = npt.NDArray[np.uint8]
-Offsets = npt.NDArray[np.int64]
 
 MOST_OPEN: Final = 64
 """Files that are open at the same time; a system allows some hundreds."""
 
-BLOCK_BYTES: Final = 1 << 20
 HINT: Final = "Give a path that can be read, or none to train on Python's standard library."
-NEWLINE: Final = b"\n"
 
 
 class TextError(RuntimeError):
     """A file that was there when the run began and cannot be read any more, or is another one now."""
 
 
-class Text:
-    """All bytes of some files, with a newline between two so that no line runs on into the next file.
+class Files:
+    """Some files by number.
 
     Raises `ConfigError` about `path` for what is no ordinary file or cannot be read, and `TextError` when a
     file has changed since. Takes some hundred bytes of memory per file.
@@ -46,39 +38,14 @@ class Text:
         self.path, self.files = path, tuple(files)
         self._open: OrderedDict[int, int] = OrderedDict()
         self._states = [_state(self._descriptor(number)) for number in range(len(self.files))]
-        sizes = np.array([size for size, _ in self._states], dtype=np.int64)
-        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes + 1)])
-        self._ends = self._starts[:-1] + sizes
-        self.size = int(self._starts[-1]) - 1 if self.files else 0
 
-    def read(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` to `stop`."""
-        assert 0 <= start <= stop <= self.size, f"{start} to {stop} of {self.size}"
-        pieces, number = [], int(np.searchsorted(self._starts, start, side="right")) - 1
-        while start < stop:
-            first, end = int(self._starts[number]), int(self._ends[number])
-            if start < end:
-                pieces.append(self._read_file(number, start - first, min(stop, end) - first))
-            if stop > end:
-                pieces.append(NEWLINE)
-            start, number = end + 1, number + 1
-        return b"".join(pieces)
+    @property
+    def sizes_bytes(self) -> list[int]:
+        """Of every file."""
+        return [size for size, _ in self._states]
 
-    def windows(self, starts_B: Offsets, length: int) -> Bytes:
-        """`length` bytes from each start, [B, length]."""
-        read = b"".join(self.read(int(start), int(start) + length) for start in starts_B)
-        return np.frombuffer(read, dtype=np.uint8).reshape(len(starts_B), length)
-
-    def blocks(self, starts: Sequence[int] | range) -> Iterator[bytes]:
-        """Blocks of `BLOCK_BYTES` from these starts, the last of the text shorter."""
-        for start in starts:
-            yield self.read(start, min(start + BLOCK_BYTES, self.size))
-
-    def __del__(self) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
-
-    def _read_file(self, number: int, start: int, stop: int) -> bytes:
+    def read(self, number: int, start: int, stop: int) -> bytes:
+        """The bytes from `start` to `stop` of a file."""
         found, file = [], self.files[number]
         try:
             descriptor = self._descriptor(number)
@@ -90,6 +57,10 @@ class Text:
         if start < stop:
             raise TextError(f"{file} has changed since the run began; leave it alone while a run reads it")
         return b"".join(found)
+
+    def __del__(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
 
     def _descriptor(self, number: int) -> int:
         """Of a file, which is opened if it is not; the one that was not used for longest is closed then."""

@@ -13,13 +13,21 @@ from typing import Any
 import pytest
 
 from penstock.config import ConfigError
-from penstock.train.corpus import MIN_TEXT_BYTES, Corpus, DataConfig, load_corpus
-from penstock.train.scan import scan
+from penstock.data import Corpus, DataConfig, load_corpora
+from penstock.data.corpus import MIN_TEXT_BYTES
+from penstock.data.scan import entropy_nats, scan
+from penstock.data.text import Text
 
 TEXT = b"Water runs downhill.\n" * 100
 
 
+def load_corpus(config: DataConfig) -> Corpus:
+    (corpus,) = load_corpora(config)
+    return corpus
+
+
 def whole(corpus: Corpus) -> bytes:
+    assert isinstance(corpus.text, Text)
     return corpus.text.read(0, corpus.text.size)
 
 
@@ -47,7 +55,7 @@ def test_without_a_path_the_standard_library_is_the_text() -> None:
     corpus = load_corpus(DataConfig())
     assert corpus.text.size > 1_000_000
     assert f"{corpus.text.size:,} bytes" in corpus.source
-    assert 2.5 < scan(corpus.text).unigram_entropy_nats < 4.0
+    assert 2.5 < entropy_nats([scan(corpus.text)], [1.0]) < 4.0
 
 
 def test_the_standard_library_leaves_out_packages_and_tests(

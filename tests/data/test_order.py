@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.train.order import Shuffled
+from penstock.data.order import Shuffled
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 9))

@@ -1,0 +1,155 @@
+"""`penstock prepare`: text becomes tokens, once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+from penstock.cli.codes import FAILED, INTERRUPTED
+from penstock.config import ConfigError
+from penstock.data.config import DataConfig
+from penstock.data.files import HINT
+from penstock.data.listing import files_of
+from penstock.data.prepare import SHARD_TOKENS, Preparation, Progress
+from penstock.data.record import WHOLE, Record, read_record
+from penstock.data.text import TextError
+from penstock.data.tokenizer import open_tokenizer
+from penstock.data.tokens import first_damage
+from penstock.words import counted, mib
+
+
+def add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to `penstock`."""
+    prepare = commands.add_parser(
+        "prepare",
+        help="turn text into tokens for training",
+        description="Writes the tokens of text, JSON lines or Parquet files into a folder that data.path can "
+        "name. Run again, it goes on where it was stopped; of a whole folder it compares all checksums.",
+        epilog="Example: penstock prepare articles.jsonl --tokenizer tokenizer.json --out data/articles",
+    )
+    usual = DataConfig()
+    prepare.add_argument("inputs", nargs="+", metavar="INPUT", help="files, or folders of files")
+    prepare.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to write")
+    prepare.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json (bytes, every byte a token)")
+    prepare.add_argument(
+        "--end-of-document", metavar="TOKEN", help="token between two documents (the tokenizer's usual one)"
+    )
+    prepare.add_argument(
+        "--field", default=usual.field, help=f"of JSON lines and Parquet: the one with text ({usual.field})"
+    )
+    prepare.add_argument(
+        "--suffixes",
+        default=",".join(usual.suffixes),
+        metavar="A,B,...",
+        help=f"which files of a folder are read ({','.join(usual.suffixes)})",
+    )
+    prepare.add_argument(
+        "--shard-tokens",
+        type=_tokens,
+        default=SHARD_TOKENS,
+        metavar="N",
+        help=f"tokens per shard; what is read again after a stop ({SHARD_TOKENS})",
+    )
+    prepare.add_argument("--json", action="store_true", help="print one JSON object")
+    prepare.set_defaults(run=lambda options, given: run_prepare(options))
+
+
+def run_prepare(options: argparse.Namespace) -> int:
+    """Prepare, and print what there is then; returns the exit code."""
+    folder: Path = options.out
+    work = _preparation(options)
+    if (folder / WHOLE).exists() and (damage := first_damage(folder)) is not None:
+        print(f"penstock: {damage}", file=sys.stderr)
+        return FAILED
+    try:
+        _show(work.run(folder))
+    except TextError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return FAILED
+    except OSError as error:
+        hint = "Once that is mended, run the same command again: it goes on."
+        print(f"penstock: {folder} cannot be written ({error.strerror}). {hint}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("penstock: stopped; run the same command again, and it goes on", file=sys.stderr)
+        return INTERRUPTED
+    _tell(read_record(folder / WHOLE), folder, json_wanted=options.json)
+    return 0
+
+
+def _preparation(options: argparse.Namespace) -> Preparation:
+    suffixes = DataConfig(suffixes=tuple(options.suffixes.split(","))).suffixes
+    try:
+        files = [file for each in options.inputs for file in files_of(each, suffixes)]
+    except ConfigError as error:
+        raise _about_input(error) from error
+    work = Preparation(
+        files=tuple(files),
+        source=" ".join(options.inputs),
+        field=options.field,
+        tokenizer=open_tokenizer(options.tokenizer, options.end_of_document),
+        shard_tokens=options.shard_tokens,
+    )
+    try:
+        work.check()
+    except ConfigError as error:
+        raise _about_input(error) from error
+    return work
+
+
+def _about_input(error: ConfigError) -> ConfigError:
+    """The same in the words of this command."""
+    key = "INPUT" if error.key == "path" else error.key
+    hint = "Give a path that can be read." if error.hint == HINT else error.hint
+    return ConfigError(key, error.value, error.why, hint.replace("data.suffixes", "--suffixes"))
+
+
+def _show(steps: Iterable[Progress]) -> None:
+    """A bar on a terminal, nothing elsewhere."""
+    columns = (
+        TextColumn("preparing"),
+        BarColumn(),
+        DownloadColumn(),
+        TextColumn("{task.fields[tokens]:,} tokens"),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with RichProgress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", tokens=0)
+        for step in steps:
+            bar.update(task, completed=step.read_bytes, total=step.total_bytes, tokens=step.tokens)
+
+
+def _tell(record: Record, folder: Path, *, json_wanted: bool) -> None:
+    if json_wanted:
+        facts = {
+            "out": str(folder),
+            "tokens": record.tokens,
+            "documents": record.documents,
+            "vocabulary": record.vocabulary,
+            "shards": len(record.shards),
+            "sha256": record.digest,
+        }
+        print(json.dumps(facts))
+        return
+    size = mib(record.tokens * record.dtype.itemsize)
+    kind = "bytes" if record.tokenizer == "bytes" else f"tokenizer {record.tokenizer[:8]}"
+    shards = counted(len(record.shards), "shard")
+    print(f"{folder}: {record.documents:,} documents, {record.tokens:,} tokens in {shards}")
+    print(f"vocabulary {record.vocabulary:,} ({kind}), {record.dtype.name}, {size}")
+    print(f"train on it: data.path={folder} model.vocab_size={record.vocabulary}")
+
+
+def _tokens(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1 << 40:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of tokens; use 1 or more, such as {SHARD_TOKENS}"
+        )
+    return int(text)

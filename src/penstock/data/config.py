@@ -1,0 +1,84 @@
+"""Section `[data]`: where the text comes from and how much of it a step takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from pathlib import Path
+from typing import Annotated, Final
+
+from penstock.config import ConfigError, Items, Table, Within, check_bounds
+
+Samples = Annotated[int, Within(1, 1 << 20, "all samples of a step are in memory at once", hint="Try 8.")]
+HeldOut = Annotated[
+    float,
+    Within(1e-6, 0.5, "the rest of the text is for training, and evaluation needs some", hint="Try 0.05."),
+]
+Suffixes = Annotated[tuple[str, ...], Items(100, "which files are text", least=1)]
+MOST_PARTS: Final = 1000
+LEAST_SHARE: Final = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the text comes from and how much of it a step takes.
+
+    `path`               a file, a folder, or None for the standard library of the running Python
+    `mixture`            table of paths and weights instead of `path`: samples of each in that proportion
+    `tokenizer`          a tokenizer.json; None for bytes, or for what prepared tokens were made with
+    `end_of_document`    the token between two documents; None for the tokenizer's usual one
+    `field`              of JSON lines and Parquet files: the one with the text
+    `separate_documents` no token attends to another document than its own, or is to predict its first token
+    `cache`              where tokens are kept that a run has to prepare itself; None for ~/.cache/penstock
+    `batch_per_device`   samples per rank and step; ranks that share attention (mp_size) have the same ones
+    `held_out_fraction`  share of the text kept for evaluation, at most 0.5
+    `suffixes`           which files of a folder are text; a path to one file ignores it
+
+    Raises `ConfigError` naming the field when a value cannot be used.
+    """
+
+    path: str | None = None
+    mixture: Table = dataclass_field(default_factory=Table)
+    tokenizer: str | None = None
+    end_of_document: str | None = None
+    field: str = "text"
+    separate_documents: bool = False
+    cache: Path | None = None
+    batch_per_device: Samples = 8
+    held_out_fraction: HeldOut = 0.05
+    suffixes: Suffixes = (".py", ".txt", ".md", ".rst", ".jsonl", ".parquet")
+
+    def __post_init__(self) -> None:
+        if self.path == "":
+            hint = "Leave it out to train on Python's standard library."
+            raise ConfigError("path", self.path, "must not be empty", hint)
+        check_bounds(self)
+        for suffix in self.suffixes:
+            if not suffix.startswith(".") or suffix == ".":
+                raise ConfigError(
+                    "suffixes", suffix, "must be a file extension with its dot", 'Write it as ".txt".'
+                )
+        self._check_mixture()
+
+    @property
+    def parts(self) -> dict[str | None, float]:
+        """Every path with its share of the samples; the shares sum to one."""
+        if not self.mixture:
+            return {self.path: 1.0}
+        whole = math.fsum(weight for _, weight in self.mixture)
+        return {path: weight / whole for path, weight in self.mixture}
+
+    def _check_mixture(self) -> None:
+        if self.mixture and self.path is not None:
+            raise ConfigError("path", self.path, "stands beside a mixture", "Give one of the two.")
+        if len(self.mixture) > MOST_PARTS:
+            why = f"has {len(self.mixture)} paths and may have {MOST_PARTS}"
+            raise ConfigError("mixture", len(self.mixture), why, "Put files into folders.")
+        for path, weight in self.mixture:
+            key = f"mixture.{path}"
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+                raise ConfigError(key, weight, "must be a weight above 0", "For example 1.")
+            if self.parts[path] < LEAST_SHARE:
+                why = f"is less than one sample in {round(1 / LEAST_SHARE):,}"
+                raise ConfigError(key, weight, why, "Raise it, or leave the path out.")

@@ -1,0 +1,169 @@
+"""The texts of a run: opened where they can be read as they lie, prepared first where they cannot.
+
+Without a path the text is the Python standard library of the running interpreter: real text, about 11 MB, on
+every machine. Text without a tokenizer is read as bytes, every byte a token. A folder that `penstock prepare`
+has written is read as tokens. Anything else (a tokenizer is named, or files hold documents in a field) is
+prepared in the folder `data.cache` when a run first meets it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config import UNSET, ConfigError
+from penstock.data.config import DataConfig
+from penstock.data.documents import TABLES
+from penstock.data.listing import expanded, files_below, files_of, is_folder
+from penstock.data.prepare import Preparation
+from penstock.data.record import WHOLE, is_prepared
+from penstock.data.text import Readable, Text
+from penstock.data.tokenizer import open_tokenizer
+from penstock.data.tokens import Tokens
+
+__all__ = ["Corpus", "ToPrepare", "load_corpora", "prepared_folder", "to_prepare"]
+
+MIN_TEXT_BYTES = 1024
+STANDARD_LIBRARY_SUFFIXES = (".py",)
+# Installed packages differ between machines, and the tests hold odd encodings and generated tables.
+STANDARD_LIBRARY_LEFT_OUT = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """One text to train on, which stays where it is.
+
+    `text`    its tokens
+    `source`  where it came from, for people: the place, the number of files and of bytes or tokens
+    `share`   of all samples, where there are several texts
+    """
+
+    text: Readable
+    source: str
+    share: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToPrepare:
+    """A text that can be read once its tokens are in `folder`."""
+
+    work: Preparation
+    folder: Path
+
+    @property
+    def is_done(self) -> bool:
+        """Whether an earlier run has prepared it."""
+        return (self.folder / WHOLE).exists()
+
+
+def load_corpora(config: DataConfig) -> list[Corpus]:
+    """Open the texts that `config` names, the files of each one after another in a fixed order.
+
+    Raises `ConfigError` on `path` when it does not exist, holds no text file or too little text, or when any
+    of its files cannot be read or has yet to be prepared; on `tokenizer` where tokens were made with another.
+    """
+    found = [_load(config, path, share) for path, share in config.parts.items()]
+    for corpus in found:
+        if corpus.text.tokenizer != found[0].text.tokenizer:
+            why = f"{found[0].source} and {corpus.source} have tokens of different tokenizers"
+            raise ConfigError(
+                "mixture", UNSET, why, "Prepare all texts with one, or name it in data.tokenizer."
+            )
+    return found
+
+
+def to_prepare(config: DataConfig) -> list[ToPrepare]:
+    """What must be prepared before the texts can be opened, or has been for an earlier run."""
+    found = (_to_prepare(config, path) for path in config.parts)
+    return [each for each in found if each is not None]
+
+
+def _load(config: DataConfig, path: str | None, share: float) -> Corpus:
+    waiting = _to_prepare(config, path)
+    if waiting is not None:
+        return _tokens(path, waiting.folder, f"{waiting.work.source}, ", share)
+    if path is None:
+        return _load_standard_library()
+    place = expanded(path)
+    if not is_folder(path, place) or not is_prepared(place):
+        place_files = files_of(path, config.suffixes)
+        return _join(path, str(place), place_files, share)
+    corpus = _tokens(path, place, f"{place}: ", share)
+    _check_tokenizer(config, corpus.text, path)
+    return corpus
+
+
+def _tokens(path: str | None, folder: Path, source: str, share: float) -> Corpus:
+    tokens = Tokens(path, folder)
+    facts = f"{tokens.record.documents:,} documents, {tokens.size:,} tokens"
+    return Corpus(text=tokens, source=source + facts, share=share)
+
+
+def _check_tokenizer(config: DataConfig, text: Readable, path: str) -> None:
+    """Prepared tokens know what made them; a tokenizer that is named must be that one."""
+    assert isinstance(text, Tokens)
+    if config.tokenizer is None:
+        return
+    if open_tokenizer(config.tokenizer, config.end_of_document).digest != text.record.tokenizer:
+        why = f"{path} was prepared with another tokenizer"
+        raise ConfigError("tokenizer", config.tokenizer, why, "Leave it out: the tokens know theirs.")
+
+
+def _to_prepare(config: DataConfig, path: str | None) -> ToPrepare | None:
+    """None where the text can be read as it lies."""
+    if path is None:
+        if config.tokenizer is None:
+            return None
+        files, place = _standard_library(), "Python's standard library"
+    else:
+        if is_folder(path, expanded(path)) and is_prepared(expanded(path)):
+            return None
+        files, place = files_of(path, config.suffixes), str(expanded(path))
+    if config.tokenizer is None and not any(file.suffix in TABLES for file in files):
+        return None
+    work = Preparation(
+        files=tuple(files),
+        source=f"{place}: {_counted(files)}",
+        field=config.field,
+        tokenizer=open_tokenizer(config.tokenizer, config.end_of_document),
+    )
+    return ToPrepare(work=work, folder=prepared_folder(config.cache, work))
+
+
+def prepared_folder(cache: Path | None, work: Preparation) -> Path:
+    """Where a run keeps tokens that it has prepared: a name by what they are made from."""
+    usual = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    root = Path(usual, "penstock") if cache is None else cache.expanduser()
+    return root / "tokens" / work.made_from[:32]
+
+
+def _standard_library() -> list[Path]:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = files_below(None, folder, STANDARD_LIBRARY_SUFFIXES, STANDARD_LIBRARY_LEFT_OUT)
+    if not files:  # embedded interpreters keep their library in an archive
+        why = f"the sources of Python's standard library are not in {folder}"
+        raise ConfigError("path", None, why, "Give a file or a folder of text.")
+    return files
+
+
+def _load_standard_library() -> Corpus:
+    return _join(None, f"Python {platform.python_version()} standard library", _standard_library(), 1.0)
+
+
+def _join(path: str | None, place: str, files: Sequence[Path], share: float) -> Corpus:
+    """One text of all files, with a newline between two so that no line runs on into the next file."""
+    text = Text(path, files)
+    if text.size < MIN_TEXT_BYTES:
+        hint = f"Give at least {MIN_TEXT_BYTES}; megabytes are better."
+        raise ConfigError("path", path, f"holds only {text.size} bytes of text", hint)
+    return Corpus(text=text, source=f"{place}: {_counted(files)}, {text.size:,} bytes", share=share)
+
+
+def _counted(files: Sequence[Path]) -> str:
+    return "1 file" if len(files) == 1 else f"{len(files):,} files"

@@ -1,0 +1,157 @@
+"""Documents in files: plain text, JSON lines, Parquet; in pieces, in a fixed order, from any place on.
+
+A text file is one document; a long one comes in several pieces, cut after a line. A line of JSON and a row of
+a Parquet file is a document: the text of its field. A document without a text is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from penstock.config import ConfigError, open_regular
+from penstock.data.files import HINT, TextError
+from penstock.data.record import Position
+
+if TYPE_CHECKING:
+    import pyarrow.parquet
+
+JSON_LINES: Final = (".jsonl", ".ndjson")
+PARQUET: Final = (".parquet",)
+TABLES: Final = (*JSON_LINES, *PARQUET)
+"""Extensions of files that hold documents in a field."""
+
+PIECE_BYTES: Final = 1 << 20
+MOST_LINE_BYTES: Final = 1 << 28
+ROWS: Final = 64
+"""Of a Parquet file that are read at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """text: of a document, up to its end if `ends`. after: where reading goes on. read_bytes: to get here."""
+
+    text: str
+    ends: bool
+    after: Position
+    read_bytes: int
+
+
+def pieces(files: Sequence[Path], field: str, start: Position) -> Iterator[Piece]:
+    """All documents from `start` on. Raises TextError about what is in a file, by its name and place."""
+    for number in range(start.file, len(files)):
+        file, at = files[number], start.at if number == start.file else 0
+        if file.suffix in PARQUET:
+            yield from _parquet(file, number, field, at)
+        elif file.suffix in JSON_LINES:
+            yield from _json_lines(file, number, field, at)
+        else:
+            yield from _text(file, number, at)
+
+
+def check_readable(file: Path, field: str) -> None:
+    """Raise ConfigError about `path` if a file cannot be opened, or what reads it is not installed."""
+    if file.suffix in PARQUET:
+        _table(file, field)
+    else:
+        with open_regular(file, "path", HINT, str(file)):
+            pass
+
+
+def _text(file: Path, number: int, at: int) -> Iterator[Piece]:
+    with file.open("rb") as opened:
+        # Where a piece ends depends on where it begins alone, however reading came there.
+        while opened.seek(at) == at and (data := opened.read(PIECE_BYTES + 1)):
+            more = len(data) > PIECE_BYTES
+            cut = _cut(data[:PIECE_BYTES]) if more else len(data)
+            at += cut
+            text, after = data[:cut].decode("utf-8", "replace"), Position(file=number, at=at)
+            yield Piece(text=text, ends=not more, after=after, read_bytes=cut)
+
+
+def _cut(data: bytes) -> int:
+    """Where to cut a piece: after its last line, or where no character of UTF-8 is cut in two."""
+    line = data.rfind(b"\n") + 1
+    if line:
+        return line
+    begins = (cut for cut in range(len(data) - 1, len(data) - 5, -1) if data[cut] & 0xC0 != 0x80)
+    return next(begins, len(data))
+
+
+def _json_lines(file: Path, number: int, field: str, at: int) -> Iterator[Piece]:
+    with file.open("rb") as opened:
+        opened.seek(at)
+        while line := opened.readline(MOST_LINE_BYTES + 1):
+            place, at = at, at + len(line)
+            text = _field(file, line, field, place) if line.strip() else ""
+            after = Position(file=number, at=at)
+            yield Piece(text=text, ends=bool(text), after=after, read_bytes=len(line))
+
+
+def _field(file: Path, line: bytes, field: str, at: int) -> str:
+    """The text of a line of JSON; empty for null."""
+    where = f"{file}, the line from byte {at:,} on"
+    if len(line) > MOST_LINE_BYTES:
+        raise TextError(f"{where}: is longer than {MOST_LINE_BYTES >> 20} MiB")
+    try:
+        table = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise TextError(f"{where}: is not JSON ({error})") from error
+    if not isinstance(table, dict) or field not in table:
+        raise TextError(f"{where}: has no field {field!r}; name the one with the text (data.field, --field)")
+    text = table[field]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise TextError(f"{where}: field {field!r} is no text")
+    return text.encode("utf-8", "replace").decode()  # JSON may hold half of a character that takes two
+
+
+def _parquet(file: Path, number: int, field: str, at: int) -> Iterator[Piece]:
+    table, first = _table(file, field), 0
+    rows_bytes = file.stat().st_size / max(1, table.metadata.num_rows)
+    for group in range(table.metadata.num_row_groups):
+        beyond = first + table.metadata.row_group(group).num_rows
+        if beyond > at:
+            for row, text in enumerate(_column(file, table, group, field), start=first):
+                if row >= at:
+                    after = Position(file=number, at=row + 1)
+                    read = round((row + 1) * rows_bytes) - round(row * rows_bytes)
+                    yield Piece(text=text or "", ends=bool(text), after=after, read_bytes=read)
+        first = beyond
+
+
+def _column(file: Path, table: pyarrow.parquet.ParquetFile, group: int, field: str) -> Iterator[str | None]:
+    import pyarrow
+
+    try:
+        for batch in table.iter_batches(batch_size=ROWS, row_groups=[group], columns=[field]):
+            yield from batch.column(0).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise TextError(f"{file}: rows of group {group} cannot be read ({error})") from error
+
+
+def _table(file: Path, field: str) -> pyarrow.parquet.ParquetFile:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        hint = "Install it: pip install 'penstock[parquet]'."
+        raise ConfigError("path", str(file), "needs the package pyarrow", hint) from None
+    with open_regular(file, "path", HINT, str(file)):
+        pass
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ConfigError("path", str(file), f"is no Parquet file ({error})", HINT) from error
+    names = table.schema_arrow.names
+    if field not in names:
+        why = f"{file} has columns {', '.join(names)}"
+        raise ConfigError("field", field, why, "Name the one with the text.")
+    kind = table.schema_arrow.field(field).type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise ConfigError("field", field, f"is no text in {file}, but {kind}", "Name the one with the text.")
+    return table

@@ -1,0 +1,200 @@
+"""Files of text become a folder of tokens: flat in memory, safe to kill, and continued where it was.
+
+A shard is done when it has its name and the record says so; what comes after it is written again. Pieces of
+text and shards begin and end in the same places however often the work was interrupted, so the result is the
+same to the last byte.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Final
+
+from penstock.config import ConfigError
+from penstock.data.documents import Piece, check_readable, pieces
+from penstock.data.files import TextError
+from penstock.data.record import (
+    MOST_SHARDS,
+    UNFINISHED,
+    WHOLE,
+    Position,
+    Record,
+    read_record,
+    settle,
+    write_record,
+)
+from penstock.data.shard import ShardWriter
+from penstock.data.tokenizer import Tokenizer, as_array
+
+SHARD_TOKENS: Final = 1 << 27
+BATCH_CHARACTERS: Final = 1 << 20
+"""Text that is given to the tokenizer at once, which cuts it with several threads."""
+
+LOCK: Final = ".lock"
+WAIT_S: Final = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """read_bytes: of the inputs, of `total_bytes`. tokens and documents: written so far."""
+
+    read_bytes: int
+    total_bytes: int
+    tokens: int
+    documents: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """Some files, and what is to become of them.
+
+    field: of files that have fields, the one with the text. shard_tokens: a shard is closed when it has as
+    many. source: the inputs, for people.
+    """
+
+    files: tuple[Path, ...]
+    source: str
+    field: str
+    tokenizer: Tokenizer
+    shard_tokens: int = SHARD_TOKENS
+
+    def check(self) -> None:
+        """Raise ConfigError if an input cannot be opened, or has no such field."""
+        for file in self.files:
+            check_readable(file, self.field)
+
+    @property
+    def made_from(self) -> str:
+        """Digest of everything that the tokens depend on; files by name, size and time of the last change."""
+        facts = [self.field, self.tokenizer.digest, self.tokenizer.end, self.shard_tokens]
+        for file in self.files:
+            found = file.stat()
+            facts += [str(file.resolve()), found.st_size, found.st_mtime_ns]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def run(self, folder: Path, *, waits: bool = False) -> Iterator[Progress]:
+        """Write the folder, or what is missing of it; a whole one of the same files stays as it is.
+
+        Yields from time to time. waits: for another process that writes there, instead of refusing. Raises
+        ConfigError about `--out` for a folder that holds something else, TextError about an input.
+        """
+        made_from = self.made_from
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder) as mine:
+            while not mine():
+                if not waits:
+                    raise _refused(folder, "another process is writing there", "Wait until it has ended.")
+                yield Progress(read_bytes=0, total_bytes=self._total_bytes, tokens=0, documents=0)
+                time.sleep(WAIT_S)
+            record = self._begun(folder, made_from)
+            if record is None:
+                return
+            yield from self._write(folder, record)
+            if self.made_from != made_from:
+                raise TextError(f"{self.source}: a file has changed while it was read; leave them alone")
+            if not read_record(folder / UNFINISHED).tokens:
+                why = f"{self.source} holds no text"
+                raise ConfigError("path", self.source, why, "Name files that hold some.")
+            settle(folder / UNFINISHED, folder / WHOLE)
+
+    @property
+    def _total_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+    def _begun(self, folder: Path, made_from: str) -> Record | None:
+        """The record to go on from; None where the folder is whole."""
+        for name in (WHOLE, UNFINISHED):
+            if (folder / name).exists():
+                found = read_record(folder / name)
+                if found.made_from != made_from:
+                    why = "holds tokens of other files or settings, or a file has changed since"
+                    raise _refused(folder, why, "Choose another folder, or delete this one.")
+                return None if name == WHOLE else found
+        if any(each.name != LOCK for each in folder.iterdir()):
+            raise _refused(folder, "is not empty", "Choose a new folder.")
+        record = Record(
+            made_from=made_from,
+            source=self.source,
+            tokenizer=self.tokenizer.digest,
+            vocabulary=self.tokenizer.vocabulary,
+            end=self.tokenizer.end,
+        )
+        write_record(record, folder / UNFINISHED)
+        return record
+
+    def _write(self, folder: Path, record: Record) -> Iterator[Progress]:
+        total, read = self._total_bytes, self._read_before(record.position)
+        coming = pieces(self.files, self.field, record.position)
+        while (piece := next(coming, None)) is not None:
+            if len(record.shards) == MOST_SHARDS:
+                raise _refused(folder, f"has {MOST_SHARDS:,} shards", "Use a larger --shard-tokens.")
+            batches = _batches(chain([piece], coming))
+            with ShardWriter(folder, len(record.shards), record.dtype) as shard:
+                documents, position = record.documents, record.position
+                for batch in batches:
+                    self._add(batch, shard)
+                    read += sum(each.read_bytes for each in batch)
+                    documents += sum(each.ends for each in batch)
+                    position = batch[-1].after
+                    tokens = record.tokens + shard.tokens
+                    yield Progress(read_bytes=read, total_bytes=total, tokens=tokens, documents=documents)
+                    if shard.tokens >= self.shard_tokens:
+                        break
+                shards = (*record.shards, shard.finish()) if shard.tokens else record.shards
+            record = replace(record, shards=shards, documents=documents, position=position)
+            write_record(record, folder / UNFINISHED)
+
+    def _add(self, batch: Sequence[Piece], shard: ShardWriter) -> None:
+        for piece, ids in zip(batch, self.tokenizer.encode([each.text for each in batch]), strict=True):
+            shard.add(as_array(self.tokenizer, ids, shard.dtype, ends=piece.ends))
+
+    def _read_before(self, position: Position) -> int:
+        """Bytes of the inputs before a position, of which rows of a table count as none."""
+        before = sum(file.stat().st_size for file in self.files[: position.file])
+        return min(before + position.at, self._total_bytes)
+
+
+def _batches(coming: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Runs of pieces with about `BATCH_CHARACTERS` of text. A new one takes only what the last has left."""
+    batch: list[Piece] = []
+    length = 0
+    for piece in coming:
+        batch.append(piece)
+        length += len(piece.text) + 1
+        if length >= BATCH_CHARACTERS:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[_TakeLock]:
+    with (folder / LOCK).open("w") as file:
+        yield _TakeLock(file.fileno())  # the system releases it when the file is closed
+
+
+class _TakeLock:
+    """Whether the lock on a file could be taken, which it is tried for at every call."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __call__(self) -> bool:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _refused(folder: Path, why: str, hint: str) -> ConfigError:
+    return ConfigError("--out", str(folder), why, hint)

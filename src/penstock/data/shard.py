@@ -1,0 +1,78 @@
+"""Writing one shard of tokens: what is not whole has another name, and is written over."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.data.record import (
+    BLOCK_BYTES,
+    CRC_BYTES,
+    PART,
+    Shard,
+    header,
+    settle,
+    shard_file,
+    sums_file,
+    write_whole,
+)
+
+
+class ShardWriter:
+    """A shard while tokens are added to it; `finish` gives it its name. At most a block waits in memory."""
+
+    def __init__(self, folder: Path, number: int, dtype: np.dtype[np.unsignedinteger]) -> None:
+        self._path, self._sums_path, self.dtype = (
+            shard_file(folder, number),
+            sums_file(folder, number),
+            dtype,
+        )
+        self._part = self._path.with_name(self._path.name + PART)
+        self._file = self._part.open("wb")
+        self._waiting, self._hash, self._sums = bytearray(), hashlib.sha256(), bytearray()
+        self.tokens = 0
+        self._write_header()
+
+    def add(self, tokens: npt.NDArray[np.unsignedinteger]) -> None:
+        """Write tokens after those that are there."""
+        self.tokens += tokens.size
+        self._waiting += tokens.tobytes()
+        whole = len(self._waiting) - len(self._waiting) % BLOCK_BYTES
+        for start in range(0, whole, BLOCK_BYTES):
+            self._write(bytes(self._waiting[start : start + BLOCK_BYTES]))
+        del self._waiting[:whole]
+
+    def finish(self) -> Shard:
+        """What the record says of it; it is on the disk then."""
+        if self._waiting:
+            self._write(bytes(self._waiting))
+        self._file.seek(0)
+        self._write_header()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        write_whole(self._sums_path, bytes(self._sums))
+        settle(self._part, self._path)
+        return Shard(tokens=self.tokens, sha256=self._hash.hexdigest())
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._part.unlink(missing_ok=True)
+
+    def _write(self, block: bytes) -> None:
+        self._sums += zlib.crc32(block).to_bytes(CRC_BYTES, "little")
+        self._hash.update(block)
+        self._file.write(block)
+
+    def _write_header(self) -> None:
+        self._file.write(header(self.dtype, self.tokens))

@@ -1,0 +1,119 @@
+"""From text to tokens: bytes, or a `tokenizer.json`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.config import ConfigError, open_regular
+from penstock.data.text import BYTES
+
+if TYPE_CHECKING:
+    import tokenizers
+
+ENDS: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
+"""Tokens that end a document, by the names that published tokenizers have for them."""
+
+MOST_BYTES: Final = 1 << 30
+
+
+class Tokenizer(Protocol):
+    """vocabulary: every token is below it. end: the token that ends a document, which no text has.
+
+    digest: what it is known by.
+    """
+
+    vocabulary: int
+    end: int
+    digest: str
+
+    def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        """The tokens of every text, without any that begins or ends it."""
+        ...
+
+
+class Bytes:
+    """UTF-8, byte by byte. A document ends with 255, which UTF-8 does not have."""
+
+    vocabulary, end, digest = BYTES, BYTES - 1, "bytes"
+
+    def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        return [text.encode("utf-8", "replace") for text in texts]
+
+
+class FileTokenizer:
+    """What a `tokenizer.json` says, by the package tokenizers.
+
+    Texts that spell a special token are tokenized as any other text. Raises ConfigError about `tokenizer`, or
+    about `end_of_document` if none is given and none of `ENDS` is in the vocabulary.
+    """
+
+    def __init__(self, path: str, end: str | None) -> None:
+        data = _content(path)
+        self.digest = hashlib.sha256(data).hexdigest()
+        self._tokenizer = _loaded(path, data)
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        known = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocabulary = max(known.values(), default=0) + 1
+        name = end if end is not None else next((each for each in ENDS if each in known), None)
+        if name is None or name not in known:
+            why = f"{path} has no such token" if name else f"{path} has none of {', '.join(ENDS)}"
+            hint = "Name the token that ends a document in data.end_of_document (--end-of-document)."
+            raise ConfigError("end_of_document", end, why, hint)
+        self.end = known[name]
+
+    def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [each.ids for each in found]
+
+
+def open_tokenizer(path: str | None, end: str | None = None) -> Tokenizer:
+    """The one of a file, or bytes for None.
+
+    end: name of the token that ends a document; None = the usual one. ConfigError where there is none such.
+    """
+    if path is not None:
+        return FileTokenizer(path, end)
+    if end is not None:
+        why = "bytes have one already: 255, which UTF-8 does not use"
+        raise ConfigError("end_of_document", end, why, "Leave it out, or name a data.tokenizer.")
+    return Bytes()
+
+
+def as_array(
+    tokenizer: Tokenizer, text: Sequence[int], dtype: np.dtype[np.unsignedinteger], *, ends: bool
+) -> npt.NDArray[np.unsignedinteger]:
+    """The tokens of a text, with the one after it that ends a document if it does."""
+    found = np.frombuffer(text, np.uint8) if isinstance(text, bytes) else np.asarray(text, dtype)
+    return np.append(found, np.asarray([tokenizer.end], dtype)) if ends else found
+
+
+def _content(path: str) -> bytes:
+    file = Path(path).expanduser()
+    file = file / "tokenizer.json" if file.is_dir() else file
+    hint = "Give the tokenizer.json of a tokenizer, or none to train on bytes."
+    with open_regular(file, "tokenizer", hint, path) as opened:
+        data = opened.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ConfigError("tokenizer", path, "is larger than 1 GiB", hint)
+    return data
+
+
+def _loaded(path: str, data: bytes) -> tokenizers.Tokenizer:
+    try:
+        import tokenizers
+    except ImportError:
+        hint = "Install it: pip install 'penstock[tokenizers]'."
+        raise ConfigError("tokenizer", path, "needs the package tokenizers", hint) from None
+    try:
+        return tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # its own errors are bare `Exception`
+        why = f"is no tokenizer that the package tokenizers reads ({error})"
+        raise ConfigError("tokenizer", path, why, "Give a tokenizer.json.") from error

@@ -1,0 +1,60 @@
+"""`penstock prepare` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+
+
+def test_prepare_and_prepare_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(3):
+        (tmp_path / "texts" / f"{number}.md").write_text("Water runs downhill.\n" * 50)
+    out = tmp_path / "tokens"
+    command = ["prepare", str(tmp_path / "texts"), "--out", str(out)]
+    for _ in range(2):
+        assert main(command) == 0
+        printed = capsys.readouterr()
+        assert f"{out}: 3 documents, 3,153 tokens in 1 shard\n" in printed.out
+        assert f"data.path={out} model.vocab_size=256" in printed.out and not printed.err
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 3153
+    shard = out / "tokens-00000.npy"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
+    assert main(command) == 1
+    assert f"{shard} is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["nowhere"], "INPUT = .*cannot read .*nowhere"),
+        (["."], "contains no file with extension"),
+        (["text.txt", "--tokenizer", "text.txt"], "tokenizer = .*is no tokenizer"),
+        (["text.txt", "--suffixes", "txt"], "suffixes = .*must be a file extension"),
+        (["text.txt", "--shard-tokens", "0"], "is no number of tokens"),
+        (["text.txt", "--out", "text.txt"], "text.txt cannot be written"),
+    ],
+)
+def test_what_cannot_be_prepared(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    why: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "text.txt" in arguments:
+        (tmp_path / "text.txt").write_text("Water runs downhill.\n")
+    out = [] if "--out" in arguments else ["--out", "tokens"]
+    try:
+        code = main(["prepare", *arguments, *out])
+    except SystemExit as ended:
+        code = int(str(ended.code))
+    assert code in (1, 2)
+    assert re.search(why, capsys.readouterr().err)

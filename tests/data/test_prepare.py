@@ -1,0 +1,367 @@
+"""Folders of tokens: what is written is what is read, however often writing was cut off, or it is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers, trainers
+
+from penstock.config import ConfigError
+from penstock.data import documents as documents_module
+from penstock.data import prepare as prepare_module
+from penstock.data.listing import files_of
+from penstock.data.prepare import Preparation
+from penstock.data.record import BLOCK_BYTES, UNFINISHED, WHOLE, width_of
+from penstock.data.text import TextError
+from penstock.data.tokenizer import Bytes, FileTokenizer, open_tokenizer
+from penstock.data.tokens import Tokens, first_damage
+
+DOCUMENTS = [
+    f"Water runs downhill, {number} times.\nÄnd “back” up 🌊 {number * number}." for number in range(40)
+]
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Byte pairs, of 320 tokens."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(DOCUMENTS, trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+def write_inputs(folder: Path) -> Path:
+    """Every kind of file: 40 documents in a table, 40 in lines, and two texts."""
+    folder.mkdir()
+    rows: list[str | None] = [None, *DOCUMENTS, ""]
+    table = pyarrow.table({"id": list(range(len(rows))), "text": rows})
+    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=7)
+    lines = [json.dumps({"text": text, "id": 1}) for text in DOCUMENTS]
+    (folder / "b.jsonl").write_text("\n".join([*lines[:3], "", '{"text": null}', *lines[3:]]))
+    (folder / "c.txt").write_text("\n".join(DOCUMENTS))
+    (folder / "d.txt").write_bytes(b"no line here \xff " * 9)
+    (folder / "e.txt").write_bytes(b"")
+    return folder
+
+
+def expected_documents(folder: Path) -> list[str]:
+    texts = [(folder / name).read_bytes().decode("utf-8", "replace") for name in ("c.txt", "d.txt")]
+    return [*DOCUMENTS, *DOCUMENTS, *texts]
+
+
+def preparation(folder: Path, tokenizer: Path | None = None, shard_tokens: int = 1000) -> Preparation:
+    return Preparation(
+        files=tuple(files_of(str(folder), SUFFIXES)),
+        source="test",
+        field="text",
+        tokenizer=open_tokenizer(None if tokenizer is None else str(tokenizer)),
+        shard_tokens=shard_tokens,
+    )
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a small input has many pieces and many batches."""
+    monkeypatch.setattr(documents_module, "PIECE_BYTES", 64)
+    monkeypatch.setattr(prepare_module, "BATCH_CHARACTERS", 300)
+
+
+def finish(work: Preparation, out: Path) -> Tokens:
+    for _ in work.run(out):
+        pass
+    return Tokens(None, out)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def split(tokens: Tokens) -> list[list[int]]:
+    """The tokens of every document, by the places where one begins."""
+    assert tokens.tokens(tokens.size - 1, tokens.size).tolist() == [tokens.record.end]
+    starts = tokens.document_starts(0, tokens.size)
+    return [part[:-1].tolist() for part in np.split(tokens.tokens(0, tokens.size), starts)]
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_documents_of_all_kinds_of_files_come_back(tmp_path: Path, tokenizer_file: Path) -> None:
+    folder = write_inputs(tmp_path / "in")
+    expected = expected_documents(folder)
+    found = finish(preparation(folder), tmp_path / "bytes")
+    assert [bytes(part).decode() for part in split(found)] == expected
+    assert (found.vocabulary, found.record.dtype.name, found.record.documents) == (
+        256,
+        "uint8",
+        len(expected),
+    )
+
+    pairs = finish(preparation(folder, tokenizer_file), tmp_path / "pairs")
+    known = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    alphabet = {letter: byte for byte, letter in _byte_letters().items()}
+    for part, text in zip(split(pairs), expected, strict=True):
+        letters = "".join(known.id_to_token(each) or "" for each in part)
+        assert bytes(alphabet[letter] for letter in letters).decode() == text
+    assert (pairs.vocabulary, pairs.record.dtype.name, pairs.record.documents) == (
+        320,
+        "uint16",
+        len(expected),
+    )
+    assert len(pairs.record.shards) > 2
+    shards = [
+        np.load(tmp_path / "pairs" / f"tokens-{n:05d}.npy", mmap_mode="r")
+        for n in range(99)
+        if n < len(pairs.record.shards)
+    ]
+    assert np.concatenate(shards).tolist() == pairs.tokens(0, pairs.size).tolist()
+
+
+def _byte_letters() -> dict[int, str]:
+    """GPT-2's letter for every byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_cut_off_anywhere_it_goes_on_to_the_same_bytes(tmp_path: Path, tokenizer_file: Path) -> None:
+    """What a kill leaves is what the folder is at that moment; it is never taken for a whole one."""
+    work = preparation(write_inputs(tmp_path / "in"), tokenizer_file)
+    cuts = []
+    for number, _ in enumerate(work.run(tmp_path / "whole")):
+        cuts.append(tmp_path / f"cut{number}")
+        shutil.copytree(tmp_path / "whole", cuts[-1])
+    whole = content(tmp_path / "whole")
+    assert len(cuts) > 10 and UNFINISHED not in whole and not any(".part" in name for name in whole)
+    for cut in cuts:
+        with pytest.raises(ConfigError, match="preparation has not ended"):
+            Tokens(None, cut)
+        finish(work, cut)
+        assert content(cut) == whole
+    assert list(work.run(cuts[0])) == [], "a whole folder stays as it is"
+
+
+def test_a_killed_command_is_repeated(tmp_path: Path) -> None:
+    """With SIGKILL in the middle of it; inside of a shard, or between two."""
+    (tmp_path / "in.txt").write_text("Water runs downhill.\n" * 400_000)
+    arguments = [
+        "prepare",
+        str(tmp_path / "in.txt"),
+        "--out",
+        str(tmp_path / "out"),
+        "--shard-tokens",
+        "1500000",
+    ]
+    command = [sys.executable, "-m", "penstock", *arguments]
+    with subprocess.Popen(command) as child:
+        while not list((tmp_path / "out").glob("tokens-00001*")) and child.poll() is None:
+            time.sleep(0.002)
+        child.send_signal(signal.SIGKILL)
+    assert child.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out" / WHOLE).exists()
+    subprocess.run(command, check=True, capture_output=True)
+    assert first_damage(tmp_path / "out") is None
+    assert Tokens(None, tmp_path / "out").size == 21 * 400_000 + 1
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three shards, one of them of several blocks."""
+    folder = tmp_path_factory.mktemp("prepared")
+    (folder / "in.txt").write_text("Water runs downhill.\n" * 15_000)
+    work = preparation(folder, shard_tokens=2 * BLOCK_BYTES + 5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents_module, "PIECE_BYTES", 10_000)
+        patch.setattr(prepare_module, "BATCH_CHARACTERS", 10_000)
+        finish(work, folder / "out")
+    return folder / "out"
+
+
+@given(data=st.data())
+def test_one_wrong_byte_is_found(prepared: Path, data: st.DataObject) -> None:
+    names = [name for name in content(prepared) if name != ".lock"]
+    name = data.draw(st.sampled_from(names))
+    whole = (prepared / name).read_bytes()
+    place = data.draw(st.integers(0, len(whole) - 1))
+    change = data.draw(st.sampled_from(["flipped", "cut", "gone"]))
+    flipped = whole[:place] + bytes([whole[place] ^ data.draw(st.integers(1, 255))]) + whole[place + 1 :]
+    path = prepared / name
+    try:
+        if change == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(flipped if change == "flipped" else whole[:place])
+        damage = first_damage(prepared)
+        if damage is None:  # space between two words
+            assert name == WHOLE and json.loads(path.read_bytes()) == json.loads(whole)
+        else:
+            assert Path(name).stem in damage or (change == "gone" and "has not ended" in damage)
+    finally:
+        path.write_bytes(whole)
+    assert first_damage(prepared) is None
+
+
+def test_what_is_read_is_checked_once_and_nothing_else(prepared: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(prepared, copy)
+    shard = copy / "tokens-00001.npy"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
+    tokens = Tokens(None, copy)
+    first = tokens.record.shards[0].tokens
+    assert tokens.tokens(first - 5, first + 5).size == 10, "of two shards, where both are whole"
+    with pytest.raises(TextError, match=r"tokens-00001\.npy is damaged"):
+        tokens.tokens(first, first + tokens.record.shards[1].tokens)
+
+
+@given(st.integers(1, 2**32))
+def test_tokens_are_as_wide_as_their_vocabulary(vocabulary: int) -> None:
+    assert np.iinfo(width_of(vocabulary)).max >= vocabulary - 1
+    assert width_of(vocabulary).itemsize == 1 or vocabulary > 2 ** (4 * width_of(vocabulary).itemsize)
+
+
+Change = Callable[[Path, Preparation], Preparation]
+OTHERS: dict[str, Change] = {
+    "another field": lambda folder, work: replace(work, field="other"),
+    "another file": lambda folder, work: replace(work, files=work.files[1:]),
+    "shards of another size": lambda folder, work: replace(work, shard_tokens=7),
+}
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_a_folder_of_something_else_is_refused(tmp_path: Path, change: str) -> None:
+    work = preparation(write_inputs(tmp_path / "in"))
+    finish(work, tmp_path / "out")
+    other = OTHERS[change](tmp_path / "in", work)
+    with pytest.raises(ConfigError, match="holds tokens of other files or settings"):
+        next(other.run(tmp_path / "out"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="is not empty"):
+        next(work.run(tmp_path / "full"))
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    """The second one is refused, or waits where it may."""
+    work = preparation(write_inputs(tmp_path / "in"))
+    first = work.run(tmp_path / "out")
+    next(first)
+    with pytest.raises(ConfigError, match="another process is writing there"):
+        next(work.run(tmp_path / "out"))
+    second = work.run(tmp_path / "out", waits=True)
+    assert next(second).tokens == 0
+    assert list(first) is not None and list(second) == []
+
+
+def test_a_file_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
+    work = preparation(write_inputs(tmp_path / "in"))
+    going = work.run(tmp_path / "out")
+    next(going)
+    (tmp_path / "in" / "c.txt").write_text("other")
+    with pytest.raises(TextError, match="has changed while it was read"):
+        list(going)
+    assert not (tmp_path / "out" / WHOLE).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "why"),
+    [
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": 3}\n',
+            "a.jsonl, the line from byte 14 on: field 'text' is no text",
+        ),
+        ("a.jsonl", b'{"text": "x"}\n{"body": ""}', "the line from byte 14 on: has no field 'text'"),
+        ("a.jsonl", b"not JSON", "the line from byte 0 on: is not JSON"),
+        ("a.parquet", b"PAR1 and no more", "a.parquet.*is no Parquet file"),
+        ("a.txt", b"", "holds no text"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_by_its_place(
+    tmp_path: Path, name: str, written: bytes, why: str
+) -> None:
+    (tmp_path / name).write_bytes(written)
+    with pytest.raises((TextError, ConfigError), match=why):
+        finish(preparation(tmp_path), tmp_path / "out")
+
+
+def test_a_field_that_a_table_lacks_is_told_with_those_it_has(tmp_path: Path) -> None:
+    folder = write_inputs(tmp_path / "in")
+    for field, why in (("body", "has columns id, text"), ("id", "is no text")):
+        with pytest.raises(ConfigError, match=why):
+            replace(preparation(folder), field=field).check()
+
+
+def test_a_text_cannot_spell_a_special_token(tokenizer_file: Path) -> None:
+    tokenizer = FileTokenizer(str(tokenizer_file), None)
+    (spelt,) = tokenizer.encode(["a <|endoftext|> b"])
+    assert tokenizer.end == 0 and tokenizer.end not in spelt
+    assert 255 not in b"".join(map(bytes, Bytes().encode(["ÿ \udcff"])))
+
+
+def test_what_is_no_tokenizer_is_refused(
+    tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for path, end, why in (
+        (str(tmp_path), None, "is no tokenizer that"),
+        (str(tmp_path / "none"), None, "there is no such file"),
+        (str(tokenizer_file), "<end>", "has no such token"),
+        (None, "<end>", "bytes have one already"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            open_tokenizer(path, end)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r"needs the package tokenizers\. Install it: pip install"):
+        open_tokenizer(str(tokenizer_file))
+
+
+SIZE_BYTES, GROWTH_BYTES = 96 << 20, 32 << 20
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from penstock.data.prepare import Preparation
+from penstock.data.scan import scan
+from penstock.data.tokenizer import Bytes
+from penstock.data.tokens import Tokens
+small, large, out = map(Path, sys.argv[1:])
+for file in (small, large):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    work = Preparation(files=(file,), source="", field="", tokenizer=Bytes(), shard_tokens=40 << 20)
+    for _ in work.run(out / file.name):
+        pass
+    assert scan(Tokens(None, out / file.name)).seen == file.stat().st_size + 1
+print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+"""
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
+    """A process that has prepared and read a small text needs no more for one of 96 MiB."""
+    for name, size in (("small", 4 << 20), ("large", SIZE_BYTES)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)
+    arguments = [str(tmp_path / name) for name in ("small", "large", "out")]
+    child = subprocess.run(
+        [sys.executable, "-c", MEASURE, *arguments], check=True, capture_output=True, text=True
+    )
+    assert int(child.stdout) < GROWTH_BYTES
