@@ -260,16 +260,16 @@ class ClusterFile:
 
     def save(self, path: Path) -> None:
         """Write it where the path says; a half-written file never replaces a whole one."""
-        write_json(path, to_dict(replace(self, version=VERSION)))
+        write_json(path, to_dict(self))
 
     @staticmethod
     def read(path: Path) -> ClusterFile:
-        """Raises ConfigError naming the file and the key that is wrong."""
+        """A file of this or an older version, as this one writes it. Raises ConfigError naming file and key."""
         table = read_json(path, "Give a cluster file, or measure one with `penstock profile`.")
         file = from_dict(ClusterFile, table, str(path))
         if file.nodes > 1 and file.measured is None and "link_rate_of" not in table.get("rates", {}):
             raise ConfigError(f"{path}.rates.link_rate_of", UNSET, WHOSE_RATE, WHAT_TO_WRITE)
-        return file
+        return replace(file, version=VERSION)
 
     def faster(self, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0) -> ClusterFile:
         """The cluster with these multiples of bandwidth between nodes and inside nodes, and of compute."""
