@@ -175,7 +175,7 @@ def test_a_file_of_the_first_version_is_read_and_saved_as_the_present_one(tmp_pa
     path.write_text(json.dumps(old))
     file = ClusterFile.read(path)
     links = (replace(MEASURED.links[0], in_steps=1.0, beside=None),)
-    assert file == replace(MEASURED, version=1, steps=None, doubts=(), links=links)
+    assert file == replace(MEASURED, steps=None, doubts=(), links=links)
     file.save(path)
     assert json.loads(path.read_text())["version"] == now["version"] == 2
 

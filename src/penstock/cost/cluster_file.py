@@ -264,7 +264,7 @@ class ClusterFile:
 
     @staticmethod
     def read(path: Path) -> ClusterFile:
-        """A file of this or an older version, as this one writes it. Raises ConfigError naming file and key."""
+        """A file of this or an older version. Raises ConfigError naming file and key that are wrong."""
         table = read_json(path, "Give a cluster file, or measure one with `penstock profile`.")
         file = from_dict(ClusterFile, table, str(path))
         if file.nodes > 1 and file.measured is None and "link_rate_of" not in table.get("rates", {}):
