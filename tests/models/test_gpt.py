@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.config import ConfigError
 from penstock.models import GPT, ModelConfig
+from penstock.models.gpt import Block
 from penstock.moe import MoEConfig, SampleKeys
 from tests.support.draws import draws
 
@@ -114,3 +117,60 @@ def test_head_sums_in_float32_for_a_model_in_bfloat16() -> None:
     gpt = model(SMALL).bfloat16()
     loss = gpt.head(torch.ones(1, LENGTH, 8).bfloat16(), torch.zeros(1, LENGTH, dtype=torch.int64))
     assert loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(8), nn.LayerNorm(8, bias=False), nn.RMSNorm(8), nn.Identity()], ids=str
+)
+def test_rows_may_be_those_of_the_residual_stream_where_a_plain_norm_is_all_before_experts(
+    norm: nn.Module,
+) -> None:
+    block = model(SMALL).parts[0]
+    block.feed_forward_norm = norm  # type: ignore[assignment]  # a norm is as good as another
+    assert block.row_norm is norm
+
+
+class HalfAdded(Block):
+    """A block of one's own."""
+
+    def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
+        return super().add(residual_BLM, 0.5 * out_TM, keys)
+
+
+def half_added(block: Block) -> None:
+    block.__class__ = HalfAdded
+
+
+def added_otherwise(block: Block) -> None:
+    block.add = lambda residual_BLM, out_TM, keys: residual_BLM  # type: ignore[method-assign]
+
+
+def dropped(block: Block) -> None:
+    block.feed_forward_dropout.p = 0.5
+
+
+def another_norm(norm: nn.Module) -> Callable[[Block], None]:
+    return lambda block: setattr(block, "feed_forward_norm", norm)
+
+
+def hooked(name: str) -> Callable[[Block], None]:
+    return lambda block: getattr(block, name).register_forward_hook(lambda *_: None)
+
+
+MORE = (
+    half_added,
+    added_otherwise,
+    dropped,
+    hooked("feed_forward_dropout"),
+    hooked("feed_forward_norm"),
+    another_norm(nn.LayerNorm((LENGTH, 8))),
+    another_norm(nn.Sequential(nn.LayerNorm(8), nn.Dropout(0.5))),
+)
+
+
+@pytest.mark.parametrize("change", MORE)
+def test_rows_are_tokens_where_a_block_does_more(change: Callable[[Block], None]) -> None:
+    block = model(SMALL).parts[0]
+    assert block.row_norm is not None
+    change(block)
+    assert block.row_norm is None

@@ -24,6 +24,12 @@ from penstock.moe.experts.base import ONE_SHARD, ExpertShard
 from penstock.sharding import Shard, Sharding, shardings_of
 
 INITIAL_STD = 0.02
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.Identity)
+"""They make of a row of the residual stream what they make of it among others."""
+
+AROUND_EXPERTS = ("attend", "settle", "add")
+"""What a block does before and after its experts."""
+
 MakeLayer = Callable[[int], MoELayer]
 
 
@@ -136,8 +142,12 @@ class Block(nn.Module):
 
     @property
     def row_norm(self) -> nn.Module | None:
+        norm, dropout = self.feed_forward_norm, self.feed_forward_dropout
         hooked = self.moe is not None and self.moe.hooks.any
-        return None if hooked or self.feed_forward_dropout.p > 0 else self.feed_forward_norm
+        usual = all(_function(getattr(self, name)) is getattr(Block, name) for name in AROUND_EXPERTS)
+        adds = _computes_as(dropout, CounterDropout) and dropout.p == 0
+        alone = _computes_as(norm, *NORMS) and len(getattr(norm, "normalized_shape", (0,))) == 1
+        return norm if usual and adds and alone and not hooked else None
 
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
         return self.settle(h_BLM, self.mix(h_BLM, keys))
@@ -284,6 +294,22 @@ def _is_constant(parameter: Tensor) -> bool:
     Anything else came from this process's generator, and would differ between layouts.
     """
     return parameter.dim() < 2 and (parameter.is_meta or parameter.unique().numel() <= 1)
+
+
+def _computes_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a module does just what one of these classes does: no `forward` of its own, and no hook."""
+    hooks = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return _function(module.forward) in [kind.forward for kind in kinds] and not any(hooks)
+
+
+def _function(method: object) -> object:
+    """What a bound method calls; None for what an instance was given in its place."""
+    return getattr(method, "__func__", None)
 
 
 def _layer_of(

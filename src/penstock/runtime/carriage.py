@@ -86,9 +86,9 @@ def row_norm(block: BlockParts) -> nn.Module:
     if norm is None:
         raise ValueError(
             "rows carry the residual stream of samples that move (placement.samples) in a step planned for "
-            "blocks without dropout and hooks after their experts, and one has some: they would change the "
-            "residual, too. Build the stack with them, which plans another step, or let samples stay "
-            "(placement.samples=none)"
+            "blocks that have only a LayerNorm or an RMSNorm before their experts and a sum after them, and "
+            "one has more: dropout, hooks, or a norm or methods of its own. Build the stack with them, which "
+            "plans another step, or let samples stay (placement.samples=none)"
         )
     return norm
 
