@@ -193,6 +193,7 @@ def test_nodes_have_links_inside_and_legs(ranks: Pools) -> None:
         (),
         ("model.moe_layers=[1]", "moe.shared_ffn_hidden_size=8"),
         ("moe.gate=soft", "data.batch_per_device=1", "schedule.microbatches=1"),
+        ("placement.samples=netmoe", "placement.experts=planned"),
     ],
 )
 def test_one_rank_has_no_links(overrides: tuple[str, ...]) -> None:

@@ -23,7 +23,7 @@ from penstock.autopilot.run_problem import run_problem
 from penstock.cost import ClusterConfig, ClusterFile, StepCost
 from penstock.cost.cluster_file import Fit, TaskModel
 from penstock.cost.fit import fit_line
-from penstock.decision import Decision, ScheduleConfig
+from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.graph import Phase, Task
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
@@ -91,10 +91,11 @@ def sample_of(config: RunConfig) -> RunConfig:
     """The run with two layers, one of each kind that it has, and at least two samples to cut.
 
     Routing that depends on the data cannot be imitated without a network, so tokens are then dealt evenly
-    into as many slots as there are choices.
+    into as many slots as there are choices, and neither samples nor experts move.
     """
     return replace(
         config,
+        placement=PlacementConfig(),
         model=two_layers(config.model),
         moe=_imitable(config.moe),
         optimizer=replace(config.optimizer, sharded=False),  # tasks of the model are measured
