@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -105,6 +105,11 @@ class LowerBound:
     @property
     def seconds(self) -> float:
         return max(self.busiest_lane_s, self.critical_path_s)
+
+    def times(self, factor: float) -> LowerBound:
+        """The bound where every task takes so many times as long."""
+        lane_s, path_s = factor * self.busiest_lane_s, factor * self.critical_path_s
+        return replace(self, busiest_lane_s=lane_s, critical_path_s=path_s)
 
 
 def lower_bound(graph: Graph, cost: RankCost, mesh: Mesh | None = None) -> LowerBound:

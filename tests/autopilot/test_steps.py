@@ -9,7 +9,7 @@ import pytest
 
 from penstock.autopilot.profiling.steps import Watched, with_steps, worth_running
 from penstock.cost import ClusterFile, ProfiledCluster
-from penstock.cost.cluster_file import LinkModel, TaskModel
+from penstock.cost.cluster_file import LinkModel, StepFit, TaskModel
 from penstock.decision import Decision
 from penstock.plan import Problem, predict_s
 from penstock.plan.predict import _between, alone
@@ -89,7 +89,8 @@ def test_what_scatters_too_much_is_left_as_it_was_and_said() -> None:
     rng = np.random.default_rng(0)
     wild = [replace(x, quiet_KRT=x.quiet_KRT * rng.lognormal(0, 1.5, x.quiet_KRT.shape[-1])) for x in steps]
     late = [replace(x, iterations_R=n * x.iterations_R) for n, x in zip((1.0, 3.0, 9.0), wild, strict=True)]
-    found = with_steps(PLAIN, late, problem_of)
+    other = replace(PLAIN, steps=StepFit(ratio=1.3, low=1.2, high=1.4))  # of another layout
+    found = with_steps(other, late, problem_of)
     assert found.steps is None and found.tasks == PLAIN.tasks
     assert any("say nothing of all computation" in doubt for doubt in found.doubts)
     assert found.doubts[-1].startswith("real steps ")

@@ -10,7 +10,8 @@ from hypothesis import given
 from penstock.cost import ClusterConfig, ProfiledCluster
 from penstock.cost.cluster_file import StepFit, TaskModel
 from penstock.decision import Decision
-from penstock.plan import Problem, evaluate, predict_s
+from penstock.plan import Problem, evaluate, explain, find_plan, predict_s
+from penstock.plan.bound import QuickBounds
 from penstock.plan.predict import alone
 from penstock.words import within
 from tests.plan.problems import FILE, problem, problems
@@ -67,17 +68,30 @@ def test_scattered_tasks_take_longer_together_than_on_average() -> None:
     assert seconds(profiled(jitter=0.3), FLOWMOE) == wild_s, "what is drawn has a fixed seed"
 
 
-def test_real_steps_correct_the_prediction_and_give_it_an_interval() -> None:
-    usual = evaluate(profiled(beside=1.6, jitter=0.1), FLOWMOE)
-    assert usual.interval_s is None and "(" not in usual.predicted
-    each = profiled(beside=1.6, jitter=0.1)
+def corrected(each: Problem, ratio: float) -> Problem:
+    """The same where steps took `ratio` times as long as their simulation, give or take a fifth."""
     assert isinstance(each.cluster, ProfiledCluster)
-    file = replace(each.cluster.file, steps=StepFit(ratio=1.25, low=1.0, high=1.5))
-    found = evaluate(replace(each, cluster=ProfiledCluster.build(file)), FLOWMOE)
-    assert found.predicted_s == pytest.approx(1.25 * usual.predicted_s)
+    steps = StepFit(ratio=ratio, low=0.8 * ratio, high=1.2 * ratio)
+    return replace(each, cluster=ProfiledCluster.build(replace(each.cluster.file, steps=steps)))
+
+
+def test_real_steps_correct_the_prediction_and_give_it_an_interval() -> None:
+    """And lower bounds with it, which a prediction is compared with: the same plan is the best."""
+    ratio = 0.6
+    each = profiled(beside=1.6, jitter=0.1)
+    usual, found = evaluate(each, FLOWMOE), evaluate(corrected(each, ratio), FLOWMOE)
+    assert usual.interval_s is None and "(" not in usual.predicted
+    assert found.predicted_s == pytest.approx(ratio * usual.predicted_s)
     assert found.interval_s == pytest.approx((0.8 * found.predicted_s, 1.2 * found.predicted_s))
     assert found.predicted == within(found.predicted_s, found.interval_s)
-    assert found.bound.seconds == usual.bound.seconds, "no order beats what tasks say"
+    assert found.bound.seconds == pytest.approx(ratio * usual.bound.seconds)
+    problems = each, corrected(each, ratio)
+    plain_s, quick_s = (QuickBounds(x).seconds(FLOWMOE) for x in problems)
+    assert quick_s == pytest.approx(ratio * plain_s)
+    plain, best = (find_plan(x, budget=0.01, effort="low") for x in problems)
+    assert best.best.choice == plain.best.choice and best.searched == plain.searched
+    told, retold = (explain(x, found).busy for x, found in zip(problems, (plain, best), strict=True))
+    assert retold == pytest.approx(told)
 
 
 def test_an_interval_is_told_in_the_unit_of_its_prediction() -> None:

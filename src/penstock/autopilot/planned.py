@@ -11,7 +11,7 @@ from penstock.decision import Decision, PlacementConfig
 from penstock.moe import MoEConfig
 from penstock.plan import Candidate, PlanFile, Problem, estimate_memory, predict_s
 from penstock.plan.effort import Searched
-from penstock.plan.predict import alone, interval_s
+from penstock.plan.predict import bound, interval_s
 from penstock.runtime.moving import ExpertMoving
 from penstock.schedule import Schedule, StepPlan
 from penstock.step import StepShape, build_graph
@@ -81,7 +81,7 @@ class Planned:
             choice=self.choice,
             plan=self.plan,
             predicted_s=self.predicted_s,
-            bound=alone(self.problem).bound(self.choice, self.plan),
+            bound=bound(self.problem, self.choice, self.plan),
             memory_bytes=estimate_memory(self.problem, self.choice).total_bytes,
             interval_s=interval_s(self.problem, self.predicted_s),
         )

@@ -11,7 +11,7 @@ from penstock.graph import Graph, Lane, Task
 from penstock.ops import Op
 from penstock.ops.places import INPUT, OUTPUT
 from penstock.ops.sums import REDUCTIONS
-from penstock.plan.predict import alone
+from penstock.plan.predict import alone, step_ratio
 from penstock.plan.problem import Problem
 from penstock.schedule import Cost
 from penstock.schedule.freeze import slowest
@@ -41,8 +41,9 @@ class _Part:
 
 
 class QuickBounds:
-    """Lower bounds of the cuts of one problem. A kind of layer and its gradients are worked out once.
+    """Lower bounds of what is predicted for the cuts of one problem.
 
+    A kind of layer and its gradients are worked out once.
     The sums that normalise the loss part a step in two: all of forward ends before any backward begins. So
     each half takes as long as its busiest lane, transfers wait for the first attention, and the chain is that
     of the largest microbatch through all layers and of layer 0's longest reduction. Work is exact, since
@@ -50,7 +51,7 @@ class QuickBounds:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = alone(problem)
+        self._problem, self._ratio = alone(problem), step_ratio(problem)
         self._few, self._counts = _kinds(self._problem)
         layers = self._few.shape.moe_layers
         self._moe_counts = {
@@ -91,7 +92,8 @@ class QuickBounds:
         halves = [
             max((s for (half, _), s in work.items() if half is each), default=0.0) for each in (True, False)
         ]
-        return self._statistics_s(choice) + max(chain_s + reductions[0][1], sum(halves))
+        whole_s = self._statistics_s(choice) + max(chain_s + reductions[0][1], sum(halves))
+        return self._ratio * whole_s
 
     def _statistics_s(self, choice: Decision) -> float:
         """The sums that normalise the loss; they are of all layers at once, however a step is cut."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.decision import Decision
 from penstock.plan.memory import estimate_memory
-from penstock.plan.predict import alone, interval_s, predict_s
+from penstock.plan.predict import bound, interval_s, predict_s
 from penstock.plan.prices import impossible
 from penstock.plan.problem import Problem
 from penstock.schedule import StepPlan
@@ -42,15 +42,15 @@ class Candidate:
 def evaluate(problem: Problem, choice: Decision) -> Candidate:
     """Order, simulate and bound one choice. Raises ConfigError where a task takes no finite time."""
     plan = problem.plan(choice)
-    bound = alone(problem).bound(choice, plan)
-    predicted_s = max(bound.seconds, predict_s(problem, choice, plan))  # scatter may shorten, too
+    least = bound(problem, choice, plan)
+    predicted_s = max(least.seconds, predict_s(problem, choice, plan))  # scatter may shorten, too
     if not 0 < predicted_s < math.inf:
         raise impossible(problem, choice, plan, predicted_s)
     return Candidate(
         choice=choice,
         plan=plan,
         predicted_s=predicted_s,
-        bound=bound,
+        bound=least,
         memory_bytes=estimate_memory(problem, choice).total_bytes,
         interval_s=interval_s(problem, predicted_s),
     )

@@ -12,7 +12,7 @@ from penstock.decision import Decision
 from penstock.graph import Lane
 from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
-from penstock.plan.predict import alone
+from penstock.plan.predict import alone, step_ratio
 from penstock.plan.problem import Problem
 from penstock.plan.search import FoundPlan
 from penstock.plan.wire import row_words
@@ -116,7 +116,8 @@ def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
     apart = alone(problem)
     cost = apart.cost(best.choice, best.plan.shape)
     work = lane_work({task: cost(task) for task in best.plan.graph.tasks})
-    busy = {str(lane): work[lane] / best.predicted_s for lane in Lane if lane in work}
+    step_s = best.predicted_s / step_ratio(problem)
+    busy = {str(lane): work[lane] / step_s for lane in Lane if lane in work}
     return Explanation(
         best=best,
         next_best=found.others[0] if found.others else None,

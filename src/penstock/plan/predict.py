@@ -25,7 +25,7 @@ from penstock.ops.optimizer import UPDATE_COPIES
 from penstock.plan.memory import weights_bytes
 from penstock.plan.problem import Problem
 from penstock.schedule import StepPlan
-from penstock.simulate import RankCost, Timeline, iteration_s, simulate
+from penstock.simulate import LowerBound, RankCost, Timeline, iteration_s, simulate
 
 PASSES = 3
 DRAWS = 4
@@ -48,8 +48,19 @@ def predict_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
     cluster = problem.cluster
     if not isinstance(cluster, ProfiledCluster):
         return iteration_s(plan.schedule, plan.graph, problem.cost(choice, plan.shape), problem.mesh)
-    steps = cluster.file.steps
-    return (steps.ratio if steps else 1.0) * simulated_s(problem, choice, plan, cluster)
+    return step_ratio(problem) * simulated_s(problem, choice, plan, cluster)
+
+
+def step_ratio(problem: Problem) -> float:
+    """How many times as long as their simulation steps took; 1 where none were measured."""
+    cluster = problem.cluster
+    steps = cluster.file.steps if isinstance(cluster, ProfiledCluster) else None
+    return 1.0 if steps is None else steps.ratio
+
+
+def bound(problem: Problem, choice: Decision, plan: StepPlan) -> LowerBound:
+    """What is predicted for no order of the same tasks: costs without company, as long as steps take them."""
+    return alone(problem).bound(choice, plan).times(step_ratio(problem))
 
 
 def interval_s(problem: Problem, predicted_s: float) -> tuple[float, float] | None:

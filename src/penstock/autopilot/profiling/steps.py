@@ -265,11 +265,14 @@ def _link_in_steps(link: LinkModel, found: Company) -> LinkModel:
 def with_whole_steps(
     file: ClusterFile, watched: Sequence[Watched], expected_s: Sequence[float]
 ) -> ClusterFile:
-    """The file with what whole steps say beyond their tasks. expected_s: of every plan by such a file."""
+    """The file with what whole steps say beyond their tasks, and nothing of what others said.
+
+    expected_s: of every plan by such a file.
+    """
     pairs = zip(watched, expected_s, strict=True)
     steps = fit_steps([[float(seconds) / one_s for seconds in each.iterations_R] for each, one_s in pairs])
     why = _no_use(steps)
-    return replace(file, doubts=(*file.doubts, why)) if why else replace(file, steps=steps)
+    return replace(file, doubts=(*file.doubts, why), steps=None) if why else replace(file, steps=steps)
 
 
 def _no_use(steps: StepFit) -> str:
