@@ -48,7 +48,7 @@ def test_a_text_larger_than_memory_trains(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["steps"] == 4 and 0 < found["corpus_unigram_entropy"] < 5.6
     assert (
-        f"{text.stat().st_size:,} bytes; identified and byte frequencies counted by 536,870,912"
+        f"{text.stat().st_size:,} bytes; identified and frequencies of bytes counted by 536,870,912"
         in done.stdout
     )
     peak_bytes = 1024 * int(done.stderr.split()[-1])

@@ -121,6 +121,7 @@ class RankPool:
             if self._pipes[rank].poll(timeout_s):
                 return receive(self._pipes[rank])
         except (EOFError, ConnectionResetError):
+            self.processes[rank].join(timeout_s)  # its pipe closes before it has an exit code
             return RankFailed(f"rank {rank} died with exit code {self.processes[rank].exitcode}")
         return RankFailed(f"rank {rank} did not answer within {timeout_s} s")
 

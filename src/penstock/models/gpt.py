@@ -153,7 +153,8 @@ class Block(nn.Module):
         return self.settle(h_BLM, self.mix(h_BLM, keys))
 
     def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
-        attended_BLM = self.attention(self.attention_norm(h_BLM), keys.documents_BL)
+        documents = () if keys.documents_BL is None else (keys.documents_BL,)  # a wrapper may take none
+        attended_BLM = self.attention(self.attention_norm(h_BLM), *documents)
         mixed_BLM: Tensor = self.attention_dropout(attended_BLM, keys)
         return mixed_BLM
 
