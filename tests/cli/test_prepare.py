@@ -39,6 +39,7 @@ def test_prepare_and_prepare_again(tmp_path: Path, capsys: pytest.CaptureFixture
         (["text.txt", "--suffixes", "txt"], "suffixes = .*must be a file extension"),
         (["text.txt", "--shard-tokens", "0"], "is no number of tokens"),
         (["text.txt", "--out", "text.txt"], "text.txt cannot be written"),
+        (["text.txt.gz"], "text.txt.gz is no text"),
     ],
 )
 def test_what_cannot_be_prepared(
@@ -49,6 +50,7 @@ def test_what_cannot_be_prepared(
     why: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt.gz").write_bytes(b"\x1f\x8b")
     if "text.txt" in arguments:
         (tmp_path / "text.txt").write_text("Water runs downhill.\n")
     out = [] if "--out" in arguments else ["--out", "tokens"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, Table
 from penstock.data import Corpus, DataConfig, load_corpora
 from penstock.data.corpus import MIN_TEXT_BYTES
 from penstock.data.scan import entropy_nats, scan
@@ -42,12 +42,23 @@ def whole(corpus: Corpus) -> bytes:
         {"suffixes": ()},
         {"suffixes": ("txt",)},
         {"suffixes": (".",)},
+        {"mixture": Table({"a": 1, "b": -1})},
+        {"mixture": Table({"a": 1, "b": 0})},
+        {"mixture": Table({"a": 1, "b": math.nan})},
+        {"mixture": Table({"a": 1, "b": "2"})},
+        {"mixture": Table({"a": 1, "b": True})},
+        {"mixture": Table({"a": 1e308, "b": 1e308})},
+        {"mixture": Table({"a": 1, "b": 10**400})},
+        {"mixture": Table({"a": 1, "b": 1e6})},
+        {"mixture": Table({"": 1, "b": 1})},
+        {"mixture": Table({"a": 1}), "path": "b"},
+        {"end_of_document": "</s>"},
     ],
 )
 def test_a_bad_setting_is_named(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         DataConfig(**bad)
-    assert caught.value.key == next(iter(bad))
+    assert caught.value.key.partition(".")[0] in bad
     assert caught.value.hint
 
 

@@ -158,6 +158,14 @@ def test_another_identity_is_refused(tmp_path: Path, key: str) -> None:
     check_equal(state_of(run), before)
 
 
+def test_an_identity_that_says_less_is_refused(tmp_path: Path) -> None:
+    """What separates documents is said only where they are."""
+    key = "data.separate_documents"
+    path = trained(0, CASE, tmp_path, identity=IDENTITY | {key: True}).save(2)
+    with pytest.raises(ConfigError, match=rf"{key} = none: .* was made with True"):
+        bare(0, CASE, tmp_path, identity=IDENTITY).load(path)
+
+
 def test_what_earlier_versions_called_the_same_is_the_same(tmp_path: Path) -> None:
     before = {**IDENTITY, "data.batch_per_device x processes": 8}
     path = trained(0, CASE, tmp_path, identity=before).save(2)

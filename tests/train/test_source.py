@@ -194,13 +194,15 @@ def test_a_line_that_is_no_document_ends_all_ranks(ranks: Pools, tmp_path: Path)
 def test_a_model_must_know_every_token(tmp_path: Path) -> None:
     text = config_of(write_text(tmp_path / "text.txt", "line"))
     for config in (replace(text, model=ModelConfig(vocab_size=255)), lines_config(tmp_path, vocab_size=255)):
-        for _ in range(2):  # before it is prepared, and afterwards
+        for is_prepared in (False, True):
             with pytest.raises(
                 ConfigError, match=r"model\.vocab_size = 255: .* has 256 different tokens\. Use 256"
             ):
                 check_source(config)
             with pytest.raises(ConfigError, match=r"model\.vocab_size = 255"):
                 open_source(config, LONELY, Control(0, 1))
+            assert (tmp_path / "cache").exists() <= is_prepared
+            open_source(replace(config, model=ModelConfig(seq_len=16)), LONELY, Control(0, 1))
 
 
 def test_a_mixture_is_told_with_its_shares_and_is_another_text(tmp_path: Path) -> None:

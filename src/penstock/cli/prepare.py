@@ -75,13 +75,20 @@ def run_prepare(options: argparse.Namespace) -> int:
         return FAILED
     except OSError as error:
         hint = "Once that is mended, run the same command again: it goes on."
-        print(f"penstock: {folder} cannot be written ({error.strerror}). {hint}", file=sys.stderr)
+        print(f"penstock: {_problem(folder, error)} ({error.strerror}). {hint}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("penstock: stopped; run the same command again, and it goes on", file=sys.stderr)
         return INTERRUPTED
     _tell(read_record(folder / WHOLE), folder, json_wanted=options.json)
     return 0
+
+
+def _problem(folder: Path, error: OSError) -> str:
+    """What could not be done: inputs are files, too."""
+    file = Path(error.filename or folder)
+    ours = file == folder or folder in (*file.parents, *folder.parents)
+    return f"{folder} cannot be written" if ours else f"{file} cannot be read"
 
 
 def _preparation(options: argparse.Namespace) -> Preparation:

@@ -18,6 +18,7 @@ HeldOut = Annotated[
 Suffixes = Annotated[tuple[str, ...], Items(100, "which files are text", least=1)]
 MOST_PARTS: Final = 1000
 LEAST_SHARE: Final = 1e-4
+MOST_WEIGHT: Final = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +48,16 @@ class DataConfig:
     cache: Path | None = None
     batch_per_device: Samples = 8
     held_out_fraction: HeldOut = 0.05
-    suffixes: Suffixes = (".py", ".txt", ".md", ".rst", ".jsonl", ".parquet")
+    suffixes: Suffixes = (".py", ".txt", ".md", ".rst", ".jsonl", ".ndjson", ".parquet")
 
     def __post_init__(self) -> None:
         if self.path == "":
             hint = "Leave it out to train on Python's standard library."
             raise ConfigError("path", self.path, "must not be empty", hint)
         check_bounds(self)
+        if self.end_of_document is not None and self.tokenizer is None:
+            why = "is a token of data.tokenizer, which is not given"
+            raise ConfigError("end_of_document", self.end_of_document, why, "Leave it out, or give both.")
         for suffix in self.suffixes:
             if not suffix.startswith(".") or suffix == ".":
                 raise ConfigError(
@@ -76,9 +80,12 @@ class DataConfig:
             why = f"has {len(self.mixture)} paths and may have {MOST_PARTS}"
             raise ConfigError("mixture", len(self.mixture), why, "Put files into folders.")
         for path, weight in self.mixture:
-            key = f"mixture.{path}"
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-                raise ConfigError(key, weight, "must be a weight above 0", "For example 1.")
+            if path == "":
+                raise ConfigError("mixture", path, "must not have an empty path", "Write . for this folder.")
+            if not (type(weight) in (int, float) and 0 < weight <= MOST_WEIGHT):
+                why = f"must be a weight above 0, at most {MOST_WEIGHT:g}"
+                raise ConfigError(f"mixture.{path}", weight, why, "For example 1.")
+        for path, weight in self.mixture:
             if self.parts[path] < LEAST_SHARE:
                 why = f"is less than one sample in {round(1 / LEAST_SHARE):,}"
-                raise ConfigError(key, weight, why, "Raise it, or leave the path out.")
+                raise ConfigError(f"mixture.{path}", weight, why, "Raise it, or leave the path out.")

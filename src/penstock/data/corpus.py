@@ -17,7 +17,7 @@ from pathlib import Path
 
 from penstock.config import UNSET, ConfigError
 from penstock.data.config import DataConfig
-from penstock.data.documents import TABLES
+from penstock.data.documents import is_table
 from penstock.data.listing import expanded, files_below, files_of, is_folder
 from penstock.data.prepare import Preparation
 from penstock.data.record import WHOLE, is_prepared
@@ -110,9 +110,13 @@ def _check_tokenizer(config: DataConfig, text: Readable, path: str) -> None:
     assert isinstance(text, Tokens)
     if config.tokenizer is None:
         return
-    if open_tokenizer(config.tokenizer, config.end_of_document).digest != text.record.tokenizer:
-        why = f"{path} was prepared with another tokenizer"
-        raise ConfigError("tokenizer", config.tokenizer, why, "Leave it out: the tokens know theirs.")
+    named = open_tokenizer(config.tokenizer, config.end_of_document)
+    hint = "Leave it out: the tokens know theirs."
+    if named.digest != text.record.tokenizer:
+        raise ConfigError("tokenizer", config.tokenizer, f"{path} was prepared with another tokenizer", hint)
+    if config.end_of_document is not None and named.end != text.record.end:
+        why = f"{path} was prepared with another token between documents"
+        raise ConfigError("end_of_document", config.end_of_document, why, hint)
 
 
 def _to_prepare(config: DataConfig, path: str | None) -> ToPrepare | None:
@@ -125,7 +129,7 @@ def _to_prepare(config: DataConfig, path: str | None) -> ToPrepare | None:
         if is_folder(path, expanded(path)) and is_prepared(expanded(path)):
             return None
         files, place = files_of(path, config.suffixes), str(expanded(path))
-    if config.tokenizer is None and not any(file.suffix in TABLES for file in files):
+    if config.tokenizer is None and not any(map(is_table, files)):
         return None
     work = Preparation(
         files=tuple(files),
@@ -138,8 +142,8 @@ def _to_prepare(config: DataConfig, path: str | None) -> ToPrepare | None:
 
 def prepared_folder(cache: Path | None, work: Preparation) -> Path:
     """Where a run keeps tokens that it has prepared: a name by what they are made from."""
-    usual = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    root = Path(usual, "penstock") if cache is None else cache.expanduser()
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "penstock")
+    root = expanded(str(usual if cache is None else cache), "cache", "Name a folder that can be written.")
     return root / "tokens" / work.made_from[:32]
 
 

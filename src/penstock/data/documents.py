@@ -40,13 +40,18 @@ class Piece:
     read_bytes: int
 
 
+def is_table(file: Path, kinds: Sequence[str] = TABLES) -> bool:
+    """Whether a file holds documents in a field, by its extension in small letters or capitals."""
+    return file.suffix.lower() in kinds
+
+
 def pieces(files: Sequence[Path], field: str, start: Position) -> Iterator[Piece]:
     """All documents from `start` on. Raises TextError about what is in a file, by its name and place."""
     for number in range(start.file, len(files)):
         file, at = files[number], start.at if number == start.file else 0
-        if file.suffix in PARQUET:
+        if is_table(file, PARQUET):
             yield from _parquet(file, number, field, at)
-        elif file.suffix in JSON_LINES:
+        elif is_table(file, JSON_LINES):
             yield from _json_lines(file, number, field, at)
         else:
             yield from _text(file, number, at)
@@ -54,7 +59,7 @@ def pieces(files: Sequence[Path], field: str, start: Position) -> Iterator[Piece
 
 def check_readable(file: Path, field: str) -> None:
     """Raise ConfigError about `path` if a file cannot be opened, or what reads it is not installed."""
-    if file.suffix in PARQUET:
+    if is_table(file, PARQUET):
         _table(file, field)
     else:
         with open_regular(file, "path", HINT, str(file)):
@@ -130,7 +135,7 @@ def _column(file: Path, table: pyarrow.parquet.ParquetFile, group: int, field: s
     try:
         for batch in table.iter_batches(batch_size=ROWS, row_groups=[group], columns=[field]):
             yield from batch.column(0).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise TextError(f"{file}: rows of group {group} cannot be read ({error})") from error
 
 
@@ -144,7 +149,8 @@ def _table(file: Path, field: str) -> pyarrow.parquet.ParquetFile:
     with open_regular(file, "path", HINT, str(file)):
         pass
     try:
-        table = pyarrow.parquet.ParquetFile(file)
+        # Else it reads all of a row group at once, which may be the whole file.
+        table = pyarrow.parquet.ParquetFile(file, buffer_size=PIECE_BYTES, pre_buffer=False)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError("path", str(file), f"is no Parquet file ({error})", HINT) from error
     names = table.schema_arrow.names

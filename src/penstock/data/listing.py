@@ -5,30 +5,35 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from penstock.config import ConfigError
 from penstock.data.files import HINT
+
+NO_TEXT: Final = (".gz", ".bz2", ".xz", ".zst", ".zip", ".npy", ".npz", ".arrow")
+"""Extensions of files whose bytes nobody means to train on."""
 
 
 def files_of(path: str, suffixes: tuple[str, ...]) -> list[Path]:
     """The file at `path`, or those of a folder that end in `suffixes`; raises ConfigError about `path`."""
     place = expanded(path)
-    if not is_folder(path, place):
-        return [place]
-    files = files_below(path, place, suffixes)
+    files = files_below(path, place, suffixes) if is_folder(path, place) else [place]
+    for file in files:
+        if file.suffix.lower() in NO_TEXT:
+            hint = "Unpack it; of prepared tokens, name the folder."
+            raise ConfigError("path", path, f"{file} is no text, and would be read as it lies", hint)
     if not files:
         why = f"contains no file with extension {' '.join(suffixes)}"
         raise ConfigError("path", path, why, "List the extensions of your files in data.suffixes.")
     return files
 
 
-def expanded(path: str) -> Path:
-    """`path` with the home folder that it may begin with."""
+def expanded(path: str, key: str = "path", hint: str = HINT) -> Path:
+    """`path` with the home folder that it may begin with; raises ConfigError about `key`."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # ~user, where the system knows no such user
-        raise ConfigError("path", path, "starts with ~USER, but there is no such user", HINT) from error
+        raise ConfigError(key, path, "starts with ~USER, but there is no such user", hint) from error
 
 
 def is_folder(path: str, place: Path) -> bool:

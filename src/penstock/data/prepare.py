@@ -23,6 +23,7 @@ from penstock.data.documents import Piece, check_readable, pieces
 from penstock.data.files import TextError
 from penstock.data.record import (
     MOST_SHARDS,
+    PART,
     UNFINISHED,
     WHOLE,
     Position,
@@ -118,7 +119,7 @@ class Preparation:
                     why = "holds tokens of other files or settings, or a file has changed since"
                     raise _refused(folder, why, "Choose another folder, or delete this one.")
                 return None if name == WHOLE else found
-        if any(each.name != LOCK for each in folder.iterdir()):
+        if any(each.name not in (LOCK, UNFINISHED + PART) for each in folder.iterdir()):
             raise _refused(folder, "is not empty", "Choose a new folder.")
         record = Record(
             made_from=made_from,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.config import ConfigError, open_regular
+from penstock.data.files import TextError
+from penstock.data.listing import expanded
 from penstock.data.text import BYTES
 
 if TYPE_CHECKING:
@@ -49,12 +50,13 @@ class Bytes:
 class FileTokenizer:
     """What a `tokenizer.json` says, by the package tokenizers.
 
-    Texts that spell a special token are tokenized as any other text. Raises ConfigError about `tokenizer`, or
-    about `end_of_document` if none is given and none of `ENDS` is in the vocabulary.
+    Texts that spell a special token are tokenized as any other text; where a vocabulary has nothing else for
+    the one that ends a document, it is left out. Raises ConfigError about `tokenizer`, or about
+    `end_of_document` if none is given and none of `ENDS` is in the vocabulary.
     """
 
     def __init__(self, path: str, end: str | None) -> None:
-        data = _content(path)
+        self._path, data = path, _content(path)
         self.digest = hashlib.sha256(data).hexdigest()
         self._tokenizer = _loaded(path, data)
         self._tokenizer.encode_special_tokens = True
@@ -67,11 +69,26 @@ class FileTokenizer:
             why = f"{path} has no such token" if name else f"{path} has none of {', '.join(ENDS)}"
             hint = "Name the token that ends a document in data.end_of_document (--end-of-document)."
             raise ConfigError("end_of_document", end, why, hint)
-        self.end = known[name]
+        self.end, self._name = known[name], name
+        added = self._tokenizer.get_added_tokens_decoder().get(self.end)
+        self._is_special = added is not None and added.special
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [each.ids for each in found]
+        """Raises TextError where it cannot, or an ordinary token is to end documents and a text has it."""
+        try:
+            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # its own errors are bare `Exception`
+            raise TextError(f"{self._path} cannot tokenize a text ({error})") from error
+        return [self._without_end(each.ids) for each in found]
+
+    def _without_end(self, ids: Sequence[int]) -> Sequence[int]:
+        if self.end not in ids:
+            return ids
+        if not self._is_special:
+            why = f"a text has {self._name!r}, which is to end documents and is an ordinary token"
+            hint = f"Name a special one of {self._path}: data.end_of_document, --end-of-document"
+            raise TextError(f"{why}. {hint}")
+        return [each for each in ids if each != self.end]
 
 
 def open_tokenizer(path: str | None, end: str | None = None) -> Tokenizer:
@@ -96,9 +113,9 @@ def as_array(
 
 
 def _content(path: str) -> bytes:
-    file = Path(path).expanduser()
-    file = file / "tokenizer.json" if file.is_dir() else file
     hint = "Give the tokenizer.json of a tokenizer, or none to train on bytes."
+    file = expanded(path, "tokenizer", hint)
+    file = file / "tokenizer.json" if file.is_dir() else file
     with open_regular(file, "tokenizer", hint, path) as opened:
         data = opened.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:

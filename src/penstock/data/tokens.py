@@ -45,10 +45,10 @@ class Tokens:
         self._starts = np.cumsum([0, *(shard.tokens for shard in record.shards)])
         self._width = record.dtype.itemsize
         blocks = [-(-shard.tokens * self._width // BLOCK_BYTES) for shard in record.shards]
-        self._checked = [bytearray(count) for count in blocks]
         wanted = [HEADER_BYTES + shard.tokens * self._width for shard in record.shards]
         self._check_sizes(path, self._shards, wanted)
         self._check_sizes(path, self._sums, [CRC_BYTES * count for count in blocks])
+        self._checked = [bytearray(count) for count in blocks]
         for number, shard in enumerate(record.shards):
             if self._shards.read(number, 0, HEADER_BYTES) != header(record.dtype, shard.tokens):
                 why = f"{self._shards.files[number]} is damaged (bytes 0 to {HEADER_BYTES})"

@@ -12,7 +12,7 @@ from typing import TypeVar
 from penstock.config import ConfigError
 from penstock.config.bounds import bounded_fields
 from penstock.data import DataConfig
-from penstock.data.corpus import Corpus, load_corpora, to_prepare
+from penstock.data.corpus import Corpus, ToPrepare, load_corpora, to_prepare
 from penstock.data.files import HINT
 from penstock.data.scan import Scan, Scanned, entropy_nats
 from penstock.data.text import Readable, TextError
@@ -69,8 +69,7 @@ def check_source(config: RunConfig) -> None:
     try:
         waiting = to_prepare(config.data)
         for each in waiting:
-            each.work.check()
-            _check_vocabulary(config, each.work.tokenizer.vocabulary, each.work.source)
+            _check_waiting(config, each)
         if all(each.is_done for each in waiting):
             _check_vocabularies(config, load_corpora(config.data))
     except ConfigError as error:
@@ -115,6 +114,7 @@ def _prepare(config: RunConfig, say: Say) -> Iterator[None]:
     for each in to_prepare(config.data):
         if each.is_done:
             continue
+        _check_waiting(config, each)
         say(f"preparing {each.work.source} in {each.folder}; the next run finds it there")
         told_s = time.monotonic()
         for progress in each.work.run(each.folder, waits=True):
@@ -209,6 +209,12 @@ def _open(config: RunConfig, layout: Layout) -> tuple[list[Corpus], BatchStream]
         separate_documents=config.data.separate_documents,
     )
     return corpora, stream
+
+
+def _check_waiting(config: RunConfig, waiting: ToPrepare) -> None:
+    """Raise ConfigError for what would be found only after hours of preparing, or never."""
+    waiting.work.check()
+    _check_vocabulary(config, waiting.work.tokenizer.vocabulary, waiting.work.source)
 
 
 def _check_vocabularies(config: RunConfig, corpora: Sequence[Corpus]) -> None:

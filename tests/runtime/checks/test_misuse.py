@@ -76,6 +76,16 @@ def test_sample_ids_of_another_shape_or_type_are_refused(ids: Tensor) -> None:
         stack_of(0, case())(*batch_of(case()), ids)
 
 
+@pytest.mark.parametrize(
+    "documents",
+    [[0, 0, 0, 1, 1, 1], [1, 1, 1, 3, 3, 3], [0, 0, 0, 3, 2, 2], [0, 0, 0, -3, -3, -3], [0, 1, 1, 3, 3, 1]],
+)
+def test_places_where_no_document_begins_are_refused(documents: list[int]) -> None:
+    """Numbers of documents, for one: positions would begin elsewhere than at 0."""
+    with pytest.raises(ValueError, match=r"place in its sample where its document begins"):
+        stack_of(0, case())(*batch_of(case()), documents_BL=torch.tensor([documents] * 4))
+
+
 def test_parameters_that_are_computed_are_refused() -> None:
     stack = stack_of(0, case())
     weight = dict(stack.named_parameters())["model.output.weight"]

@@ -69,7 +69,8 @@ class Record:
         if self.step == 0:
             return
         mine = {FORMER_KEYS.get(key, key): value for key, value in self.identity.items()}
-        for key, value in identity.items():
+        for key in {**identity, **mine}:
+            value = identity.get(key)
             if mine.get(key) != value:
                 was = str(mine.get(key))[:80]
                 why = f"{path} was made with {was}, and samples would be repeated or left out"
