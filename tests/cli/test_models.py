@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -86,6 +87,13 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.Capture
     small("mixtral").save_pretrained(tmp_path / "mixtral")
     assert "has no tokenizer" in refused(capsys, "generate", tmp_path / "mixtral", "--prompt", "a")
     assert "MixtralForCausalLM" in refused(capsys, "convert", tmp_path / "mixtral", tmp_path / "new")
+    for name, number in (("tokenizer.json", 1), ("large", 10**6)):
+        model = tokenizers.models.WordLevel({"a": 0, "b": number}, unk_token="a")
+        tokenizers.Tokenizer(model).save(str(tmp_path / name))
+    asked = ("generate", tmp_path / "mixtral", "--prompt", "b", "--tokenizer")
+    assert said(capsys, *asked, tmp_path / "tokenizer.json", "--max-new-tokens", "3").startswith("b")
+    assert "has tokens up to 1000000, and the model knows" in refused(capsys, *asked, tmp_path / "large")
+    assert "is no tokenizer.json" in refused(capsys, *asked, tmp_path / "nothing")
     small("mixtral", vocab_size=256).save_pretrained(tmp_path / "bytes")
     text = tmp_path / "text"
     text.write_text("several words")

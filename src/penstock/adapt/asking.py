@@ -49,6 +49,30 @@ class ByteWords:
         return bytes(tokens).decode(errors="replace")
 
 
+class FileWords:
+    """What a `tokenizer.json` says, without tokens that begin or end a text.
+
+    Raises ValueError for any other file, and for tokens beyond the model's vocabulary.
+    """
+
+    def __init__(self, path: Path, vocabulary: int) -> None:
+        from tokenizers import Tokenizer  # transformers, which the model needs, brings it
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path / TOKENIZERS[0] if path.is_dir() else path))
+        except Exception as error:  # its own errors are bare `Exception`
+            raise ValueError(f"{path} is no tokenizer.json ({error})") from error
+        self._tokenizer.no_truncation()
+        if (largest := max(self._tokenizer.get_vocab().values(), default=0)) >= vocabulary:
+            raise ValueError(f"{path} has tokens up to {largest}, and the model knows {vocabulary}")
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens)))
+
+
 @dataclass(frozen=True)
 class Opened:
     """A model in evaluation mode, whole on this process, and its tokens."""
@@ -87,10 +111,11 @@ class Judgement:
         return math.exp(self.loss)
 
 
-def open_model(path: Path) -> Opened:
+def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
     """Open a folder of transformers, a checkpoint of `penstock train`, or its output folder (the newest one).
 
-    Raises ValueError for any other path, and where tokens are not bytes and there is no tokenizer.
+    tokenizer: a tokenizer.json; None = that of a folder of transformers, or bytes. Raises ValueError for any
+    other path, and where tokens are not bytes and there is no tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -107,12 +132,15 @@ def open_model(path: Path) -> Opened:
             "of penstock train"
         )
     words: Words = ByteWords()
-    if checkpoint is None and any((path / name).exists() for name in TOKENIZERS):
+    size = model.config.get_text_config().vocab_size
+    if tokenizer is not None:
+        words = FileWords(tokenizer, size)
+    elif checkpoint is None and any((path / name).exists() for name in TOKENIZERS):
         words = AutoTokenizer.from_pretrained(path)
-    elif (size := model.config.get_text_config().vocab_size) != BYTES:
+    elif size != BYTES:
         raise ValueError(
             f"{path} has no tokenizer ({TOKENIZERS[0]}), and its vocabulary of {size} is not that of bytes: "
-            "save the tokenizer beside the model"
+            "name the one it was trained with (--tokenizer)"
         )
     return Opened(model.eval(), words)
 

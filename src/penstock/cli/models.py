@@ -42,6 +42,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     generate.add_argument(
         "--top-p", type=_share, default=1.0, metavar="P", help="draw from the likeliest of this share (1)"
     )
+    _add_tokenizer(generate)
     generate.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (0)")
     generate.add_argument("--json", action="store_true", help="print one JSON object")
     generate.set_defaults(run=lambda options, given: _explained(lambda: _generate(options)))
@@ -60,8 +61,14 @@ def _add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     evaluate.add_argument(
         "--length", type=_positive, metavar="N", help="tokens of a window (as many as the model has places)"
     )
+    _add_tokenizer(evaluate)
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")
     evaluate.set_defaults(run=lambda options, given: _explained(lambda: _evaluate(options)))
+
+
+def _add_tokenizer(command: argparse.ArgumentParser) -> None:
+    usual = "that of a folder of transformers, or bytes"
+    command.add_argument("--tokenizer", type=Path, metavar="FILE", help=f"a tokenizer.json ({usual})")
 
 
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -84,7 +91,9 @@ def _generate(options: argparse.Namespace) -> int:
     sampling = Sampling(
         temperature=options.temperature, top_k=options.top_k or 0, top_p=options.top_p, seed=options.seed
     )
-    text = generate(open_model(options.checkpoint), options.prompt, options.max_new_tokens, sampling)
+    text = generate(
+        open_model(options.checkpoint, options.tokenizer), options.prompt, options.max_new_tokens, sampling
+    )
     found = {"prompt": options.prompt, "text": text}
     print(json.dumps(found) if options.json else options.prompt + text)
     return 0
@@ -93,7 +102,7 @@ def _generate(options: argparse.Namespace) -> int:
 def _evaluate(options: argparse.Namespace) -> int:
     from penstock.adapt.asking import judge, open_model
 
-    found = judge(open_model(options.checkpoint), options.file.read_text(), options.length)
+    found = judge(open_model(options.checkpoint, options.tokenizer), options.file.read_text(), options.length)
     if options.json:
         print(json.dumps({"loss": found.loss, "perplexity": found.perplexity, "tokens": found.tokens}))
     else:
