@@ -103,11 +103,12 @@ def _built(config: RunConfig, info: ProcessInfo, device: torch.device) -> Sessio
     config, control = config.resolved(info.world_size), Control(info.rank, info.world_size)
     node_size = find_node_size(control, info.local_rank)
     ranks = Ranks(control=control, device=device, node_size=node_size)
-    config = Autopilot.layout(config, ranks, None, _say)
+    say = _say if info.rank == 0 else _silent
+    config = Autopilot.layout(config, ranks, None, say)
     experts = config.moe.num_experts
     layout = Layout.build(config.parallel, info.world_size, info.rank, experts, node_size)
     machinery = build_machinery(layout, device, config.parallel, config.train.precision)
-    pilot = Autopilot(config, machinery, None, _say if info.rank == 0 else _silent)
+    pilot = Autopilot(config, machinery, None, say)
     stack = build_stack(pilot.config, machinery, plan=pilot.plan, moving=pilot.moving)
     return Session(model=stack, config=pilot.config, layout=layout, device=device)
 

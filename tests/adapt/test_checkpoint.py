@@ -58,10 +58,16 @@ def go_on(rank: int, world: int, folder: str) -> list[float]:
 @pytest.mark.parametrize("family", ["mixtral", pytest.param("dbrx", marks=pytest.mark.soak)])
 def test_a_run_goes_on_from_its_checkpoint(ranks: Pools, tmp_path: Path, family: str) -> None:
     folder = tmp_path / "saved"
+    killed = tmp_path / ".unfinished-former-saved"  # while it was removed, or before another had its name
     folder.mkdir()
-    (folder / "old").touch()
+    killed.mkdir()
+    (killed / "tokenizer.json").touch()
+    (folder / "notes").touch()
+    (folder / "model-00001-of-00002.safetensors").touch()
     began = ranks(2).run(begin, 2, family, str(folder))
-    assert not (folder / "old").exists() and [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert (folder / "tokenizer.json").exists() and (folder / "notes").exists()
+    assert not (folder / "model-00001-of-00002.safetensors").exists()
     for world in (2, 1):
         for found in ranks(2).run(go_on, 2, str(folder)) if world == 2 else [go_on(0, 1, str(folder))]:
             assert found == pytest.approx(began[0][SAVED_AT:], rel=1e-5)
@@ -84,3 +90,10 @@ def test_what_an_optimizer_cannot_take_is_refused(tmp_path: Path) -> None:
     losses_of(model, factored, 0, 1, range(1))
     with pytest.raises(ValueError, match="only state of a parameter's own shape"):
         penstock.save_checkpoint(model, factored, tmp_path / "other")
+    with pytest.raises(ValueError, match="Linear is no scheduled model"):
+        penstock.save_checkpoint(model.lm_head, optimizer, tmp_path / "other")
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    penstock.save_checkpoint(model, optimizer, tmp_path / "saved")
+    optimizer.param_groups[0]["lr"] = 1.0
+    penstock.load_optimizer(model, optimizer, tmp_path / "saved")
+    assert optimizer.param_groups[0]["lr"] == 0.5

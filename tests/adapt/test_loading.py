@@ -137,6 +137,13 @@ def test_what_is_not_the_model_is_refused(tmp_path: Path, change: Callable[[Path
         penstock.load_pretrained(tmp_path)
 
 
+def test_one_file_goes_before_shards_of_an_earlier_save(tmp_path: Path) -> None:
+    whole = small("mixtral")
+    whole.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "gone"}}')
+    assert penstock.load_pretrained(tmp_path).lm_head.weight.equal(whole.lm_head.weight)
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no config\.json"):
         penstock.load_pretrained(tmp_path)

@@ -34,12 +34,15 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {name: each[number] for name, each in self._batch.items()}
 
 
-def trained(kind: Any, model: Any, folder: str, world: int, resume: str | None = None) -> list[float]:
-    """Losses by step; every step has four samples in two parts, of all ranks."""
+def trained(
+    kind: Any, model: Any, folder: str, world: int, resume: str | None = None, **more: Any
+) -> list[float]:
+    """Losses by step, and that of evaluation; every step has four samples in two parts, of all ranks."""
     arguments = TrainingArguments(
         output_dir=folder,
         max_steps=STEPS,
         per_device_train_batch_size=2 // world,
+        per_device_eval_batch_size=4 // world,
         gradient_accumulation_steps=2,
         learning_rate=1e-2,
         max_grad_norm=0.5,
@@ -50,10 +53,12 @@ def trained(kind: Any, model: Any, folder: str, world: int, resume: str | None =
         report_to=[],
         disable_tqdm=True,
         seed=1,
+        **more,
     )
     trainer = kind(model=model, args=arguments, train_dataset=Samples())
     trainer.train(resume_from_checkpoint=resume)
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [*losses, trainer.evaluate(Samples())["eval_loss"]]
 
 
 @contextmanager
@@ -74,6 +79,8 @@ def train_on_ranks(rank: int, world: int, folder: str, resume: str | None) -> li
     with pytest.raises(ValueError, match="accelerate sees 1 of 2 processes"):
         trained(ScheduledTrainer, model, folder, world)
     with as_torchrun_starts_it(rank, world):
+        with pytest.raises(ValueError, match="average_tokens_across_devices"):
+            trained(ScheduledTrainer, model, folder, world, average_tokens_across_devices=False)
         return trained(ScheduledTrainer, model, folder, world, resume)
 
 
@@ -89,6 +96,20 @@ def test_the_trainer_follows_that_of_transformers(ranks: Pools, tmp_path: Path) 
     saved = f"{folder}/checkpoint-{SAVED_AT}"
     for found in ranks(2).run(train_on_ranks, 2, str(tmp_path / "again"), saved):
         assert found == pytest.approx(wanted, rel=1e-4)
+
+
+def test_mixed_precision_is_what_the_arguments_say(tmp_path: Path) -> None:
+    """accelerate would put it around a model that it wraps; scaled losses are refused."""
+    AcceleratorState._reset_state(True)
+    arguments = TrainingArguments(output_dir=str(tmp_path), bf16=True, use_cpu=True, report_to=[])
+    model = penstock.parallelize(small("mixtral"))
+    trainer = ScheduledTrainer(model=model, args=arguments, train_dataset=Samples())
+    with trainer.compute_loss_context_manager():
+        assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
+    arguments.fp16 = True
+    with pytest.raises(ValueError, match="use bf16"):
+        trainer.train()
+    AcceleratorState._reset_state(True)
 
 
 def draw(rank: int, world: int) -> torch.Tensor:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import Metaspace as MetaspaceDecoder
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Metaspace
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from penstock.adapt.own import from_checkpoint
+from penstock.adapt.asking import Judgement
+from penstock.adapt.own import PenstockConfig, PenstockForCausalLM, from_checkpoint
 from penstock.cli import main
 from penstock.train.trainer import Trainer
 from tests.support.adapted import small
@@ -70,6 +77,10 @@ def test_what_can_be_done_with_a_run(
     assert json.loads(said(capsys, "generate", exported, *asked, "--json"))["text"] == text[6:-1]
     model, told = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not any(told.values())
+    copy.deepcopy(model).bfloat16().save_pretrained(tmp_path / "short")
+    said(capsys, "convert", tmp_path / "short", tmp_path / "long")
+    short = tmp_path / "long" / "checkpoints" / "step-00000000" / "shard-00001.safetensors"
+    assert {tensor.dtype for tensor in load_file(short).values()} == {torch.float32, torch.int64}
     said(capsys, "convert", exported, back)
     again = from_checkpoint(back / "checkpoints" / "step-00000000").state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
@@ -79,6 +90,37 @@ def test_what_can_be_done_with_a_run(
     went_on = ranks(2).run(train_on, 2, tmp_path, [*SETTINGS, *resumed], None)[0].summary
     assert went_on.steps == STEPS and went_on.first_loss < began.first_loss
     assert went_on.first_loss == pytest.approx(began.last_loss, rel=0.05)
+
+
+def test_a_model_with_room_for_more_than_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It draws what is asked for, and takes what Trainer gives a model."""
+    sizes = {"model": {"vocab_size": 300, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_len": 16}}
+    model = PenstockForCausalLM(PenstockConfig(sizes))
+    model.save_pretrained(tmp_path / "own")
+    asked = ("generate", tmp_path / "own", "--prompt", "line", "--max-new-tokens", "8")
+    likeliest, *drawn = (
+        said(capsys, *asked, *more) for more in ((), *(("--top-k", "250", "--seed", seed) for seed in "112"))
+    )
+    assert likeliest.startswith("line") and drawn[0] == drawn[1] != drawn[2]
+    tokens_BL = torch.tensor([list(b"some words")])
+    mean = model(tokens_BL, labels=tokens_BL).loss
+    total = model(tokens_BL, labels=tokens_BL, num_items_in_batch=1).loss
+    assert total.item() == pytest.approx(9 * mean.item(), rel=1e-5)
+    with pytest.raises(ValueError, match="no position_ids"):
+        model(tokens_BL, position_ids=torch.arange(10)[None])
+    assert Judgement(loss=1e4, tokens=1).perplexity == float("inf")
+
+
+def test_a_tokenizer_keeps_the_space_between_a_prompt_and_what_follows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {f"\u2581w{number}": number for number in range(61)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="\u2581w0"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = Metaspace(), MetaspaceDecoder()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    small("mixtral").save_pretrained(tmp_path)
+    text = said(capsys, "generate", tmp_path, "--prompt", "w7 w8", "--max-new-tokens", "3")
+    assert text.startswith("w7 w8 w")
 
 
 def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,8 +20,17 @@ from penstock.train.checkpoint import complete_checkpoints
 from penstock.train.storage.record import RECORD
 
 BYTES = 256
+UNKNOWN = 0xFF
+"""A byte that UTF-8 does not have."""
+
+MOST_NATS = 700
+"""Loss up to which a perplexity is a number."""
+
 AT_ONCE = 8
 """Windows that are judged together."""
+
+OWN = "penstock"
+"""The `model_type` of Penstock's own decoder."""
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 CHECKPOINTS = "checkpoints"
@@ -40,13 +49,13 @@ class Words(Protocol):
 
 
 class ByteWords:
-    """Every byte of UTF-8 is a token."""
+    """Every byte of UTF-8 is a token; other tokens, of a larger vocabulary, stand for no text."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(tokens).decode(errors="replace")
+        return bytes(token if token < BYTES else UNKNOWN for token in tokens).decode(errors="replace")
 
 
 class FileWords:
@@ -108,7 +117,7 @@ class Judgement:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return math.inf if self.loss > MOST_NATS else math.exp(self.loss)
 
 
 def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
@@ -137,12 +146,17 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
         words = FileWords(tokenizer, size)
     elif checkpoint is None and any((path / name).exists() for name in TOKENIZERS):
         words = AutoTokenizer.from_pretrained(path)
-    elif size != BYTES:
+    elif not _reads_bytes(size, model.config.model_type):
         raise ValueError(
             f"{path} has no tokenizer ({TOKENIZERS[0]}), and its vocabulary of {size} is not that of bytes: "
             "name the one it was trained with (--tokenizer)"
         )
     return Opened(model.eval(), words)
+
+
+def _reads_bytes(vocabulary: int, kind: str) -> bool:
+    """Whether a model without a tokenizer has learnt bytes; Penstock's own may have room for other tokens."""
+    return vocabulary == BYTES or (kind == OWN and vocabulary > BYTES)
 
 
 def read_whole(folder: Path) -> Any:
@@ -163,7 +177,8 @@ def find_checkpoint(path: Path) -> Path | None:
     """The checkpoint that a path stands for: itself, or the newest of a run; None if it is none of these."""
     if (path / RECORD).is_file():
         return path
-    return max(complete_checkpoints(path / CHECKPOINTS), default=None, key=lambda each: each.name)
+    complete = complete_checkpoints(path / CHECKPOINTS)
+    return complete[-1] if complete else None
 
 
 def generate(opened: Opened, prompt: str, most: int, sampling: Sampling) -> str:
@@ -174,7 +189,8 @@ def generate(opened: Opened, prompt: str, most: int, sampling: Sampling) -> str:
     torch.manual_seed(sampling.seed)
     prompt_1L = torch.tensor([tokens], device=opened.model.device)
     out_1L = opened.model.generate(prompt_1L, max_new_tokens=most, **sampling.options)
-    return opened.words.decode(out_1L[0, len(tokens) :].tolist())
+    whole = opened.words.decode(out_1L[0].tolist())  # a tokenizer may begin a text without its first space
+    return whole[len(opened.words.decode(tokens)) :]
 
 
 def judge(opened: Opened, text: str, length: int | None = None) -> Judgement:

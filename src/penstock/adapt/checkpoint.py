@@ -7,6 +7,7 @@ another number of ranks.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from penstock.train.storage.stored import Entry, writing_order
 
 STATE, GROUPS = "optimizer.safetensors", "optimizer.json"
 UNFINISHED = ".unfinished-"
+OWN = re.compile(r"(model.*|optimizer)\.safetensors(\.index\.json)?|(optimizer|(generation_)?config)\.json")
+"""Names of files that a checkpoint is made of."""
+
 Group = dict[str, Any]
 """Settings of a group of parameters, and their names as `parameters`."""
 
@@ -36,11 +40,12 @@ Group = dict[str, Any]
 def save_checkpoint(model: Any, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Save a scheduled model and its optimiser's state; all ranks call it together.
 
-    The folder appears when it is complete, in place of one of that name. Rank 0 needs the memory that
-    `save_pretrained` needs. Raises ValueError for an optimiser of other parameters, or of a kind whose state
-    does not belong to single parameters.
+    The folder appears when it is complete, in place of one of that name, of which everything stays that is
+    no model or optimiser (a tokenizer, say). Rank 0 needs the memory that `save_pretrained` needs. Raises
+    ValueError for an optimiser of other parameters, or of a kind whose state does not belong to single
+    parameters.
     """
-    path, control = Path(folder), engine_of(model).stack.machinery.control
+    path, control = Path(folder).resolve(), engine_of(model).stack.machinery.control
     states = _States.of(model, engine_of(model), optimizer)
     states.check()
     work = path.with_name(f"{UNFINISHED}{path.name}")
@@ -104,7 +109,10 @@ class _States:
         ]
 
     def check(self) -> None:
-        """Raise ValueError for state that does not belong to single numbers of parameters."""
+        """Raise ValueError for state that does not belong to single numbers of parameters, and for settings
+        that cannot be written.
+        """
+        json.dumps(self.groups, default=_number)
         for parameter, state in self.optimizer.state.items():
             for key, value in state.items():
                 shape = torch.as_tensor(value).shape
@@ -120,7 +128,7 @@ class _States:
         outgoing = sorted(self._all(), key=lambda each: writing_order(each.name, each.entry.dtype))
         if self.engine.layout.rank == 0:
             write_shard(folder / STATE, outgoing)
-            (folder / GROUPS).write_text(json.dumps(self.groups, indent=1))
+            (folder / GROUPS).write_text(json.dumps(self.groups, indent=1, default=_number))
         else:
             for each in outgoing:  # rank 0 waits for every part
                 each.load()
@@ -188,10 +196,27 @@ def _check_names(path: Path, here: Sequence[Group], saved: Sequence[Group]) -> N
         raise ValueError(f"{path} has the state of an optimizer of other parameters: {names}")
 
 
+def _number(setting: object) -> object:
+    """Of a group of parameters, as JSON has it: a learning rate may be a tensor."""
+    if isinstance(setting, Tensor):
+        return setting.item()
+    raise ValueError(f"an optimizer's setting {setting!r} cannot be saved: use a number")
+
+
 def _finish(work: Path, path: Path) -> None:
     """Give a complete checkpoint its name, in place of an older one."""
     former = path.with_name(f"{UNFINISHED}former-{path.name}")
+    _keep_others(former, work)  # where it ended in between, the last time
     if path.exists():
+        shutil.rmtree(former, ignore_errors=True)
         path.rename(former)
     work.rename(path)
+    _keep_others(former, path)
     shutil.rmtree(former, ignore_errors=True)
+
+
+def _keep_others(former: Path, path: Path) -> None:
+    """Move what is no part of the older checkpoint from its folder to the new one."""
+    for each in former.iterdir() if former.is_dir() else ():
+        if not OWN.fullmatch(each.name) and not (path / each.name).exists():
+            each.rename(path / each.name)

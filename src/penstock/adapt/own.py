@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -34,6 +33,8 @@ from penstock.train.storage.stored import Entry
 from penstock.train.storage.sums import digest_of, write_sums
 
 NAME = "penstock"
+CHANGING = ("position_ids", "inputs_embeds", "past_key_values", "shift_labels")
+"""Arguments of models of transformers that would change what this one computes."""
 
 
 class PenstockConfig(PreTrainedConfig):
@@ -98,13 +99,17 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
         **named: Any,
     ) -> CausalLMOutputWithPast:
         """Logits [B, L, V], and with labels [B, L] the mean loss of the tokens after each.
 
-        Raises ValueError for padding, which attention would see.
+        num_items_in_batch: by which the sum of losses is divided, in place of their number. Raises ValueError
+        for padding, which attention would see, and for what else would be left out.
         """
-        del named
+        unknown = [name for name in CHANGING if named.get(name) is not None]
+        if unknown:
+            raise ValueError(f"this model takes input_ids, attention_mask and labels, and no {unknown[0]}")
         if attention_mask is not None and not attention_mask.all():
             raise ValueError("attention of this model knows no padding: give prompts one by one")
         decoder, keys = self.decoder, SampleKeys(0, torch.arange(len(input_ids), device=input_ids.device))
@@ -119,7 +124,8 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):
         logits_BLV = decoder.logits(h_BLM).unflatten(0, input_ids.shape)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits_BLV[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+            vocabulary = logits_BLV.shape[-1]
+            loss = self.loss_function(logits_BLV, labels, vocabulary, num_items_in_batch=num_items_in_batch)
         return CausalLMOutputWithPast(loss=loss, logits=logits_BLV)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **named: Any) -> dict[str, Any]:
@@ -161,7 +167,8 @@ def from_checkpoint(path: Path) -> PenstockForCausalLM:
 def to_checkpoint(model: PenstockForCausalLM, folder: Path) -> Path:
     """Write a model as the checkpoint of a run in `folder` that has done no step; returns it.
 
-    `penstock train` goes on from it with train.resume=true, on any text. Moments are zero.
+    `penstock train` goes on from it with train.resume=true, on any text, so it holds float32, whatever the
+    model does. Moments are zero.
     """
     path = folder / "checkpoints" / "step-00000000"
     path.mkdir(parents=True)
@@ -183,9 +190,9 @@ def to_checkpoint(model: PenstockForCausalLM, folder: Path) -> Path:
 
 def _outgoing(named: tuple[str, Tensor]) -> Outgoing:
     name, tensor = named
-    return Outgoing(
-        name=name, entry=Entry(shape=tuple(tensor.shape), dtype=tensor.dtype), load=lambda: tensor
-    )
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    entry = Entry(shape=tuple(tensor.shape), dtype=dtype)
+    return Outgoing(name=name, entry=entry, load=lambda: tensor.to(dtype))
 
 
 def _logical(decoder: GPT) -> Iterator[tuple[str, Tensor]]:

@@ -53,8 +53,13 @@ def schedule(model: nn.Module, engine: Engine) -> Engine:
 
 
 def engine_of(model: Any) -> Engine:
-    """What runs the steps of a scheduled model."""
-    engine: Engine = model.__dict__["_penstock"]
+    """What runs the steps of a scheduled model. Raises ValueError for any other."""
+    engine: Engine | None = model.__dict__.get("_penstock")
+    if engine is None:
+        raise ValueError(
+            f"{type(model).__name__} is no scheduled model: give what parallelize or load_pretrained has "
+            "returned, and nothing around it"
+        )
     return engine
 
 

@@ -33,21 +33,41 @@ class ScheduledTrainer(Trainer):
         self.accelerator.prepare_model = lambda model, *_, **__: model  # gradients are synchronised already
 
     def train(self, *arguments: Any, **named: Any) -> Any:
-        """Raises ValueError if accelerate sees no ranks, which would all get the same data then."""
+        """Raises ValueError for what would train something else: ranks that accelerate does not see, which
+        would all get the same data, losses averaged by rank, and scaled losses of float16.
+        """
         seen, ranks = self.accelerator.num_processes, engine_of(self.model).layout.world_size
         if seen != ranks:
             raise ValueError(
                 f"accelerate sees {seen} of {ranks} processes: start them with torchrun or accelerate "
                 "launch, so that each takes its own part of the data"
             )
+        if ranks > 1 and not self.args.average_tokens_across_devices:
+            raise ValueError(
+                "average_tokens_across_devices = False: the loss of a scheduled model is that of all ranks' "
+                "batch, whose tokens count alike; leave it True"
+            )
+        if self.args.fp16:
+            raise ValueError(
+                "fp16 = True: it scales losses, and ranks with different experts would not skip the same "
+                "steps; use bf16"
+            )
         return super().train(*arguments, **named)
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        """That of accelerate, which has it in the wrapper of a model that it prepares."""
+        del cache_enabled
+        return self.accelerator.autocast()
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As it is: Trainer multiplies it by the number of ranks, over which a wrapper would average."""
+        """In a step as it is: Trainer multiplies it by the ranks, over which a wrapper would average.
+
+        In evaluation it is that of this rank's samples, and Trainer itself averages.
+        """
         found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if num_items_in_batch is None or not self.args.average_tokens_across_devices:
+        if num_items_in_batch is None or not model.training:
             return found
         ranks = self.accelerator.num_processes
         return (found[0] / ranks, found[1]) if return_outputs else found / ranks

@@ -51,16 +51,17 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _files(folder: Path) -> list[Path]:
+    """Those that transformers reads: one file, which goes before shards, or these."""
     index = folder / INDEX
-    if index.exists():
-        listed: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
-        return [folder / name for name in sorted(set(listed.values()))]
-    if not (folder / ONE).exists():
+    if (folder / ONE).exists():
+        return [folder / ONE]
+    if not index.exists():
         raise ValueError(
             f"{folder} holds neither {ONE} nor {INDEX}. Give a folder that save_pretrained has written, or "
             "download the model's files first: hf download NAME --local-dir FOLDER"
         )
-    return [folder / ONE]
+    listed: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+    return [folder / name for name in sorted(set(listed.values()))]
 
 
 def share_of_experts(

@@ -34,16 +34,19 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--max-new-tokens", type=_positive, default=64, metavar="N", help="tokens to add at most (64)"
     )
     generate.add_argument(
-        "--temperature", type=_not_negative, default=0.0, metavar="T", help="0 takes the likeliest token (0)"
+        "--temperature",
+        type=_not_negative,
+        metavar="T",
+        help="0 takes the likeliest token (0; 1 where --top-k or --top-p is given)",
     )
     generate.add_argument(
         "--top-k", type=_positive, metavar="K", help="draw from the K likeliest tokens (all)"
     )
     generate.add_argument(
-        "--top-p", type=_share, default=1.0, metavar="P", help="draw from the likeliest of this share (1)"
+        "--top-p", type=_share, metavar="P", help="draw from the likeliest of this share (1)"
     )
     _add_tokenizer(generate)
-    generate.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (0)")
+    generate.add_argument("--seed", type=_seed, default=0, metavar="N", help="of what is drawn (0)")
     generate.add_argument("--json", action="store_true", help="print one JSON object")
     generate.set_defaults(run=lambda options, given: _explained(lambda: _generate(options)))
 
@@ -88,12 +91,12 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _generate(options: argparse.Namespace) -> int:
     from penstock.adapt.asking import Sampling, generate, open_model
 
-    sampling = Sampling(
-        temperature=options.temperature, top_k=options.top_k or 0, top_p=options.top_p, seed=options.seed
-    )
-    text = generate(
-        open_model(options.checkpoint, options.tokenizer), options.prompt, options.max_new_tokens, sampling
-    )
+    temperature, top_k, top_p = options.temperature, options.top_k or 0, options.top_p or 1.0
+    if temperature is None:
+        temperature = 0.0 if options.top_k is None and options.top_p is None else 1.0
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=options.seed)
+    opened = open_model(options.checkpoint, options.tokenizer)
+    text = generate(opened, options.prompt, options.max_new_tokens, sampling)
     found = {"prompt": options.prompt, "text": text}
     print(json.dumps(found) if options.json else options.prompt + text)
     return 0
@@ -102,7 +105,8 @@ def _generate(options: argparse.Namespace) -> int:
 def _evaluate(options: argparse.Namespace) -> int:
     from penstock.adapt.asking import judge, open_model
 
-    found = judge(open_model(options.checkpoint, options.tokenizer), options.file.read_text(), options.length)
+    opened = open_model(options.checkpoint, options.tokenizer)
+    found = judge(opened, options.file.read_bytes().decode(), options.length)
     if options.json:
         print(json.dumps({"loss": found.loss, "perplexity": found.perplexity, "tokens": found.tokens}))
     else:
@@ -155,6 +159,12 @@ def _explained(command: Callable[[], int]) -> int:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; use 1 or more")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text!r} is no seed; use 0 or more, below 2 ** 63")
     return int(text)
 
 

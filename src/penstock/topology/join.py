@@ -14,19 +14,23 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
 
 # torch.distributed has it as well, but hides it from type checkers.
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from penstock.config import UNSET, ConfigError
 from penstock.mesh import neighbour
 from penstock.topology.blame import answer_calls
 from penstock.topology.control import CommunicationError, Control
 from penstock.topology.rollcall import RollCall, new_token, open_listener
+
+GROUPS = count()
+"""Numbers of the process groups that this process joins, the same on all ranks."""
 
 MOST_DIGITS = 9
 Launcher = Literal["alone", "torchrun", "slurm", "penstock"]
@@ -176,11 +180,17 @@ def _connect(info: ProcessInfo, timeout: timedelta, device: torch.device) -> Non
     """Start torch's default process group."""
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=HashStore() if info == ALONE else None,
+        store=HashStore() if info == ALONE else _store(info, timeout),
         rank=info.rank,
         world_size=info.world_size,
         timeout=timeout,
     )
+
+
+def _store(info: ProcessInfo, timeout: timedelta) -> Store:
+    """Where processes leave their addresses: it may outlive a group, so every group has its own names."""
+    store, _, _ = next(dist.rendezvous("env://", info.rank, info.world_size, timeout=timeout))
+    return PrefixStore(f"penstock-{next(GROUPS)}", store)
 
 
 def _roll_call(info: ProcessInfo, where: str) -> RollCall | None:
