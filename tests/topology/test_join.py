@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._C._distributed_c10d import TCPStore
 
 from penstock.config import ConfigError
-from penstock.topology.join import ALONE, ProcessInfo, detect, join, leave, rendezvous_env
+from penstock.topology.join import ALONE, ProcessInfo, _store, detect, join, leave, rendezvous_env
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
@@ -296,3 +298,15 @@ def test_two_tasks_of_slurm(worker: Path) -> None:
             task.kill()
     assert printed == ["slurm 0 0 3 1\n", "slurm 1 1 3 1\n"]
     assert [task.returncode for task in tasks] == [0, 0]
+
+
+def test_a_group_does_not_read_what_one_before_has_left(clean: pytest.MonkeyPatch) -> None:
+    """torchrun's store lives as long as the job: addresses in it may be of a session that has ended."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clean.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    clean.setenv("MASTER_ADDR", "127.0.0.1")
+    clean.setenv("MASTER_PORT", str(server.port))
+    info = ProcessInfo(rank=1, world_size=2, local_rank=1, launcher="torchrun")
+    first, second = (_store(info, timedelta(seconds=30)) for _ in range(2))
+    first.set("address", "old")
+    assert first.check(["address"]) and not second.check(["address"])

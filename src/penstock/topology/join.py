@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 # torch.distributed has it as well, but hides it from type checkers.
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from penstock.config import UNSET, ConfigError
 from penstock.mesh import neighbour
@@ -189,7 +190,7 @@ def _connect(info: ProcessInfo, timeout: timedelta, device: torch.device) -> Non
 
 def _store(info: ProcessInfo, timeout: timedelta) -> Store:
     """Where processes leave their addresses: it may outlive a group, so every group has its own names."""
-    store, _, _ = next(dist.rendezvous("env://", info.rank, info.world_size, timeout=timeout))
+    store, _, _ = next(rendezvous("env://", info.rank, info.world_size, timeout=timeout))
     return PrefixStore(f"penstock-{next(GROUPS)}", store)
 
 
