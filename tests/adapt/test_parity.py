@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import dropout
 
 import penstock
 from penstock.adapt import FAMILIES
@@ -103,6 +104,11 @@ def test_an_unknown_family_is_taken_if_its_pieces_compute_the_same(monkeypatch: 
     monkeypatch.setattr("penstock.adapt.families.FAMILIES", few)
     found = agreement(0, 1, "olmoe", "flowmoe", torch.float64)
     assert max(found.values()) < LIMITS[torch.float64], found
+    penstock.parallelize(small("olmoe", attention_dropout=0.1))
+    model = small("olmoe")
+    model.model.layers[1].mlp.register_forward_hook(lambda block, _, out: dropout(out, 0.1, block.training))
+    with pytest.raises(ValueError, match="computes something else"):
+        penstock.parallelize(model)
     model = small("granitemoe")
     names = set(dict(model.named_modules()))
     with pytest.raises(ValueError, match=r"no family .* computes something else than whole: logits of shape"):

@@ -6,7 +6,8 @@ Shapes: B samples, L tokens per sample, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,19 +67,31 @@ def guess(model: nn.Module, ep_plan: EpPlan | None) -> Family:
 def check(model: Any, decoder: Decoder) -> None:
     """Raise ValueError unless the model in pieces computes what it does whole: logits and all gradients.
 
-    Runs some random tokens in evaluation, with all experts here.
+    Runs some random tokens with all experts here, in evaluation, and in training, where both draw the same
+    numbers: dropout of what the experts return would be left out.
     """
     was_training = model.training
-    model.eval()
+    recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if recomputes:
+        model.gradient_checkpointing_disable()
     try:
-        generator = torch.Generator().manual_seed(0)
-        size = model.get_input_embeddings().weight.shape[0]
-        tokens_BL = torch.randint(size, (SAMPLES, LENGTH), generator=generator).to(model.device)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        whole = _outcome(decoder.plain(model, input_ids=tokens_BL, use_cache=False).logits, trained)
-        parts = _outcome(_in_pieces(decoder, tokens_BL).view_as(whole[0]), trained)
+        for training in (False, True):
+            _compare(model.train(training), decoder)
     finally:
         model.train(was_training)
+        if recomputes:
+            model.gradient_checkpointing_enable()
+
+
+def _compare(model: Any, decoder: Decoder) -> None:
+    generator = torch.Generator().manual_seed(0)
+    size = model.get_input_embeddings().weight.shape[0]
+    tokens_BL = torch.randint(size, (SAMPLES, LENGTH), generator=generator).to(model.device)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with _same_numbers():
+        whole = _outcome(decoder.plain(model, input_ids=tokens_BL, use_cache=False).logits, trained)
+    with _same_numbers():
+        parts = _outcome(_in_pieces(decoder, tokens_BL).view_as(whole[0]), trained)
     for what, one, other in zip(("logits", *["a gradient"] * len(trained)), whole, parts, strict=True):
         if (one - other).norm() > LIMIT * one.norm():
             raise ValueError(
@@ -87,6 +100,14 @@ def check(model: Any, decoder: Decoder) -> None:
                 "layers do with the outputs of their MoE blocks was not understood: describe the family, see "
                 "docs/extending.md"
             )
+
+
+@contextmanager
+def _same_numbers() -> Iterator[None]:
+    """Inside, random numbers are the same ones every time; afterwards they go on as before."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
 
 
 def _in_pieces(decoder: Decoder, tokens_BL: Tensor) -> Tensor:
