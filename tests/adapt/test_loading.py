@@ -113,6 +113,13 @@ def of_no_known_family(folder: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "llama"}))
 
 
+def quantized(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}})
+    )
+
+
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -127,6 +134,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
         (with_fewer_experts, r"experts\.(down|gate_up)_proj"),
         (without_weights, "holds neither model.safetensors nor"),
         (cut_short, "cannot be read as safetensors"),
+        (quantized, "holds quantized numbers"),
         (of_no_known_family, "LlamaForCausalLM is of no family that Penstock knows"),
     ],
 )

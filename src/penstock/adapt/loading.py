@@ -84,6 +84,11 @@ def _skeleton(folder: Path) -> tuple[Found, Any]:
             "model's files first: hf download NAME --local-dir FOLDER"
         )
     config = AutoConfig.from_pretrained(folder)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{folder} holds quantized numbers (quantization_config), which cannot be trained: load it with "
+            "from_pretrained, dequantized, and call parallelize or save it"
+        )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     family = family_of(model)
