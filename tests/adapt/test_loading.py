@@ -82,7 +82,8 @@ def test_reading_needs_memory_for_the_share_and_a_shard(ranks: Pools, tmp_path: 
     whole = sum(parameter.nbytes for parameter in large.parameters()) / MIB
     for most, held in ranks(2).run(memory_used, 2, str(tmp_path)):
         assert held < 0.55 * whole
-        assert most < held + SHARD_MIB, f"{most:.0f} MiB to hold {held:.0f} of {whole:.0f}"
+        limit = 1.1 * (held + SHARD_MIB)  # allocators round up, and keep some of what was freed
+        assert most < limit < 0.8 * whole, f"{most:.0f} MiB to hold {held:.0f} of {whole:.0f}"
 
 
 def without_a_tensor(folder: Path) -> None:
