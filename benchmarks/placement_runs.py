@@ -72,10 +72,10 @@ PLACEMENT: Final = (
             *("model.hidden_size=256", "moe.moe_ffn_hidden_size=256", "model.seq_len=64"),
             *("compare.rounds=3", "compare.warmup=2"),
         ),
-        "Three of 16 experts have over half of the rows, and who they are changes slowly. Plans are made "
-        "from the step before. An expert has as many bytes as half of a device's rows: with four "
-        "times as many bytes, only `planned` finds copies that pay. Pro-Prophet reports 1.36 to 2.66 times "
-        "the speed of none, and 1.01 to 1.50 times that of shadowing.",
+        "Three of 16 experts have over half of the rows, and which three these are changes slowly. "
+        "Plans are made from the step before. An expert has as many bytes as half of a device's rows: with "
+        "four times as many bytes, only `planned` finds copies that pay. Pro-Prophet reports 1.36 to "
+        "2.66 times the speed of none, and 1.01 to 1.50 times that of shadowing.",
         200,
     ),
     _moving(

@@ -19,9 +19,9 @@ from penstock.autopilot import Autopilot
 from penstock.config import load
 from penstock.plan.plan_config import given_schedule
 from penstock.runtime import PipelinedStack
-from penstock.topology import Control, Layout, ProcessInfo, detect, find_node_size, join, leave
+from penstock.topology import Control, Layout, ProcessInfo, detect, find_node_size, leave
 from penstock.topology.blame import give_up, reason
-from penstock.topology.join import ALONE
+from penstock.topology.join import ALONE, joined
 from penstock.train.assemble import build_machinery, build_stack, pick_device
 from penstock.train.config import RunConfig
 from penstock.train.pilot import Ranks
@@ -69,7 +69,7 @@ def session(config: RunConfig | str | Path | None = None, *settings: str) -> Ite
     started = detect(os.environ) or ALONE
     device = pick_device(started.local_rank)
     joins = not dist.is_initialized()
-    info = _joined(read, started, device)
+    info = joined(read.parallel.timeout_s, device)
     try:
         run = _built(read, info, device)
         yield run
@@ -87,15 +87,6 @@ def _read(config: RunConfig | str | Path | None, settings: Sequence[str]) -> Run
     if settings:
         raise ValueError(f"{settings[0]}: a RunConfig has all settings. Change it with dataclasses.replace")
     return config
-
-
-def _joined(config: RunConfig, started: ProcessInfo, device: torch.device) -> ProcessInfo:
-    """Who this process is among the others, which are joined unless they are already."""
-    if dist.is_initialized():
-        here = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-        return ProcessInfo(**here, local_rank=started.local_rank, launcher=started.launcher)
-    join(started, config.parallel.timeout_s, device)
-    return started
 
 
 def _built(config: RunConfig, info: ProcessInfo, device: torch.device) -> Session:

@@ -107,7 +107,7 @@ class LowerBound:
         return max(self.busiest_lane_s, self.critical_path_s)
 
     def times(self, factor: float) -> LowerBound:
-        """The bound where every task takes so many times as long."""
+        """The bound if every task takes `factor` times as long."""
         lane_s, path_s = factor * self.busiest_lane_s, factor * self.critical_path_s
         return replace(self, busiest_lane_s=lane_s, critical_path_s=path_s)
 

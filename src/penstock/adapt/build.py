@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.adapt.cut import Cut, CutGate
@@ -33,12 +31,9 @@ from penstock.topology import (
     Control,
     Layout,
     ParallelConfig,
-    ProcessInfo,
-    detect,
     find_node_size,
-    join,
 )
-from penstock.topology.join import ALONE
+from penstock.topology.join import joined
 from penstock.train.assemble import build_machinery
 
 
@@ -115,19 +110,9 @@ def _found(model: Any, ep_plan: EpPlan | None) -> Found:
     return found
 
 
-def _joined(timeout_s: float, device: torch.device) -> ProcessInfo:
-    """Who this process is. Connects it to the others that a launcher started, unless that is done already."""
-    started = detect(os.environ) or ALONE
-    if dist.is_initialized():
-        here = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-        return ProcessInfo(**here, local_rank=started.local_rank, launcher=started.launcher)
-    join(started, timeout_s, device)
-    return started
-
-
 def machinery_for(parallel: ParallelConfig, num_experts: int, device: torch.device) -> Machinery:
     """What runs steps on the ranks that a launcher started, which are joined. All ranks call it."""
-    info, node_size = _joined(parallel.timeout_s, device), None
+    info, node_size = joined(parallel.timeout_s, device), None
     if info.launcher != "alone" and parallel.ranks_per_node is None:
         node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
     layout = Layout.build(parallel, info.world_size, info.rank, num_experts, node_size)

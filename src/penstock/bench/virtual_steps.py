@@ -1,7 +1,7 @@
 """Real steps of virtual devices: what transfers take there, and how far predictions are off.
 
-Computation is slept, so there is nothing to learn of it, and it is nobody's company; but bytes are real, and
-many ranks share few cores.
+Virtual devices sleep instead of computing, so nothing is learnt of computation here, and it slows no transfer
+down. Bytes are real, and many ranks share few cores.
 """
 
 from __future__ import annotations

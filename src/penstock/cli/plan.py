@@ -101,6 +101,13 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     for name, what in SIZES.items():
         plan.add_argument(_option(name), type=int, metavar="N", help=what)
+    _add_choices(plan)
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
+    plan.set_defaults(run=plan_command)
+
+
+def _add_choices(plan: argparse.ArgumentParser) -> None:
+    """What a search may choose, what it assumes, and how long it looks."""
     plan.add_argument(
         "--sharded-optimizer",
         choices=("false", "true", "auto"),
@@ -131,8 +138,6 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help=f"search effort as a multiple of the default (1: {PLACEMENTS['usual']:,} simulated tasks, "
         "some seconds)",
     )
-    plan.add_argument("--json", action="store_true", help="print one JSON object")
-    plan.set_defaults(run=plan_command)
 
 
 def plan_command(options: argparse.Namespace, given: object) -> int:

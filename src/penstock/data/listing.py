@@ -11,7 +11,7 @@ from penstock.config import ConfigError
 from penstock.data.files import HINT
 
 NO_TEXT: Final = (".gz", ".bz2", ".xz", ".zst", ".zip", ".npy", ".npz", ".arrow")
-"""Extensions of files whose bytes nobody means to train on."""
+"""Extensions of files that are not text, and are refused."""
 
 
 def files_of(path: str, suffixes: tuple[str, ...]) -> list[Path]:

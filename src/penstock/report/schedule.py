@@ -12,6 +12,7 @@ from penstock.config import ConfigError, check_name
 from penstock.cost import ClusterConfig, StepCost, Workload
 from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.mesh import holders
+from penstock.report.step_text import cluster_text, pieces_text, placement_text, sharing_text, updating_text
 from penstock.report.timeline import duration_text, render_timeline
 from penstock.schedule import SCHEDULES, StepPlan, System, plan_step
 from penstock.simulate import LowerBound, lower_bound, overlap_efficiency, simulate
@@ -128,13 +129,13 @@ class ScheduleDescription:
             f"with {work.placement.slots} experts each (ep {work.ep_size})",
         )
         if not shape.sharing.is_none:
-            yield "sharing", _sharing_text(shape)
-        yield "cluster", _cluster_text(self.cluster, nodes=not shape.sharing.is_none)
-        yield "pieces", _pieces_text(shape)
+            yield "sharing", sharing_text(shape)
+        yield "cluster", cluster_text(self.cluster, nodes=not shape.sharing.is_none)
+        yield "pieces", pieces_text(shape)
         if shape.moves_samples or shape.guest_slots:
-            yield "placement", _placement_text(shape)
+            yield "placement", placement_text(shape)
         if shape.updating is not None:
-            yield "optimizer", _updating_text()
+            yield "optimizer", updating_text()
         yield from (("note", note) for note in self.notes)
 
     def _result(self) -> Iterator[tuple[str, str]]:
@@ -366,44 +367,3 @@ def _notes(asked: Decision, shape: StepShape, all_reduce_chunks: int) -> Iterato
     for key, (ran, wanted) in used.items():
         if wanted not in (None, ran):
             yield f"{asked.schedule} ignores {key} = {wanted} and runs with {ran}"
-
-
-def _sharing_text(shape: StepShape) -> str:
-    sharing = shape.sharing
-    return (
-        f"{counted(sharing.mp_size, 'rank')} share attention (mp), {sharing.esp_size} every expert (esp); "
-        f"between blocks tokens are {sharing.tokens}; rows reach all shards as in {shape.expert_form}"
-    )
-
-
-def _cluster_text(cluster: ClusterConfig, *, nodes: bool) -> str:
-    inside = f" between nodes, {cluster.intra_bytes_per_s / 1e6:g} MB/s inside" if nodes else ""
-    return (
-        f"link {cluster.link_bytes_per_s / 1e6:g} MB/s{inside}, latency "
-        f"{duration_text(cluster.link_latency_s)}; per rank {cluster.flops_per_s / 1e9:g} GFLOP/s, "
-        f"memory {cluster.memory_bytes_per_s / 1e9:g} GB/s"
-    )
-
-
-def _placement_text(shape: StepShape) -> str:
-    samples = ["samples get new homes in every MoE layer"] if shape.moves_samples else []
-    slots = f"every rank hosts up to {counted(shape.guest_slots, 'expert')} of others per MoE layer"
-    return "; ".join([*samples, *([slots] if shape.guest_slots else [])])
-
-
-def _updating_text() -> str:
-    return (
-        "every rank owns a share of what is replicated: gradients are summed in shares (RA), the norm (NM) "
-        "clips them, shares are updated (OA; all of a rank's experts: OX), and gathered (PA) by the next step"
-    )
-
-
-def _pieces_text(shape: StepShape) -> str:
-    microbatches = counted(shape.microbatches, "microbatch", "es")
-    chunks, backward = counted(shape.chunks, "chunk"), shape.backward_chunks
-    if backward != shape.chunks:
-        chunks = f"{shape.chunks} forward and {counted(backward, 'backward chunk')}"
-    if shape.pair_slices > 1:
-        chunks = f"{shape.pair_slices} slices of what runs at the same time"
-    reduced = counted(max(shape.all_reduce_chunks), "all-reduce chunk")
-    return f"{microbatches}, {chunks} per MoE layer, {reduced} per layer"

@@ -109,6 +109,16 @@ def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
         torch.set_num_threads(1)
 
 
+def joined(timeout_s: float, device: torch.device) -> ProcessInfo:
+    """Who this process is. Connects it to the others that a launcher started, unless that is done already."""
+    started = detect(os.environ) or ALONE
+    if dist.is_initialized():
+        here = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        return ProcessInfo(**here, local_rank=started.local_rank, launcher=started.launcher)
+    join(started, timeout_s, device)
+    return started
+
+
 def leave() -> None:
     """Disconnect from the others; does nothing for a process that never joined."""
     answer_calls(None)

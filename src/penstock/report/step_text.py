@@ -1,0 +1,54 @@
+"""One line each about a step that is drawn: who shares what, the cluster, the pieces, what moves."""
+
+from __future__ import annotations
+
+from penstock.cost import ClusterConfig
+from penstock.report.timeline import duration_text
+from penstock.step import StepShape
+from penstock.words import counted
+
+
+def sharing_text(shape: StepShape) -> str:
+    """Say which ranks share what."""
+    sharing = shape.sharing
+    return (
+        f"{counted(sharing.mp_size, 'rank')} share attention (mp), {sharing.esp_size} every expert (esp); "
+        f"between blocks tokens are {sharing.tokens}; rows reach all shards as in {shape.expert_form}"
+    )
+
+
+def cluster_text(cluster: ClusterConfig, *, nodes: bool) -> str:
+    """Give the rates of a cluster."""
+    inside = f" between nodes, {cluster.intra_bytes_per_s / 1e6:g} MB/s inside" if nodes else ""
+    return (
+        f"link {cluster.link_bytes_per_s / 1e6:g} MB/s{inside}, latency "
+        f"{duration_text(cluster.link_latency_s)}; per rank {cluster.flops_per_s / 1e9:g} GFLOP/s, "
+        f"memory {cluster.memory_bytes_per_s / 1e9:g} GB/s"
+    )
+
+
+def placement_text(shape: StepShape) -> str:
+    """Say what moves; empty if nothing does."""
+    samples = ["samples get new homes in every MoE layer"] if shape.moves_samples else []
+    slots = f"every rank hosts up to {counted(shape.guest_slots, 'expert')} of others per MoE layer"
+    return "; ".join([*samples, *([slots] if shape.guest_slots else [])])
+
+
+def updating_text() -> str:
+    """Say what a sharded optimiser adds to a step."""
+    return (
+        "every rank owns a share of what is replicated: gradients are summed in shares (RA), the norm (NM) "
+        "clips them, shares are updated (OA; all of a rank's experts: OX), and gathered (PA) by the next step"
+    )
+
+
+def pieces_text(shape: StepShape) -> str:
+    """Count what a step is cut into."""
+    microbatches = counted(shape.microbatches, "microbatch", "es")
+    chunks, backward = counted(shape.chunks, "chunk"), shape.backward_chunks
+    if backward != shape.chunks:
+        chunks = f"{shape.chunks} forward and {counted(backward, 'backward chunk')}"
+    if shape.pair_slices > 1:
+        chunks = f"{shape.pair_slices} slices of what runs at the same time"
+    reduced = counted(max(shape.all_reduce_chunks), "all-reduce chunk")
+    return f"{microbatches}, {chunks} per MoE layer, {reduced} per layer"
