@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from penstock.config import open_regular, parse_json
+from penstock.extras import is_there
 from penstock.report.loads import colours
 from penstock.workloads.figures import Whole
 
@@ -142,7 +143,9 @@ class MetricsWriter:
         self._file = path.open("a", encoding="utf-8")
         self._last_step = kept[-1].step if kept else 0
         self._curves: ScalarLog = (
-            _TensorBoard(folder / TENSORBOARD_FOLDER, resume_step) if tensorboard else _NoCurves()
+            _TensorBoard(folder / TENSORBOARD_FOLDER, resume_step)
+            if tensorboard and is_there("tensorboard")
+            else _NoCurves()
         )
 
     def write(self, metrics: StepMetrics) -> None:

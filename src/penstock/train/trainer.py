@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.config import ConfigError, to_dict, to_toml
+from penstock.extras import install, is_there, needs
 from penstock.moe import update_expert_biases
 from penstock.moe.config import BalanceGroup
 from penstock.report import RunSummary
@@ -133,7 +134,9 @@ class Trainer:
             analysis = self._analyse()
         self.stack.close()
         course = self.loads.course(self.stack.base_shape.moe_layers)
-        picture = None if course is None else draw_loads(course, self.config.output.dir)
+        picture = None
+        if course is not None and is_there("matplotlib"):
+            picture = draw_loads(course, self.config.output.dir)
         checkpoint = str(self.saved) if self.saved else None
         return summarise(
             self.config,
@@ -266,6 +269,9 @@ class Trainer:
         output = self.config.output
         keep_config(output.dir, self._settings(), first)
         self._save_plan()
+        for setting, module in (("tensorboard", "tensorboard"), ("loads", "matplotlib")):
+            if getattr(output, setting) and not is_there(module):
+                self.progress.say(f"output.{setting} {needs(module)} and is left out. {install(module)}")
         return closing.enter_context(MetricsWriter(output.dir, output.tensorboard, first))
 
     def _settings(self) -> str:
