@@ -325,7 +325,7 @@ def hugging_face_block() -> nn.Module:
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
     config = MixtralConfig(hidden_size=32, intermediate_size=24, num_local_experts=8, num_experts_per_tok=2)
-    block = MixtralSparseMoeBlock(config).double()
+    block: nn.Module = MixtralSparseMoeBlock(config).double()
     for name, parameter in block.named_parameters():
         nn.init.zeros_(parameter).data.add_(0.3 * numbers(*parameter.shape, name=name))
     return block

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from penstock.dispatch import Dispatch, find_dispatch
 from penstock.moe.balance import BALANCES
@@ -294,7 +295,7 @@ class MoELayer(nn.Module):
         return LayerLosses((slope_BE * sums.probability_BE).sum(), sums.z / total)
 
 
-@torch._disable_dynamo
+@_disable_dynamo
 def _uncompiled(layer: MoELayer, x: Tensor, valid: Tensor | None) -> Tensor:
     """The marker that does not load the compiler before it is wanted, which takes seconds."""
     return layer._forward(x, valid)
