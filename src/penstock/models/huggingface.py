@@ -26,6 +26,7 @@ from penstock.moe import (
     TokenGate,
 )
 from penstock.moe.exchange import Exchange
+from penstock.placement import ExpertPlacement
 
 AS_IN = "it must be as in transformers 5.23"
 SILU = ("SiLU", "SiLUActivation")
@@ -143,13 +144,8 @@ def _experts(source: Any, exchange: Exchange | None) -> SwiGLUExperts:
 def _share(experts: int, exchange: Exchange | None) -> slice:
     """The numbers of the experts that this rank holds, consecutive ones in the order of ranks."""
     ranks, rank = (1, 0) if exchange is None else (exchange.ep_size, exchange.ep_rank)
-    if experts % ranks:
-        raise ValueError(
-            f"the block has {experts} experts, which {ranks} ranks cannot share evenly: build the exchange "
-            f"with num_experts={experts} and an ep_size that divides it"
-        )
-    local = experts // ranks
-    return slice(rank * local, (rank + 1) * local)
+    held = ExpertPlacement.even(experts, ranks).held(rank)
+    return slice(held[0], held[-1] + 1)
 
 
 def _shared(source: Any) -> SharedExpert:
