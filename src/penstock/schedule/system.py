@@ -13,6 +13,7 @@ from penstock.ops import Op
 from penstock.ops.optimizer import UPDATES
 from penstock.ops.sums import REDUCTIONS, reduced
 from penstock.schedule.freeze import Cost
+from penstock.schedule.room import ordered
 from penstock.schedule.schedule import Schedule
 from penstock.step import StepShape
 from penstock.step.shape import ExpertForm
@@ -115,5 +116,4 @@ def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:
     last = [task for task in graph.tasks if is_all_reduce(task)]
     tasks += sorted(last, key=lambda task: (task.layer, list(REDUCTIONS).index(reduced(task.op))))
     tasks += [task for task in graph.tasks if lateness(task) and not is_all_reduce(task)]
-    orders = {lane: tuple(task for task in tasks if task.lane is lane) for lane in Lane}
-    return Schedule(name, {lane: order for lane, order in orders.items() if order})
+    return ordered(name, graph, {lane: [task for task in tasks if task.lane is lane] for lane in Lane})
