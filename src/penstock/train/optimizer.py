@@ -39,8 +39,8 @@ class OptimizerConfig:
     `sharded`         every data-parallel rank keeps the moments of a share of the parameters and updates it,
                       by tasks of the step's schedule (ZeRO, stage 1); `auto`: where a whole iteration is
                       predicted to be shorter so, or does not fit into memory otherwise
-    `shard_gradients` with `sharded`, gradients are given up during backward as soon as they are summed, but for
-                      this rank's share (ZeRO, stage 2)
+    `shard_gradients` with `sharded`, gradients are given up during backward as soon as they are summed, but
+                      for this rank's share (ZeRO, stage 2)
 
     Raises `ConfigError` naming the field when a value cannot be used.
     """

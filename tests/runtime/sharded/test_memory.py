@@ -1,4 +1,4 @@
-"""A model that does not fit with AdamW trains with shares of it, or of gradients, too: ranks under a limit."""
+"""A model that does not fit trains with shares of AdamW, or of gradients, too: ranks under a limit."""
 
 from __future__ import annotations
 

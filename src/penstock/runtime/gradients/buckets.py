@@ -115,7 +115,7 @@ class ScatteredGradients(FlatGradients):
     """
 
     def _check(self) -> None:
-        """Raise RuntimeError for a gradient that is there already, or a parameter frozen since forward, too."""
+        """Raise RuntimeError for a gradient that is there, or a parameter frozen since forward, too."""
         super()._check()
         for parameter in self.parameters:
             if parameter.grad is not None or not parameter.requires_grad:
@@ -145,8 +145,8 @@ class ReleasedGradients(ScatteredGradients):
     def begin(self) -> None:
         """Let autograd make every gradient.
 
-        Raises RuntimeError as `ScatteredGradients.begin` does, and for a parameter with a hook that would look
-        at its gradient.
+        Raises RuntimeError as `ScatteredGradients.begin` does, and for a parameter with a hook that would
+        look at its gradient.
         """
         self._check()
         for parameter in self.parameters:

@@ -164,9 +164,9 @@ class Share:
 
 
 class ReleasingShare(Share):
-    """A share whose sums are all that is kept of gradients: each is given up with the last piece that it is in.
+    """A share whose sums are all that is kept of gradients.
 
-    A parameter that no task has added to has no gradient then; it is zero.
+    Each is given up with the last piece that it is in. One that no task has added to is not there: zero.
     """
 
     def __init__(self, flat: FlatGradients, parts: Sequence[int], owners: int, place: int) -> None:
