@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cache
 from typing import ClassVar, cast
 
 from penstock.config import ConfigError
@@ -100,9 +101,14 @@ def lateness(task: Task) -> int:
 
     Where tasks compete, those with less go first: the model's own are on the way of all others.
     """
-    if task.op in UPDATES:
+    return _lateness(task.op)
+
+
+@cache
+def _lateness(op: str) -> int:
+    if op in UPDATES:
         return 2
-    return int(is_all_reduce(task) or task.op == Op.NORM)
+    return int(reduced(op) != "" or op == Op.NORM)
 
 
 def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:

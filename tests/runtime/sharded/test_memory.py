@@ -93,7 +93,7 @@ def test_a_model_that_does_not_fit_trains_in_shares() -> None:
 
     It counts whole gradients of two layers, the most that may wait for their sums; here they wait for less.
     """
-    needs = {}
+    needs: dict[tuple[str, ...], int] = {}
     for shares in (WHOLE, MOMENTS, GRADIENTS):
         found = on_two_ranks(shares, None)
         assert all(isinstance(each, int) for each in found), found
@@ -106,7 +106,8 @@ def test_a_model_that_does_not_fit_trains_in_shares() -> None:
     assert all(isinstance(each, int) for each in on_two_ranks(GRADIENTS, _between(needs, MOMENTS, GRADIENTS)))
     for more, less in ((WHOLE, MOMENTS), (MOMENTS, GRADIENTS)):
         refused = on_two_ranks(more, _between(needs, more, less))
-        assert all(isinstance(each, str) and "memory" in each for each in refused), refused
+        assert all(isinstance(each, str) for each in refused), refused
+        assert any("memory" in str(each) for each in refused), refused  # another rank may miss it instead
 
 
 def planned(shares: tuple[str, ...]) -> MemoryEstimate:
