@@ -15,7 +15,7 @@ from penstock.config import ConfigError, load
 from penstock.data.tokenizer import open_tokenizer
 from penstock.extras import EXTRAS, install, is_there, needs
 from penstock.train.config import RunConfig
-from penstock.train.metrics import MetricsWriter
+from penstock.train.logs import open_logs
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -95,8 +95,8 @@ def test_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_curves_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sentence is the trainer's: tests/test_wheel.py reads it."""
     hide(monkeypatch, "tensorboard")
-    with MetricsWriter(tmp_path, tensorboard=True, resume_step=0):
-        pass
+    config = load(RunConfig, None, [f"output.dir={tmp_path}"])
+    assert config.output.tensorboard and open_logs(config, (0,), 0) == []
     assert not (tmp_path / "tensorboard").exists()
 
 

@@ -15,6 +15,7 @@ from penstock.cli.listing import add_list
 from penstock.cli.models import add_models
 from penstock.cli.plan import add_plan
 from penstock.cli.prepare import add_prepare
+from penstock.cli.report import add_report
 from penstock.cli.run import exit_code, parse
 from penstock.config import ConfigError
 from penstock.decision.moving import ExpertMoves, SampleMoves
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_profile(commands)
     add_emulate(commands)
     add_models(commands)
+    add_report(commands)
     add_list(commands)
     return parser
 
@@ -111,6 +113,11 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--sharded-optimizer",
         action="store_true",
         help="every rank updates a share of the parameters, by tasks of the step",
+    )
+    schedule.add_argument(
+        "--shard-gradients",
+        action="store_true",
+        help="the same, and whole gradients are kept of two layers at a time",
     )
     schedule.add_argument("--json", action="store_true", help="print one JSON object")
     schedule.set_defaults(run=_schedule)
