@@ -23,12 +23,11 @@ FOR_MODELS = ("penstock.adapt.own", "penstock.adapt.trainer")
 """Modules that only those import who have models of transformers."""
 
 HIDE = """
-import sys
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {hidden}:
-            raise ModuleNotFoundError(name, name=name)
-sys.meta_path.insert(0, Hidden())
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+def find_others(name, path=None, target=None):
+    return None if name.partition(".")[0] in {hidden} else find(name, path, target)
+PathFinder.find_spec = find_others
 """
 IMPORT_ALL = """
 import pkgutil, importlib, penstock
