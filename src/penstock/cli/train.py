@@ -105,9 +105,15 @@ def _check_layout(config: RunConfig, processes: int) -> None:
     layout = Layout.build(config.parallel, processes, 0, config.moe.num_experts)
     if there is not None:
         batch = config.data.batch_per_device
-        sharded = config.optimizer.sharded is not False  # it may be
+        shared = config.optimizer.shared_copies
         check_memory(
-            config.model, config.moe, batch, layout, there_bytes=there, sharing=processes, sharded=sharded
+            config.model,
+            config.moe,
+            batch,
+            layout,
+            there_bytes=there,
+            sharing=processes,
+            shared_copies=shared,
         )
 
 
