@@ -43,7 +43,7 @@ def test_five_lines() -> None:
     plan, time, limit, following, last = told.lines
     assert found.best.choice.schedule in plan
     assert milliseconds(found.best.predicted_s) in time and "for any order of these tasks" in time
-    assert "limits the step" in limit and "; lanes are busy for: compute" in limit
+    assert "limits the step" in limit and "; busy share of the step: computation" in limit
     assert found.others[0].choice.schedule in following and "+" in following
     assert "2x inter-node bandwidth -" in last and "of 8.00 GiB per rank" in limit
     assert all("\n" not in line for line in told.lines)

@@ -17,7 +17,8 @@ from penstock.topology.cgroup import cpu_limit, memory_limit
 from penstock.topology.local import Places, limit_threads
 from tests.support.ranks import forking
 
-A, T = TypeVar("A"), TypeVar("T")
+A = TypeVar("A")
+T = TypeVar("T")
 
 REAL = Path("/sys/fs/cgroup/cpu/penstock-test"), Path("/sys/fs/cgroup/penstock-test")
 """A group of version 1, and one of version 2."""

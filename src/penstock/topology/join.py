@@ -85,6 +85,17 @@ def rendezvous_env(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def meeting_place(info: ProcessInfo, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port at which the ranks that our launcher started meet.
+
+    Raises `ConfigError` that names the variable if the launcher left none.
+    """
+    if info.launcher == "slurm":
+        environ = {**environ, **rendezvous_env(environ)}
+    host, _, port = _master(environ).rpartition(":")
+    return host, int(port)
+
+
 def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
     """Connect this process to the others: Gloo on CPUs, and NCCL beside it when `device` is a GPU.
 
