@@ -18,6 +18,7 @@ from penstock.step import StepShape, build_graph
 from penstock.train.assemble import expert_moving
 from penstock.train.config import RunConfig
 from penstock.train.pilot import CLUSTER_FILE, PLAN_FILE
+from penstock.words import within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,11 @@ class Planned:
     @property
     def predicted_s(self) -> float:
         return predict_s(self.problem, self.choice, self.plan)
+
+    @property
+    def predicted_words(self) -> str:
+        """The seconds of a step that its file has, too."""
+        return f"{within(self.predicted_s, interval_s(self.problem, self.predicted_s))} predicted"
 
     def moving(self, placement: PlacementConfig) -> ExpertMoving | None:
         """How the guests of the next step are planned; None where experts stay."""

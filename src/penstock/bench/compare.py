@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.bench.config import CompareConfig
 from penstock.bench.contender import Entry, Sample, measure_peak, run_step
@@ -40,6 +41,11 @@ def first_of_every_work(entries: Sequence[Entry]) -> dict[str, Entry]:
     return found
 
 
+def ignore(text: str) -> None:
+    """Say nothing."""
+    del text
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Round:
     """One step of every entry, by label, and of the computation alone, by work, on this rank."""
@@ -49,11 +55,11 @@ class _Round:
     traffic: Mapping[str, Mapping[int, int]]
 
 
-def compare(field: Field, config: CompareConfig, say: Callable[[str], None]) -> Measurements:
+def compare(field: Field, config: CompareConfig, say: Callable[[str], None] = ignore) -> Measurements:
     """Run all entries, and the computation alone, in turns.
 
-    say: told what runs now. SIGINT or SIGTERM ends it after the step that runs then; what whole rounds have measured is the result.
-    Raises KeyboardInterrupt on all ranks where there is no whole round.
+    say: told what runs now. SIGINT or SIGTERM ends it after the step that runs then; what whole rounds have
+    measured is the result. Raises KeyboardInterrupt on all ranks where there is no whole round.
     """
     with StopRequests(field.control) as requests:
         for entry in field.entries:  # what is allocated once must not count as the first one's
@@ -64,13 +70,17 @@ def compare(field: Field, config: CompareConfig, say: Callable[[str], None]) -> 
         for turn in range(config.warmup + config.rounds):
             done = turn - config.warmup + 1
             where = f"round {done} of {config.rounds}" if done > 0 else "warm-up"
-            found = _round(field, turn, requests, lambda label, where=where: say(f"{where}: {label}"))
+            found = _round(field, turn, requests, partial(_tell, say, where))
             if found is None:
                 break
             rounds += [found] if turn >= config.warmup else []
     if not rounds:
         raise KeyboardInterrupt
     return _collected(field, rounds, peaks, wanted=config.rounds)
+
+
+def _tell(say: Callable[[str], None], where: str, what: str) -> None:
+    say(f"{where}: {what}")
 
 
 def _round(field: Field, turn: int, requests: StopRequests, say: Callable[[str], None]) -> _Round | None:

@@ -21,7 +21,7 @@ def summary(doubts: Sequence[str], *, intervals: bool) -> tuple[str, ...]:
         return ()
     rough = "so the prediction is rough" if intervals else "so the prediction is rough and has no interval"
     return (
-        f"Caution  {counted(len(doubts), 'measurement')} scattered or contradicted real steps, {rough}: another "
-        "program may have used the machine. Measure longer (plan.profile_s) or while it is idle; cluster.json "
-        "lists them (doubts)",
+        f"Caution  {counted(len(doubts), 'measurement')} scattered or contradicted real steps, {rough}: "
+        "another program may have used the machine. Measure longer (plan.profile_s) or while it is idle; "
+        "cluster.json lists them (doubts)",
     )

@@ -113,8 +113,8 @@ def _with_links(
     asked: Asked = never,
 ) -> ClusterFile:
     layout = machinery.layout
-    asked = [name for name in dispatches if DISPATCHES[name].needs_table]
-    legs_of = dict.fromkeys([*hierarchical_among(config, layout), *asked])
+    legged = [name for name in dispatches if DISPATCHES[name].needs_table]
+    legs_of = dict.fromkeys([*hierarchical_among(config, layout), *legged])
     links = measure_links(machinery, legs_of, budget_s, used_only=used_only, say=say, asked=asked)
     return ClusterFile(
         name="this cluster",
