@@ -67,8 +67,10 @@ class Planned:
 
     @property
     def predicted_words(self) -> str:
-        """The seconds of a step that its file has, too."""
-        return f"{within(self.predicted_s, interval_s(self.problem, self.predicted_s))} predicted"
+        """`: 812.0 ms predicted`, as its file has it, too; "" where nothing was measured to predict by."""
+        if self.file is None:
+            return ""
+        return f": {within(self.predicted_s, interval_s(self.problem, self.predicted_s))} predicted"
 
     def moving(self, placement: PlacementConfig) -> ExpertMoving | None:
         """How the guests of the next step are planned; None where experts stay."""
