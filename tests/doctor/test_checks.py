@@ -131,3 +131,10 @@ def test_nobody_is_in_two_measurements_at_once_and_all_nodes_meet() -> None:
         for pairs in rounds:
             busy = [node for pair in pairs for node in pair.nodes]
             assert len(busy) == len(set(busy))
+
+
+def test_checkpoints_need_a_shared_folder() -> None:
+    apart = replace(FINE, shared={"runs": (0, 1)})
+    assert mended(apart) == {}, "without a run nothing is written there"
+    found = mended(apart, Wanted(disk="runs", disk_bytes=1))
+    assert "Rank 2 (node2) does not see what rank 0 writes to runs" in found["disk"][0].text

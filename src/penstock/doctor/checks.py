@@ -125,7 +125,22 @@ def _disk(found: Examination, wanted: Wanted) -> Iterator[Check]:
                 f"take {gib(need)}: free some, or name another folder (output.dir)."
             )
             findings.append(Finding(text=text))
+        if folder.path == wanted.disk and (blind := _blind(found, folder.path)):
+            text = (
+                f"{capital(who(found, blind))} does not see what rank {found.reference} writes to "
+                f"{folder.path}, where all ranks write checkpoints: name a folder on a shared file system "
+                "(output.dir)."
+            )
+            findings.append(Finding(text=text))
         yield Check(name="disk", found=_disk_words(found, folder.path, least, need), findings=findings)
+
+
+def _blind(found: Examination, path: str) -> list[int]:
+    """The ranks that do not see what the reference rank writes to a folder."""
+    seen = found.shared.get(path)
+    return (
+        [] if seen is None else [rank for rank in found.facts if rank not in seen and rank not in found.gone]
+    )
 
 
 def _disk_words(found: Examination, path: str, least: int, need: int) -> str:
