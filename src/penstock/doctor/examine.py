@@ -144,7 +144,7 @@ class _Doctor:
             reference=self._reference,
             facts={rank: facts_of(said["facts"]) for rank, said in self._known.items()},
             clocks=clocks,
-            links=links,
+            links=sorted(links, key=lambda link: link.pair.nodes),
             gone=tuple(sorted(self._gone)),
             exchange=exchange,
             shared=shared,
