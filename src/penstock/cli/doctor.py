@@ -30,7 +30,7 @@ from penstock.topology import Layout, ProcessInfo, detect
 from penstock.topology.join import ALONE, meeting_place
 from penstock.train.config import RunConfig
 from penstock.train.fits import rank_memory
-from penstock.train.pilot import CLUSTER_FILE
+from penstock.train.output import CLUSTER_FILE
 from penstock.words import terminal_width
 
 CHECKPOINT_SHARE: Final = 3 / 4
