@@ -12,8 +12,7 @@ from penstock.moe import MoEConfig
 from penstock.topology import Layout
 from penstock.train.assemble import model_of
 from penstock.train.fits import (
-    HELD_COPIES,
-    MOMENTS,
+    COPIES,
     RANK_BYTES,
     check_memory,
     check_processes,
@@ -36,12 +35,14 @@ def test_the_state_is_that_of_the_real_model(
 ) -> None:
     layout = Layout(world_size=4, ep_size=ep_size, rank=0, mp_size=mp_size, esp_size=esp_size)
     real = model_of(model, moe, layout)
-    state_bytes = (HELD_COPIES + MOMENTS) * sum(parameter.nbytes for parameter in real.parameters())
+    state_bytes = COPIES * sum(parameter.nbytes for parameter in real.parameters())
     assert rank_memory(model, moe, 4, layout).state_bytes == state_bytes
     experts = sum(p.nbytes for layer in range(model.num_layers) for p in real.expert_parameters(layer))
-    moments = (state_bytes // 4 - experts) / layout.dp_size + experts / layout.edp_size
-    shared = rank_memory(model, moe, 4, layout, sharded=True).state_bytes
-    assert shared == pytest.approx(state_bytes / 2 + MOMENTS * moments, abs=8)
+    whole = state_bytes // COPIES
+    share = (whole - experts) / layout.dp_size + experts / layout.edp_size
+    for shared in (2, 3):  # moments; gradients, too
+        found = rank_memory(model, moe, 4, layout, shared_copies=shared).state_bytes
+        assert found == pytest.approx((COPIES - shared) * whole + shared * share, abs=8)
 
 
 @pytest.mark.parametrize(

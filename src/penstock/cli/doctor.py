@@ -96,9 +96,11 @@ def _wanted(asked: Asked, ranks: int) -> Wanted:
     config = asked.config.resolved(ranks)
     layout = Layout.build(config.parallel, ranks, 0, config.moe.num_experts)
     batch, separate = config.data.batch_per_device, config.data.separate_documents
-    sharded = config.optimizer.sharded is True
-    need = rank_memory(config.model, config.moe, batch, layout, sharded=sharded, separate_documents=separate)
-    whole = rank_memory(config.model, config.moe, batch, Layout(world_size=1, ep_size=1, rank=0))
+    shared = config.optimizer.shared_copies
+    need = rank_memory(
+        config.model, config.moe, batch, layout, shared_copies=shared, separate_documents=separate
+    )
+    whole = rank_memory(*sizes, Layout(world_size=1, ep_size=1, rank=0))
     kept = config.train.keep_checkpoints + 1  # an old one goes when the new one is whole
     return Wanted(
         assumed=cluster,

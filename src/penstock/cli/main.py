@@ -113,6 +113,11 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         action="store_true",
         help="every rank updates a share of the parameters, by tasks of the step",
     )
+    schedule.add_argument(
+        "--shard-gradients",
+        action="store_true",
+        help="the same, and whole gradients are kept of two layers at a time",
+    )
     schedule.add_argument("--json", action="store_true", help="print one JSON object")
     schedule.set_defaults(run=_schedule)
 

@@ -114,7 +114,7 @@ def _check_layout(config: RunConfig, processes: int) -> None:
             layout,
             there_bytes=there,
             sharing=processes,
-            sharded=config.optimizer.sharded is not False,  # it may be
+            shared_copies=config.optimizer.shared_copies,
             separate_documents=config.data.separate_documents,
         )
 

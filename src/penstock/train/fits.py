@@ -14,9 +14,10 @@ from penstock.moe import MoEConfig
 from penstock.topology import Layout
 from penstock.topology.cgroup import memory_limit
 from penstock.train.assemble import model_of
+from penstock.train.optimizer import MOMENTS
 
-HELD_COPIES, MOMENTS = 2, 2
-"""Weights and gradients; AdamW's moments, of which a rank may own a share. All in float32."""
+COPIES = 4
+"""Of a weight: itself, its gradient and AdamW's two moments, all in float32."""
 
 KEPT_COPIES = 8
 """Hidden states per token and block from forward to backward, at the least; see `plan.memory`."""
@@ -25,6 +26,12 @@ SMALLEST_ELEMENT_BYTES = 2
 
 RANK_BYTES = 160 << 20
 """What a process with torch has for itself before there is a model. Measured: 190 MiB."""
+
+SPARING = {
+    0: ", or share moments (optimizer.sharded)",
+    MOMENTS: ", or share gradients (optimizer.shard_gradients)",
+}
+"""What else would help, by the copies that are shared already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +64,16 @@ def rank_memory(
     batch: int,
     layout: Layout,
     *,
-    sharded: bool = False,
+    shared_copies: int = 0,
     separate_documents: bool = False,
 ) -> RankMemory:
     """The estimate for one rank; costs milliseconds, whatever the sizes. Scratch memory is not counted.
 
-    sharded: whether the optimiser is. separate_documents: whether tokens attend to their own document alone.
+    shared_copies: see `OptimizerConfig`. separate_documents: whether tokens attend to their own document
+    alone.
     """
-    owners, replicas = (layout.dp_size, layout.edp_size) if sharded else (1, 1)
-    copies, expert_copies = HELD_COPIES + MOMENTS / owners, HELD_COPIES + MOMENTS / replicas
+    whole = COPIES - shared_copies
+    copies, expert_copies = whole + shared_copies / layout.dp_size, whole + shared_copies / layout.edp_size
     moe_layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
     sizes = [_bytes(model, moe, layout, *layers) for layers in ((1, 1), (2, 2), (2, 1))]
     (one, experts), (two, _), (mixed, _) = sizes
@@ -103,14 +111,16 @@ def check_memory(
     *,
     there_bytes: int,
     sharing: int = 1,
-    sharded: bool = False,
+    shared_copies: int = 0,
     separate_documents: bool = False,
 ) -> None:
     """Refuse a model of which `sharing` ranks do not fit into `there_bytes`; the rest as of `rank_memory`.
 
     Raises ConfigError that names the setting which takes most.
     """
-    need = rank_memory(model, moe, batch, layout, sharded=sharded, separate_documents=separate_documents)
+    need = rank_memory(
+        model, moe, batch, layout, shared_copies=shared_copies, separate_documents=separate_documents
+    )
     if sharing * need.total_bytes <= there_bytes:
         return
     parts: dict[str, tuple[object, int]] = {
@@ -128,7 +138,7 @@ def check_memory(
         f"{_gib(need.state_bytes)}, activations {_gib(need.activations_bytes)}{masks}), and there are "
         f"{_gib(there_bytes)} in all"
     )
-    spare = "" if sharded else ", or share moments (optimizer.sharded)"
+    spare = SPARING.get(shared_copies, "")
     hint = (
         "Make the model or the batch smaller, or share it among more devices (parallel.mp_size, ep_size, "
         f"esp_size){spare}."

@@ -91,7 +91,7 @@ class Trainer:
             config.data.batch_per_device,
             self.layout,
             there_bytes=device_bytes(device),
-            sharded=config.optimizer.sharded is not False,  # it may be
+            shared_copies=config.optimizer.shared_copies,
             separate_documents=config.data.separate_documents,
         )
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)

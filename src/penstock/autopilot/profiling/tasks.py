@@ -100,7 +100,7 @@ def sample_of(config: RunConfig) -> RunConfig:
         placement=PlacementConfig(),
         model=two_layers(config.model),
         moe=_imitable(config.moe),
-        optimizer=replace(config.optimizer, sharded=False),  # tasks of the model are measured
+        optimizer=config.optimizer.settled(sharded=False),  # tasks of the model are measured
         schedule=replace(config.schedule, name="sequential"),
         data=replace(config.data, batch_per_device=max(2, config.data.batch_per_device)),
     )
