@@ -97,9 +97,8 @@ def _wanted(asked: Asked, ranks: int) -> Wanted:
     layout = Layout.build(config.parallel, ranks, 0, config.moe.num_experts)
     batch, separate = config.data.batch_per_device, config.data.separate_documents
     shared = config.optimizer.shared_copies
-    need = rank_memory(
-        config.model, config.moe, batch, layout, shared_copies=shared, separate_documents=separate
-    )
+    sizes = config.model, config.moe, batch
+    need = rank_memory(*sizes, layout, shared_copies=shared, separate_documents=separate)
     whole = rank_memory(*sizes, Layout(world_size=1, ep_size=1, rank=0))
     kept = config.train.keep_checkpoints + 1  # an old one goes when the new one is whole
     return Wanted(
