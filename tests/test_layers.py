@@ -52,6 +52,7 @@ LAYERS = (
     "emulate",
     "virtual",
     "bench",
+    "doctor",
     "cli",
     "__main__",
 )

@@ -86,6 +86,7 @@ def check_some_layout(config: RunConfig, processes: int, there_bytes: int | None
                 there_bytes=there_bytes,
                 sharing=processes,
                 shared_copies=config.optimizer.shared_copies,
+                separate_documents=config.data.separate_documents,
             )
         except ConfigError as error:
             last = error
