@@ -42,7 +42,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_module_can_be_imported_without_extras() -> None:
     """Nor do they need what only developers have."""
     hidden = {*EXTRAS, "accelerate", "hypothesis", "ortools", "pandas", "plotly", "pytest", "sklearn"}

@@ -21,7 +21,15 @@ from tests.test_extras import HIDE
 ROOT = Path(__file__).parents[1]
 SETTINGS = ("train.steps=2", "train.eval_every=0", "plan.source=given", "parallel.processes=1")
 
-PLANNED = ("--cluster", "fsmoe-testbed-b", "--json", "--budget", "0.1", "moe.num_experts=32")
+PLANNED = (
+    "--cluster",
+    "fsmoe-testbed-b",
+    "--json",
+    "--budget",
+    "0.1",
+    "moe.num_experts=32",
+    "model.num_layers=1",
+)
 
 
 def run(
