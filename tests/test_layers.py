@@ -18,6 +18,7 @@ import penstock
 PURE = (
     "config",
     "words",
+    "extras",
     "mesh",
     "placement",
     "placing",
@@ -51,6 +52,7 @@ LAYERS = (
     "emulate",
     "virtual",
     "bench",
+    "doctor",
     "cli",
     "__main__",
 )

@@ -23,7 +23,8 @@ from penstock.topology import Layout
 from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
 from penstock.train.fits import check_memory
-from penstock.train.pilot import PLAN_FILE, Ranks
+from penstock.train.output import PLAN_FILE
+from penstock.train.pilot import Ranks
 from penstock.train.resume import Resumption, Say
 from penstock.train.shares import check_shares
 
@@ -84,7 +85,8 @@ def check_some_layout(config: RunConfig, processes: int, there_bytes: int | None
                 each.layout,
                 there_bytes=there_bytes,
                 sharing=processes,
-                sharded=config.optimizer.sharded is not False,
+                shared_copies=config.optimizer.shared_copies,
+                separate_documents=config.data.separate_documents,
             )
         except ConfigError as error:
             last = error

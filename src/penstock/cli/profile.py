@@ -17,16 +17,19 @@ from penstock.autopilot.deciding import decided
 from penstock.autopilot.profiling import profile_run
 from penstock.cli.codes import FAILED
 from penstock.cli.out import check_out, save_out
+from penstock.cli.progress import progress_line
 from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of
 from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterFile
 from penstock.emulate import EmulateConfig
+from penstock.extras import install, is_there, needs
 from penstock.report.profile import profile_text
 from penstock.report.profile_figure import draw_profile
 from penstock.topology import Control, Layout, ProcessInfo, detect
 from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
 from penstock.train.fits import check_memory, device_bytes, host_bytes
+from penstock.train.stopping import StopRequests
 from penstock.words import terminal_width
 
 DEFAULTS = (
@@ -54,6 +57,8 @@ class Wanted:
     json: bool
 
     def __post_init__(self) -> None:
+        if self.plot is not None and not is_there("matplotlib"):
+            raise ConfigError("--plot", str(self.plot), needs("matplotlib"), install("matplotlib"))
         if not 0 < self.budget_s < math.inf:
             raise ConfigError("--budget", self.budget_s, "measuring takes some time, and must end", "Use 60.")
 
@@ -104,8 +109,15 @@ def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.de
     batch, there = config.data.batch_per_device, device_bytes(device)
     check_memory(config.model, config.moe, batch, layout, there_bytes=there)
     machinery = build_machinery(layout, device, config.parallel, config.train.precision)
-    say = _say if layout.rank == 0 else None
-    file = profile_run(config, machinery, budget_s=wanted.budget_s, say=say, name=wanted.out.stem)
+    with StopRequests(machinery.control) as requests, progress_line(shown=layout.rank == 0) as say:
+        file = profile_run(
+            config,
+            machinery,
+            budget_s=wanted.budget_s,
+            say=say,
+            name=wanted.out.stem,
+            asked=lambda: requests.asked,
+        )
     machinery.lanes.close()
     return file
 
@@ -128,7 +140,3 @@ def _finish(file: ClusterFile, wanted: Wanted) -> int:
     print(profile_text(file, terminal_width()))
     print(f"\nsaved as {wanted.out}" + (f"; figure in {figure}" if figure else ""))
     return 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

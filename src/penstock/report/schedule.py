@@ -135,7 +135,7 @@ class ScheduleDescription:
         if shape.moves_samples or shape.guest_slots:
             yield "placement", placement_text(shape)
         if shape.updating is not None:
-            yield "optimizer", updating_text()
+            yield "optimizer", updating_text(shape.updating)
         yield from (("note", note) for note in self.notes)
 
     def _result(self) -> Iterator[tuple[str, str]]:
@@ -178,6 +178,7 @@ def describe_schedule(
     placement: PlacementConfig | None = None,
     cluster: ClusterConfig | None = None,
     sharded_optimizer: bool = False,
+    shard_gradients: bool = False,
     width: int = 110,
 ) -> ScheduleDescription:
     """Plan and simulate schedule `name` on a small representative step. Without `cluster`, a slow link.
@@ -206,7 +207,7 @@ def describe_schedule(
     )
     asked = asked if placement is None else placement.applied(asked)
     workload = _workload(layers, microbatches, sharing, asked.form)
-    updating = Updating() if sharded_optimizer else None
+    updating = Updating(releases=shard_gradients) if sharded_optimizer or shard_gradients else None
     workload = workload if updating is None else _with_updates(workload)
     size = -(-workload.all_reduce_bytes[0] // all_reduce_chunks)
     asked = replace(asked, all_reduce_chunk_bytes=size)
