@@ -45,8 +45,13 @@ def clear_seed(family: str, given: Any) -> int:
     raise AssertionError(f"{family}: choices are close with all seeds")
 
 
-def agreement(rank: int, world: int, family: str, plan: str, dtype: torch.dtype) -> dict[str, float]:
-    """Relative distances of losses, all gradients, their norm and logits, on this rank."""
+def agreement(
+    rank: int, world: int, family: str, plan: str, dtype: torch.dtype, *, again: bool = False
+) -> dict[str, float]:
+    """Relative distances of losses, all gradients, their norm and logits, on this rank.
+
+    again: layers are computed again in backward.
+    """
     batch = Batch(padded=True)
     everything = batch.inputs()
     sizes = [batch.samples - world + 1, *[1] * (world - 1)]  # ranks have different numbers of samples
@@ -58,6 +63,8 @@ def agreement(rank: int, world: int, family: str, plan: str, dtype: torch.dtype)
     with exactly(dtype):
         wanted, model = (small(family, seed=seed, dtype=dtype) for _ in range(2))
         penstock.parallelize(model, ep_size=world, plan=plan)
+        if again:
+            model.gradient_checkpointing_enable()
         theirs, ours = wanted(**everything, **options), model(**mine, **options)
         theirs.loss.backward()
         ours.loss.backward()
@@ -84,6 +91,28 @@ def all_agreements(rank: int, world: int, families: list[str], plan: str) -> dic
         for dtype in LIMITS
         for found in [agreement(rank, world, family, plan, dtype)]
     }
+
+
+def agreements_again(rank: int, world: int, pairs: list[tuple[str, str]]) -> dict[str, float]:
+    """The largest distance for every family and schedule where layers are computed again."""
+    return {
+        f"{family} {plan}": max(agreement(rank, world, family, plan, torch.float64, again=True).values())
+        for family, plan in pairs
+    }
+
+
+@pytest.mark.slow
+def test_layers_that_are_computed_again(ranks: Pools) -> None:
+    """Dense layers, shared experts, groups of experts, sinks and states of Mamba among them."""
+    pairs = [
+        ("qwen3_moe", "sequential"),
+        ("deepseek_v3", "flowmoe"),
+        ("gpt_oss", "fsmoe"),
+        ("qwen2_moe", "penstock"),
+        ("jamba", "moe_pipeline"),
+    ]
+    for found in ranks(2).run(agreements_again, 2, pairs):
+        assert max(found.values()) < LIMITS[torch.float64], found
 
 
 def test_every_family_has_a_model_here() -> None:

@@ -85,6 +85,7 @@ def check_some_layout(config: RunConfig, processes: int, there_bytes: int | None
                 there_bytes=there_bytes,
                 sharing=processes,
                 sharded=config.optimizer.sharded is not False,
+                again=config.plan.may_repeat_blocks,
             )
         except ConfigError as error:
             last = error

@@ -62,6 +62,7 @@ SEARCHED = (
     "imbalance",
     "routing",
     "budget",
+    "recompute",
     *SIZES,
 )
 """Options that belong to a search."""
@@ -118,6 +119,12 @@ def _add_choices(plan: argparse.ArgumentParser) -> None:
         "--layout",
         choices=("given", "auto"),
         help="auto: also choose which ranks share attention and experts (default: given)",
+    )
+    plan.add_argument(
+        "--recompute",
+        choices=("auto", "none", "experts", "blocks"),
+        help="what is computed again before its backward, to save memory; auto: what has to be for a plan to "
+        "fit (default: auto)",
     )
     plan.add_argument(
         "--imbalance",
@@ -240,7 +247,8 @@ def _subject(options: argparse.Namespace) -> Subject:
         if options.overrides:
             why = "is a setting of a configuration, and --model has none"
             raise ConfigError(options.overrides[0], UNSET, why, "Use options such as --batch 8.")
-        sizes = Overrides(**{name: getattr(options, name) for name in SIZES})
+        again = None if options.recompute in (None, AUTO) else options.recompute
+        sizes = Overrides(**{name: getattr(options, name) for name in SIZES}, recompute=again)
         if options.layout != "auto":
             return _shared(published_problem(options.model, file, sizes), options.sharded_optimizer)
         found = find_layouts(options.model, file, sizes, _memory(options.memory_gib, file.memory_bytes))
@@ -282,7 +290,7 @@ def _routed(subject: Subject, options: argparse.Namespace) -> Problem:
 
 def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
     """The problem of a training run on this cluster's ranks."""
-    for name in (*SIZES, "sharded_optimizer"):
+    for name in (*SIZES, "sharded_optimizer", "recompute"):
         if getattr(options, name) is not None:
             why = "is an option for --model; a configuration has settings"
             raise ConfigError(_option(name), getattr(options, name), why, "Write it as section.key=value.")

@@ -105,7 +105,14 @@ def _check_layout(config: RunConfig, processes: int) -> None:
         batch = config.data.batch_per_device
         sharded = config.optimizer.sharded is not False  # it may be
         check_memory(
-            config.model, config.moe, batch, layout, there_bytes=there, sharing=processes, sharded=sharded
+            config.model,
+            config.moe,
+            batch,
+            layout,
+            there_bytes=there,
+            sharing=processes,
+            sharded=sharded,
+            again=config.plan.may_repeat_blocks,
         )
 
 

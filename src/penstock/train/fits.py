@@ -18,8 +18,9 @@ from penstock.train.assemble import model_of
 HELD_COPIES, MOMENTS = 2, 2
 """Weights and gradients; AdamW's moments, of which a rank may own a share. All in float32."""
 
-KEPT_COPIES = 8
-"""Hidden states per token and block from forward to backward, at the least; see `plan.memory`."""
+KEPT_COPIES, KEPT_AGAIN = 8, 1
+"""Hidden states per token and block from forward to backward, at the least: all that attention saves, or what
+entered the block where it is computed again; see `plan.memory`."""
 
 SMALLEST_ELEMENT_BYTES = 2
 
@@ -49,11 +50,17 @@ class RankMemory:
 
 
 def rank_memory(
-    model: ModelConfig, moe: MoEConfig, batch: int, layout: Layout, *, sharded: bool = False
+    model: ModelConfig,
+    moe: MoEConfig,
+    batch: int,
+    layout: Layout,
+    *,
+    sharded: bool = False,
+    again: bool = False,
 ) -> RankMemory:
     """The estimate for one rank; costs milliseconds, whatever the sizes. Scratch memory is not counted.
 
-    sharded: whether the optimiser is.
+    sharded: whether the optimiser is. again: whether blocks are computed again.
     """
     owners, replicas = (layout.dp_size, layout.edp_size) if sharded else (1, 1)
     copies, expert_copies = HELD_COPIES + MOMENTS / owners, HELD_COPIES + MOMENTS / replicas
@@ -68,7 +75,7 @@ def rank_memory(
         vocabulary_bytes=int(copies * ends),
         layers_bytes=int(copies * layers),
         experts_bytes=int(expert_copies * moe_layers * experts),
-        activations_bytes=KEPT_COPIES * model.num_layers * hidden_bytes,
+        activations_bytes=(KEPT_AGAIN if again else KEPT_COPIES) * model.num_layers * hidden_bytes,
     )
 
 
@@ -93,12 +100,15 @@ def check_memory(
     there_bytes: int,
     sharing: int = 1,
     sharded: bool = False,
+    again: bool = False,
 ) -> None:
     """Refuse a model of which `sharing` ranks do not fit into `there_bytes`. sharded: the optimiser is.
 
+    again: blocks are computed again, or may be.
+
     Raises ConfigError that names the setting which takes most.
     """
-    need = rank_memory(model, moe, batch, layout, sharded=sharded)
+    need = rank_memory(model, moe, batch, layout, sharded=sharded, again=again)
     if sharing * need.total_bytes <= there_bytes:
         return
     parts: dict[str, tuple[int, int]] = {
@@ -115,6 +125,7 @@ def check_memory(
         f"{_gib(there_bytes)} in all"
     )
     spare = "" if sharded else ", or share moments (optimizer.sharded)"
+    spare += "" if again else ", or compute blocks again (plan.recompute=blocks)"
     hint = (
         "Make the model or the batch smaller, or share it among more devices (parallel.mp_size, ep_size, "
         f"esp_size){spare}."

@@ -83,7 +83,9 @@ class Trainer:
         check_layouts(self.layout, config.data.batch_per_device, control)
         batch, there = config.data.batch_per_device, device_bytes(device)
         sharded = config.optimizer.sharded is not False  # it may be
-        check_memory(config.model, config.moe, batch, self.layout, there_bytes=there, sharded=sharded)
+        again = config.plan.may_repeat_blocks
+        sizes = config.model, config.moe, batch, self.layout
+        check_memory(*sizes, there_bytes=there, sharded=sharded, again=again)
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
         self.on_step = on_step
         self.source = open_source(config, self.layout, control, scans=info.local_rank == 0, say=say)
