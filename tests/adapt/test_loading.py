@@ -45,9 +45,7 @@ def shares_read(rank: int, world: int, folder: str, families: list[str]) -> list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "families", [FORMS, pytest.param(sorted({*FAMILIES} - {"phimoe"}), marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("families", [FORMS, pytest.param(sorted(FAMILIES), marks=pytest.mark.soak)])
 def test_every_rank_reads_its_share(ranks: Pools, tmp_path: Path, families: list[str]) -> None:
     for family in families:
         small(family).save_pretrained(tmp_path / family, max_shard_size="40KB")

@@ -112,7 +112,8 @@ class Engine:
         stack.compute_in(_autocast_dtype(stack.machinery.device))
         if stack.training and not (self._planned and self._reduces_all()):
             sizes = stack.machinery.control.largest(given.tokens_BL.shape, "comparing the sizes of batches")
-            stack.adopt(self._planner.of(stack, *map(int, sizes), self._recompute))
+            batch, length = map(int, sizes)
+            stack.adopt(self._planner.of(stack, batch, length, self._recompute))
             self._planned = True
 
     def _reduces_all(self) -> bool:

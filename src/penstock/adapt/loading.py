@@ -84,6 +84,7 @@ def _skeleton(folder: Path) -> tuple[Found, Any]:
             "from_pretrained, dequantized, and call parallelize or save it"
         )
     model = empty_model(folder, config)
+    config = model.config  # of a model that also sees or hears, the text part
     family = family_of(model)
     if family is None:
         raise ValueError(

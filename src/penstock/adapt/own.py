@@ -44,7 +44,7 @@ class PenstockConfig(PreTrainedConfig):
 
     def __init__(
         self,
-        sections: Mapping[str, Mapping[str, Any]] | None = None,
+        sections: Any = None,
         *,
         use_cache: bool = False,
         **named: Any,

@@ -13,6 +13,10 @@ from torch import Tensor
 
 from penstock.adapt.described import CONFIG, COPY, read_table
 
+TEXT = "language_model."
+BESIDE_TEXT = ("vision_model.", "vision_tower.", "multi_modal_projector.", "audio_tower.")
+"""How names begin in a model that also sees or hears: those of its text part, and others."""
+
 MOST_NAMED = 4
 """Tensors that a message names."""
 
@@ -42,13 +46,17 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a folder, by name. Raises ValueError if it holds no complete set of safetensors."""
+    """All tensors of a folder, by name; of a model that also sees or hears, those of its text part.
+
+    Raises ValueError if it holds no complete set of safetensors.
+    """
     files = _files(folder)
     found: dict[str, StoredTensor] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
-                found |= {name: StoredTensor(file, name) for name in opened.keys()}  # noqa: SIM118  # no mapping
+                names = [name for name in opened.keys() if not name.startswith(BESIDE_TEXT)]  # noqa: SIM118
+                found |= {name.removeprefix(TEXT): StoredTensor(file, name) for name in names}
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{file} cannot be read as safetensors: {error}. {COPY}") from error
     if not found:
@@ -109,7 +117,8 @@ def refuse_misfits(folder: Path, told: Mapping[str, Any]) -> None:
         f"{name} ({list(stored)} there, {list(wanted)} by {CONFIG})"
         for name, stored, wanted in told["mismatched_keys"]
     ]
-    found = {"missing": told["missing_keys"], "unexpected": told["unexpected_keys"], "misshapen": misshapen}
+    unexpected = [name for name in told["unexpected_keys"] if not name.startswith(BESIDE_TEXT)]
+    found = {"missing": told["missing_keys"], "unexpected": unexpected, "misshapen": misshapen}
     problems = [f"{what}: {_some(sorted(map(str, names)))}" for what, names in found.items() if names]
     if problems:
         raise ValueError(

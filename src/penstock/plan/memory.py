@@ -149,12 +149,12 @@ def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool) -> float:
     home = work.rows(0, 1, 0, 1, gate_shares) * HOME_COPIES * hidden
     there = work.rows(0, 1, 0, 1, *_row_shares(work, cut))
     expert = there * (work.esp_size * EXPERT_ROW_COPIES * hidden + wide * work.ffn_hidden_size)
-    shared = work.tokens(0, 1, gate_shares) * wide * work.shared_ffn_hidden_size
+    wide_shared = wide * work.shared_ffn_hidden_size
     if cut.recompute != "none":
         expert = there * work.esp_size * hidden
     if cut.recompute == "blocks":
-        home /= HOME_COPIES
-        shared = work.tokens(0, 1, gate_shares) * hidden if shared else 0.0
+        home, wide_shared = home / HOME_COPIES, hidden if wide_shared else 0
+    shared = work.tokens(0, 1, gate_shares) * wide_shared
     return work.element_bytes * (block + home + expert + shared)
 
 
