@@ -6,10 +6,10 @@ segments of them. Nothing else of the step knows: the backward finds in `saved` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from penstock.graph import Graph, Phase, Task
+from penstock.graph import Phase, Task
 from penstock.ops import OPS
 from penstock.runtime.handlers import Handler, Handlers, Inputs, Outputs, StepContext
 from penstock.runtime.replay import Replay
@@ -63,13 +63,11 @@ def repeated(handlers: Handlers) -> Handlers:
     return {**found, **OWN}
 
 
-def handlers_of(graph: Graph, handlers: Handlers, twice: Handlers) -> Mapping[Task, Handler]:
+def handlers_of(tasks: Collection[Task], handlers: Handlers, twice: Handlers) -> Mapping[Task, Handler]:
     """The handler of every task; of those that run twice, and of their second time, as `twice` says.
 
     Raises KeyError where there is none.
     """
-    again = [task for task in graph.tasks if task.phase is Phase.AGAIN] if twice else []
+    again = [task for task in tasks if task.phase is Phase.AGAIN] if twice else []
     run_twice = {name for task in again for name in (task.name, *task.inputs["kept"])}
-    return {
-        task: (twice if task.name in run_twice else handlers)[task.op, task.phase] for task in graph.tasks
-    }
+    return {task: (twice if task.name in run_twice else handlers)[task.op, task.phase] for task in tasks}

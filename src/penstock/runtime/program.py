@@ -71,9 +71,9 @@ def compile_plan(
     a task that no handler can run.
     """
     check_handlers(plan.graph.tasks, {**handlers, **twice})
-    handler_of = handlers_of(plan.graph, handlers, twice if all else {})
     number = _spans(plan.graph, stops)
     kept = [task for task in plan.graph.tasks if all or number[task] < len(stops)]
+    handler_of = handlers_of(kept, handlers, twice if all else {})
     lanes = _lanes(plan, kept, silent)
     slots = _slots(kept)
     readers = _last_readers(kept, lanes, slots)
