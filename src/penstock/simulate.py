@@ -30,6 +30,11 @@ class Timeline:
     def iteration_s(self) -> float:
         return max(float(interval.end.max()) for interval in self.times.values())
 
+    def stretched(self, factor: float) -> Timeline:
+        """The same with every moment `factor` times as late."""
+        times = {task: Interval(factor * span.start, factor * span.end) for task, span in self.times.items()}
+        return Timeline(times, self.mesh)
+
     def records(self) -> list[TaskRecord]:
         """The same records that a measured run emits."""
         return [

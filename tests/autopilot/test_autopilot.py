@@ -21,8 +21,9 @@ from penstock.plan.tuner import SizeRange
 from penstock.topology import Control, Layout
 from penstock.train.assemble import gradient_bytes
 from penstock.train.config import RunConfig
+from penstock.train.measuring import PLAN_DIGITS
 from penstock.train.metrics import StepMetrics, read_metrics
-from penstock.train.trainer import PLAN_DIGITS, Trainer
+from penstock.train.trainer import Trainer
 from tests.plan.problems import problem, with_sharing
 from tests.support.ranks import Pools
 from tests.support.runs import write_config

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -148,3 +152,21 @@ def test_cells_are_short_and_carry_what_the_row_does_not_say() -> None:
         "L3.XR.p1.B": "XR3.1",
     }
     assert {name: lone_task(name).cell for name in cells} == cells
+
+
+SENT = Task(
+    Name(1, "X", Phase.FORWARD, 0, 1), Lane.COMPUTE, (), {"rows": (Name(1, "D", Phase.FORWARD, 0, 1),)}
+)
+SENDER = """
+import pickle, sys
+from penstock.graph import Lane, Name, Phase, Task
+read = {"rows": (Name(1, "D", Phase.FORWARD, 0, 1),)}
+pickle.dump(Task(Name(1, "X", Phase.FORWARD, 0, 1), Lane.COMPUTE, (), read), sys.stdout.buffer)
+"""
+
+
+def test_a_task_from_another_process_is_the_same_task() -> None:
+    """Ranks send each other records of tasks, and texts have another hash in every process."""
+    environ = {**os.environ, "PYTHONHASHSEED": "12345"}
+    sent = subprocess.run([sys.executable, "-c", SENDER], capture_output=True, check=True, env=environ)
+    assert {SENT: "found"}[pickle.loads(sent.stdout)] == "found"

@@ -75,7 +75,8 @@ def loss_of(balance: Balance, split: Split, chosen_YBE: Tensor, probability_YBE:
         for first, last in split.bounds
     ]
     everything = (chosen_YBE.sum(1).double(), probability_YBE.sum(1))
-    return balance.total(torch.stack(pieces).sum(), *everything, split.tokens)
+    pieces_Y = torch.stack(pieces).view(len(chosen_YBE), -1).sum(1)
+    return balance.by_layer(pieces_Y, *everything, split.tokens).sum()
 
 
 def formula(experts: list[Tensor], probabilities: list[Tensor]) -> float:

@@ -48,6 +48,7 @@ balance     the busiest process computes 1.28 times the mean number of expert ro
             to another node
 checkpoint  runs/first/checkpoints/step-1200
 metrics     runs/first/metrics.jsonl (one line of JSON per step)
+report      penstock report runs/first (writes a page: timelines, what bound the step, loads)
 loads       runs/first/loads.png (picture: how often each expert was chosen)
 curves      tensorboard --logdir runs/first/tensorboard
 trace       runs/first/trace.json

@@ -234,6 +234,7 @@ def test_statistics_add_up() -> None:
     assert torch.equal(loss.detach(), found.loss)
     assert float(found.tokens) == float(found.valid) == 15
     assert found.chosen_YE.sum(1).tolist() == [30.0, 30.0]
+    assert found.dropped_Y.tolist() == [0.0, 0.0]
 
 
 def test_bfloat16_is_near_float32() -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from penstock.dispatch import DISPATCHES
+from penstock.graph import Name, Phase
 from penstock.mesh import Mesh
 from penstock.ops import spec_of
 from penstock.simulate import simulate
+from penstock.step import Sharing, StepShape, build_graph
 from penstock.trace import TaskRecord, write_chrome_trace
 from tests.steps import example_plan
 
@@ -68,3 +74,61 @@ def test_runs_stand_above_each_other(tmp_path: Path) -> None:
 
 def test_nothing_ran(tmp_path: Path) -> None:
     assert events(tmp_path, {"measured": []}) == []
+
+
+SHAPES = {
+    "flat, chunks of other sizes backward": StepShape(
+        moe_layers=(True, False, True), microbatches=2, chunks=2, degree_backward=3
+    ),
+    "legs inside nodes, weights apart": StepShape(
+        moe_layers=(True,), dispatch=DISPATCHES["hierarchical_2d"].hops, split_experts=True
+    ),
+    "shards of experts": StepShape(moe_layers=(True,), sharing=Sharing(mp_size=2, esp_size=2)),
+    "samples that move": StepShape(moe_layers=(True, True), moves_samples=True, carries_residual=True),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_arrows_follow_rows_from_bar_to_bar(tmp_path: Path, shape: StepShape) -> None:
+    graph = build_graph(shape)
+    records = [
+        TaskRecord(task, rank, rank + place, rank + place + 0.25, step)
+        for step in (1, 2)
+        for rank in range(RANKS)
+        for place, task in enumerate(graph.tasks, start=1000 * step)
+    ]
+    found = events(tmp_path, {"measured": records, "simulated": records})
+    bars = [event for event in found if event["ph"] == "X"]
+    arrows: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for event in found:
+        if event["ph"] in "stf":
+            arrows[event["id"]].append(event)
+    met = set()
+    for points in arrows.values():
+        assert [point["ph"] for point in points] == ["s", *"t" * (len(points) - 2), "f"]
+        assert all(point["bp"] == "e" for point in points)
+        assert [point["ts"] for point in points] == sorted(point["ts"] for point in points)
+        passed = [_bar_around(point, bars) for point in points]
+        assert len({(bar["pid"], bar["args"]["step"], bar["name"].split(".")[0]) for bar in passed}) == 1
+        names = [Name.parse(bar["name"]) for bar in passed]
+        ops = [name.op for name in names]
+        out, home = ops[: ops.index("X")], ops[ops.index("X") + 1 :]
+        first, last = ("D", "C") if names[0].phase is Phase.FORWARD else ("C", "D")
+        assert first in out and last in home, ops
+        met |= {(bar["pid"], bar["args"]["step"], bar["name"]) for bar in passed}
+    experts = {
+        (bar["pid"], bar["args"]["step"], bar["name"]) for bar in bars if bar["cat"] in ("D", "X", "C")
+    }
+    weights = {each for each in experts if each[2].endswith("W")}
+    assert met >= experts - weights, "every dispatch, computation of experts and combine has an arrow"
+
+
+def _bar_around(point: Mapping[str, Any], bars: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The one bar in whose row and time a point lies."""
+    (bar,) = (
+        bar
+        for bar in bars
+        if (bar["pid"], bar["tid"]) == (point["pid"], point["tid"])
+        and bar["ts"] < point["ts"] < bar["ts"] + bar["dur"]
+    )
+    return bar

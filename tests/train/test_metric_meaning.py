@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from penstock.autopilot import Autopilot
 from penstock.config import load
+from penstock.moe.gates.base import Gate
 from penstock.topology.join import ALONE, join, leave
 from penstock.train.batches import Batch
 from penstock.train.config import RunConfig
@@ -42,7 +44,7 @@ def joined() -> Iterator[None]:
     os.environ.update(before)
 
 
-def trainer_of(folder: Path, group: str) -> Trainer:
+def trainer_of(folder: Path, group: str, *more: str) -> Trainer:
     """Three layers, two of them with experts; weights large enough for experts to be chosen unevenly."""
     settings = [
         "parallel.processes=1",
@@ -53,6 +55,7 @@ def trainer_of(folder: Path, group: str) -> Trainer:
         f"moe.z_loss_coeff={Z}",
         "schedule.microbatches=2",
         "optimizer.clip_grad_norm=0.01",
+        *more,
     ]
     trainer = Trainer(load(RunConfig, write_config(folder), settings), ALONE, CPU, Autopilot, quiet=True)
     with torch.no_grad():
@@ -119,3 +122,25 @@ def test_tokens_per_second_counts_the_tokens_that_were_there(
         found = trainer._step(0)
         counts.append(found.tokens_per_s * found.iteration_s)
     assert counts == pytest.approx([whole.tokens_BL.numel(), 3 * whole.tokens_BL.shape[1]])
+
+
+def test_dropped_choices_are_those_beyond_the_slots_of_their_expert(tmp_path: Path) -> None:
+    """Counted by hand from what gates chose, microbatch by microbatch."""
+    trainer = trainer_of(tmp_path, "global", "moe.capacity_factor=0.75", "moe.min_capacity=1")
+    gates = [module for module in trainer.stack.model.modules() if isinstance(module, Gate)]
+    chosen: list[list[Tensor]] = [[] for _ in gates]
+    for each, gate in zip(chosen, gates, strict=True):
+        gate.register_forward_hook(lambda _, given, choice, each=each: each.append(choice.experts_Tk))
+    found: StepMetrics = trainer._step(0)
+    shares = []
+    for layer in chosen:
+        assert len(layer) == 2, "microbatches"
+        dropped = 0
+        for experts_Tk in layer:
+            slots = math.ceil(0.75 * experts_Tk.numel() / 4)
+            dropped += sum(max(0, int((experts_Tk == expert).sum()) - slots) for expert in range(4))
+        shares.append(dropped / sum(experts_Tk.numel() for experts_Tk in layer))
+    assert found.rows_dropped == pytest.approx(shares)
+    assert min(shares) > 0
+    assert found.aux_loss_by_layer is not None and found.aux_loss_global is not None
+    assert sum(found.aux_loss_by_layer) / 2 == pytest.approx(found.aux_loss_global)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.train.curves import TensorBoard, WeightsAndBiases
 from penstock.train.metrics import MetricsWriter, StepMetrics, read_metrics
 from tests.support.metrics import EXAMPLE, step
+
+LAYERS = (1, 3)
+"""Numbers of the layers that have experts."""
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 records = st.builds(
@@ -32,11 +37,14 @@ records = st.builds(
     tokens_per_expert_max_over_mean=finite,
     eval_loss=st.none() | finite,
     rank_load_max_over_mean=st.none() | st.tuples(finite, finite),
+    rows_dropped=st.none() | st.tuples(finite, finite),
+    model_flops_utilisation=st.none() | finite,
+    peak_memory_bytes=st.none() | st.integers(0, 2**62),
 )
 
 
 def record(folder: Path, numbers: range, resume_step: int) -> Path:
-    with MetricsWriter(folder, tensorboard=False, resume_step=resume_step) as writer:
+    with MetricsWriter(folder, resume_step=resume_step) as writer:
         for number in numbers:
             writer.write(step(number))
     return folder / "metrics.jsonl"
@@ -57,19 +65,19 @@ def test_hidden_communication(exposed_s: float, total_s: float, hidden: float) -
 @given(records)
 def test_a_step_is_read_as_it_was_written(metrics: StepMetrics) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        with MetricsWriter(Path(folder), tensorboard=False, resume_step=0) as writer:
+        with MetricsWriter(Path(folder), resume_step=0) as writer:
             writer.write(metrics)
         assert read_metrics(Path(folder, "metrics.jsonl")) == [metrics]
 
 
 def test_a_line_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path / "new" / "run", tensorboard=False, resume_step=0) as writer:
+    with MetricsWriter(tmp_path / "new" / "run", resume_step=0) as writer:
         writer.write(step(1))
         assert steps_in(tmp_path / "new" / "run" / "metrics.jsonl") == [1]
 
 
 def test_a_number_that_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False, resume_step=0) as writer:
+    with MetricsWriter(tmp_path, resume_step=0) as writer:
         writer.write(replace(EXAMPLE, loss=math.nan, grad_norm=math.inf))
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     assert line["loss"] is None
@@ -89,7 +97,7 @@ def test_no_step_appears_twice_after_resuming(written: int, resume_step: int) ->
 
 def test_steps_must_ascend(tmp_path: Path) -> None:
     record(tmp_path, range(1, 5), resume_step=0)
-    with MetricsWriter(tmp_path, tensorboard=False, resume_step=3) as writer:
+    with MetricsWriter(tmp_path, resume_step=3) as writer:
         with pytest.raises(AssertionError, match="step 3 after step 3"):
             writer.write(step(3))
         writer.write(step(4))
@@ -125,15 +133,15 @@ def test_a_broken_line_elsewhere_is_an_error_with_its_place(tmp_path: Path, brok
     path.write_bytes(first + broken + b"\n" + third)
     before = path.read_bytes()
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not a training step"):
-        MetricsWriter(tmp_path, tensorboard=False, resume_step=3)
+        MetricsWriter(tmp_path, resume_step=3)
     assert path.read_bytes() == before
 
 
 def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=True, resume_step=0) as writer:
+    with MetricsWriter(tmp_path, 0, [TensorBoard(tmp_path, 0, LAYERS)]) as writer:
         for number in range(1, 5):
             writer.write(step(number, eval_loss=3.0 if number == 2 else None))
-    with MetricsWriter(tmp_path, tensorboard=True, resume_step=2) as writer:
+    with MetricsWriter(tmp_path, 2, [TensorBoard(tmp_path, 2, LAYERS)]) as writer:
         last = replace(step(3), loss=7.0, total_loss=7.5, aux_loss_global=1.25, z_loss=4.0)
         writer.write(replace(last, rows_crossing_nodes=(0.25, 0.75)))
         for number in (1, 3, 20):
@@ -147,8 +155,41 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
         ("moe/aux_loss_global", 1.25),
         ("moe/z_loss", 4.0),
         ("moe/rows_crossing_nodes", 0.5),
+        ("layers/rows_crossing_nodes/L1", 0.25),
+        ("layers/rows_crossing_nodes/L3", 0.75),
     ]
     for tag, value in router:
         assert [(e.step, e.value) for e in events.Scalars(tag)] == [(3, value)]
     assert [image.step for image in events.Images("moe/loads")] == [1, 20], "not of every step"
     assert events.Scalars("network/hidden_communication")[0].value == pytest.approx(0.93)
+
+
+@dataclass
+class Noted:
+    """What a run of the package wandb would have been told."""
+
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    finished: int = 0
+
+    def log(self, data: dict[str, Any]) -> None:
+        self.entries.append(data)
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def test_another_place_gets_the_same_curves_by_step(tmp_path: Path) -> None:
+    noted = Noted()
+    with MetricsWriter(tmp_path, 0, [WeightsAndBiases(noted, np.shape, LAYERS)]) as writer:
+        writer.write(replace(step(1), aux_loss_global=1.5, aux_loss_by_layer=(1.0, 2.0)))
+        writer.draw(1, np.array([[1, 3, 0], [2, 2, 1]]))
+        writer.write(step(2))
+        writer.draw(2, np.array([[1, 3, 0], [2, 2, 1]]))
+    first, picture, second = noted.entries
+    assert first["step"] == 1 and first["loss/train"] == 2.5 and "loss/eval" not in first
+    balance = {name: value for name, value in first.items() if "aux_loss" in name}
+    by_layer = {"layers/aux_loss_by_layer/L1": 1.0, "layers/aux_loss_by_layer/L3": 2.0}
+    assert balance == {"moe/aux_loss_global": 1.5, "moe/aux_loss_by_layer": 1.5, **by_layer}
+    assert picture == {"step": 1, "moe/loads": (16, 24, 3)}, "layers x experts, drawn in some steps"
+    assert second["step"] == 2
+    assert noted.finished == 1

@@ -101,7 +101,7 @@ def expected_traffic(rank: int, stack: VirtualStack, number: int) -> Counter[int
 def reduced_bytes(task: Task, stack: VirtualStack) -> int:
     work, shape = stack.workload, stack.plan.shape
     if task.op == Op.STATISTICS:
-        return 8 * (5 + FIELDS + 2 * sum(shape.moe_layers) * work.num_experts)
+        return 8 * (4 + FIELDS + 2 * sum(shape.moe_layers) * (1 + work.num_experts))
     replicated = task.op == Op.ALL_REDUCE
     sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
     pieces = shape.all_reduce_chunks if replicated else shape.expert_all_reduce_chunks

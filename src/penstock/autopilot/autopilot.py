@@ -31,13 +31,14 @@ from penstock.autopilot.trials import Trials, worth_while
 from penstock.autopilot.watch import Drift, Watch
 from penstock.autopilot.weighing import Weighing, is_open
 from penstock.cost.measured import Kind
+from penstock.cost.model_flops import ModelFlops
 from penstock.plan.plan_config import AUTO, DROPPED_STEPS
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.moving import ExpertMoving
 from penstock.schedule import StepPlan
 from penstock.trace import TaskRecord
 from penstock.train.config import RunConfig
-from penstock.train.pilot import Ranks
+from penstock.train.pilot import Forecast, Ranks
 from penstock.train.resume import Resumption, Say
 from penstock.words import milliseconds
 
@@ -99,6 +100,15 @@ class Autopilot:
         """The size of all-reduce chunks; None for a schedule without chunks."""
         choice = self.planned.choice
         return choice.all_reduce_chunk_bytes if choice.reads("all_reduce_chunk_bytes") else None
+
+    @property
+    def flops(self) -> ModelFlops:
+        """What the model asks of the devices, and what they were measured to do."""
+        return self.planned.flops
+
+    def forecast(self) -> Forecast:
+        """What is expected of a step under the plan in use."""
+        return self.planned.forecast()
 
     def save(self, folder: Path) -> None:
         """Write the plan, and the cluster it was made for, into a folder; for one rank."""

@@ -12,7 +12,7 @@ from penstock.cost.match import mismatch
 from penstock.plan import PlanFile
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
-from penstock.train.pilot import CLUSTER_FILE, PLAN_FILE
+from penstock.train.output import CLUSTER_FILE, PLAN_FILE
 from penstock.train.resume import Resumption, Say
 
 PLANNING_AGAIN = (
@@ -56,7 +56,8 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
         if machinery.control.any(other is not None, "comparing machines with those of the plan"):
             raise ConfigError("plan", UNSET, "it was measured on other machines")
     plan = paper.step_plan(problem, str(path / PLAN_FILE))
-    return Planned(problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why)
+    planned = Planned(problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why)
+    return planned.knowing(paper)
 
 
 def _files(from_: Resumption) -> tuple[PlanFile, ClusterFile | None]:

@@ -23,7 +23,8 @@ from penstock.topology import Layout
 from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
 from penstock.train.fits import check_memory
-from penstock.train.pilot import PLAN_FILE, Ranks
+from penstock.train.output import PLAN_FILE
+from penstock.train.pilot import Ranks
 from penstock.train.resume import Resumption, Say
 from penstock.train.shares import check_shares
 

@@ -7,17 +7,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from penstock.cost import ClusterFile, StepCost
+from penstock.cost.model_flops import ModelFlops
 from penstock.decision import Decision, PlacementConfig
 from penstock.moe import MoEConfig
 from penstock.plan import Candidate, PlanFile, Problem, estimate_memory, predict_s
 from penstock.plan.effort import Searched
-from penstock.plan.predict import bound, interval_s
+from penstock.plan.plan_file import OtherPlan
+from penstock.plan.predict import bound, interval_s, predicted_timeline
 from penstock.runtime.moving import ExpertMoving
 from penstock.schedule import Schedule, StepPlan
 from penstock.step import StepShape, build_graph
 from penstock.train.assemble import expert_moving
 from penstock.train.config import RunConfig
-from penstock.train.pilot import CLUSTER_FILE, PLAN_FILE
+from penstock.train.output import CLUSTER_FILE, PLAN_FILE
+from penstock.train.pilot import Forecast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,7 @@ class Planned:
     file: the cluster's, if a file describes it. lines: the explanation of the choice. rivals: other plans
     that may turn out to be faster, the most promising first. misses: measured over predicted seconds per
     step, by schedule that was tried. number: by which messages refer to the plan; plans: numbers given.
+    others: the next best plans, those that were tried first; trial: of a plan that was tried and kept.
     """
 
     problem: Problem
@@ -48,11 +52,19 @@ class Planned:
     searched: Searched | None = None
     number: int = 1
     plans: int = 1
+    others: tuple[OtherPlan, ...] = ()
+    trial: OtherPlan | None = None
 
     @property
     def name(self) -> str:
         """`plan 2`: how messages refer to it once it has been described."""
         return f"plan {self.number}"
+
+    @property
+    def trial_s(self) -> float | None:
+        """What a step took when this choice was tried; None if it was not."""
+        same = self.trial is not None and self.trial.words == self.choice.words
+        return self.trial.measured_s if same and self.trial is not None else None
 
     def expected_s(self, candidate: Candidate) -> float:
         """The predicted seconds times the miss of its schedule, or the mean miss for one never tried."""
@@ -64,10 +76,29 @@ class Planned:
     def predicted_s(self) -> float:
         return predict_s(self.problem, self.choice, self.plan)
 
+    @property
+    def flops(self) -> ModelFlops:
+        """What the model asks of the devices, and what they were measured to do."""
+        return ModelFlops.of(self.problem.workload, self.problem.shape.moe_layers, self.file)
+
+    def forecast(self) -> Forecast:
+        """What is expected of a step. Simulates it."""
+        timeline = predicted_timeline(self.problem, self.choice, self.plan)
+        if self.file is None:
+            return Forecast("the rates of section [cluster], which nobody has measured", timeline)
+        measured = "the measurements" if self.file.measured is not None else "the numbers"
+        return Forecast(f"{measured} in {CLUSTER_FILE}", timeline)
+
     def moving(self, placement: PlacementConfig) -> ExpertMoving | None:
         """How the guests of the next step are planned; None where experts stay."""
         work = self.problem.workload_of(self.choice)
         return expert_moving(placement, self.choice, StepCost(self.plan.shape, work, self.problem.cluster))
+
+    def knowing(self, paper: PlanFile) -> Planned:
+        """The same with what a file says of this plan and of others."""
+        words, seconds = paper.choice.words, paper.trial_s
+        trial = OtherPlan(words=words, predicted_s=paper.predicted_s, measured_s=seconds) if seconds else None
+        return replace(self, others=paper.others, trial=trial)
 
     def noting(self, *lines: str) -> Planned:
         """The same plan with more lines of explanation; lines that it has already are not repeated."""
@@ -89,7 +120,7 @@ class Planned:
         paper = PlanFile.of(
             self.problem, candidate, model=model, cluster=cluster, why=self.lines, search=self.searched
         )
-        paper.save(folder / PLAN_FILE)
+        replace(paper, others=self.others, trial_s=self.trial_s).save(folder / PLAN_FILE)
 
 
 @dataclass(frozen=True, kw_only=True)

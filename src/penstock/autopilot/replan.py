@@ -15,6 +15,7 @@ from penstock.cost.cluster_file import LinkModel
 from penstock.decision import Decision
 from penstock.plan import Candidate, evaluate
 from penstock.plan.effort import Searched
+from penstock.plan.plan_file import OtherPlan
 from penstock.plan.predict import interval_s
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
@@ -30,13 +31,14 @@ WORTH = 0.99
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """The decision of rank 0. why: the explanation of the plan; line: the change in words; searched: how much
-    of the search was done."""
+    of the search was done; others: the next best plans."""
 
     choice: Decision
     order: Order
     why: tuple[str, ...]
     line: str
     searched: Searched
+    others: tuple[OtherPlan, ...]
 
 
 def replan(
@@ -67,7 +69,16 @@ def replan(
     plan, searched = verdict.order.plan, verdict.searched
     if verdict.choice != now.choice:
         now = replace(now, number=now.plans + 1, plans=now.plans + 1)
-    return replace(now, choice=verdict.choice, plan=plan, lines=verdict.why, searched=searched)
+    others = verdict.others
+    return replace(
+        now,
+        choice=verdict.choice,
+        plan=plan,
+        lines=verdict.why,
+        searched=searched,
+        others=others,
+        trial=None,
+    )
 
 
 def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
@@ -101,7 +112,12 @@ def _decide(
         line = f"{diagnosis.text}: keeping {now.name} in a new order ({predicted})"
     why = lines if best is found.best else now.lines if best is old else (line,)
     order = Order.of(best.plan)
-    return Verdict(choice=best.choice, order=order, why=why, line=line, searched=found.searched)
+    others = OtherPlan.among(
+        [each for each in (old, found.best, *found.others) if each.choice != best.choice]
+    )
+    return Verdict(
+        choice=best.choice, order=order, why=why, line=line, searched=found.searched, others=others
+    )
 
 
 def _expected(now: Planned, candidate: Candidate) -> str:

@@ -38,6 +38,7 @@ from penstock.plan import (
 from penstock.plan.effort import Searched
 from penstock.plan.optimizers import whole_s
 from penstock.plan.plan_config import AUTO, GIVEN
+from penstock.plan.plan_file import OtherPlan
 from penstock.plan.predict import interval_s
 from penstock.plan.search import FoundPlan
 from penstock.plan.space import in_effect
@@ -48,6 +49,9 @@ from penstock.words import within
 
 WORTH_TRYING = 1.3
 """Plans whose predicted time is more than WORTH_TRYING times the best are not tried."""
+
+_Found = tuple[int, list[tuple[Decision, Order, float]], tuple[str, ...], Searched, tuple[OtherPlan, ...]]
+"""Which problem is solved, by which promising plans, why, how much was searched, and what else was found."""
 
 UNUSED = (
     "warning: section [schedule] (name {name}) is ignored because plan.source = {source}. "
@@ -107,14 +111,14 @@ def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
     file = cluster_of(config, machinery, say)
     problems = [run_problem(run, machinery.layout, file) for run in open_runs(config)]
 
-    def decide(beat: Beat) -> tuple[int, list[tuple[Decision, Order, float]], tuple[str, ...], Searched]:
+    def decide(beat: Beat) -> _Found:
         number, found, lines = _fastest(problems, file, config.plan.budget, say, beat)
         promising = [found.best, *_rivals(found, config.plan.trials - 1)]
         orders = [(each.choice, Order.of(each.plan), each.predicted_s) for each in promising]
-        return number, orders, lines, found.searched
+        return number, orders, lines, found.searched, OtherPlan.among(found.others)
 
     decided_by = machinery.control, decide, "choosing a plan", config.parallel.timeout_s
-    number, promising, lines, searched = decided_slowly(*decided_by)
+    number, promising, lines, searched, others = decided_slowly(*decided_by)
     say("\n".join(numbered(lines, 1)))
     best, *rivals = [
         Rival(choice=choice, plan=order.plan, predicted_s=seconds) for choice, order, seconds in promising
@@ -127,6 +131,7 @@ def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
         lines=lines,
         rivals=tuple(rivals),
         searched=searched,
+        others=others,
     )
 
 
@@ -190,7 +195,8 @@ def replay(config: RunConfig, machinery: Machinery, path: Path, say: Say) -> Pla
     interval = (paper.interval_s[0], paper.interval_s[1]) if len(paper.interval_s) == 2 else None
     predicted = f"{within(paper.predicted_s, interval)} per step were predicted"
     say(f"plan 1, from {path}: {paper.choice.words}; made for cluster {paper.cluster}, where {predicted}")
-    return Planned(problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why)
+    planned = Planned(problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why)
+    return planned.knowing(paper)
 
 
 def cluster_of(config: RunConfig, machinery: Machinery, say: Say) -> ClusterFile:

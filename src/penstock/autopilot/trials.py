@@ -12,6 +12,7 @@ from statistics import median
 
 from penstock.autopilot.planned import Planned, Rival
 from penstock.plan.plan_config import DROPPED_STEPS
+from penstock.plan.plan_file import OtherPlan
 from penstock.plan.predict import interval_s
 from penstock.words import milliseconds, within
 
@@ -58,7 +59,20 @@ class Trials:
         entry, number = self._entries[place], self._planned.number + place
         turn = replace(self._planned, choice=entry.choice, plan=entry.plan, rivals=())
         turn = replace(turn, number=number, plans=self._planned.plans + len(self._entries) - 1)
-        return replace(turn, misses=self._misses()) if self.done else turn
+        if not self.done:
+            return turn
+        tried = {each.words: each for each in self._tried}
+        trial = tried.pop(entry.choice.words)
+        rest = (each for each in self._planned.others if each.words not in (*tried, trial.words))
+        return replace(turn, misses=self._misses(), trial=trial, others=(*tried.values(), *rest))
+
+    @property
+    def _tried(self) -> list[OtherPlan]:
+        """All plans that were tried, with what their steps took."""
+        return [
+            OtherPlan(words=entry.choice.words, predicted_s=entry.predicted_s, measured_s=seconds)
+            for entry, seconds in zip(self._entries, self._medians, strict=True)
+        ]
 
     def _misses(self) -> dict[str, float]:
         """Measured over predicted seconds per step, by schedule."""

@@ -35,6 +35,7 @@ from penstock.train.launcher import Place
 from penstock.train.resume import require_checkpoint
 from penstock.train.source import check_source
 from penstock.train.trainer import Trainer
+from penstock.train.wandb_sink import check_wandb
 from penstock.words import terminal_width
 
 EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointError, DivergedError, TextError)
@@ -89,6 +90,7 @@ def _start_ranks(
     check_source(resolved)
     _check_layout(resolved, processes)
     require_checkpoint(config)
+    check_wandb(config.metrics)
     if announced:
         print(announced, flush=True)
     return start_ranks(given, processes, config.parallel.timeout_s, place, lambda: _way_out(config))

@@ -41,6 +41,9 @@ WHAT_TO_WRITE: Final = (
 PAIR: Final = "simultaneous_pair"
 """Combine and the gather that follows it, at the same time: Parm's SAA, with its alpha_o and beta_o."""
 
+PRODUCT: Final = "matmul"
+"""The kernel that multiplies matrices of the model's sizes."""
+
 COLLECTIVES = (
     "all_to_all",
     "uneven_all_to_all",
@@ -156,6 +159,11 @@ class KernelModel:
     def __post_init__(self) -> None:
         check_bounds(self)
 
+    @property
+    def points(self) -> Points:
+        """Work and seconds of every measurement that took any."""
+        return () if self.fit is None else tuple(each for each in self.fit.points if each[1] > 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepFit:
@@ -241,6 +249,15 @@ class ClusterFile:
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def peak_flops_per_s(self) -> float | None:
+        """The highest rate of a matrix product on one rank, all of them multiplying at once; None = none was
+        measured."""
+        rates = (
+            point[0] / point[1] for each in self.kernels if each.name == PRODUCT for point in each.points
+        )
+        return max(rates, default=None)
 
     def link(self, collective: str, group: str, op: str = "") -> LinkModel | None:
         """The measured model, if there is one."""

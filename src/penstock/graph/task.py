@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.graph.errors import ScheduleError
 
@@ -160,6 +160,11 @@ class Task:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As what it is made of: where it arrives, texts have other hashes than here."""
+        touched = self.accumulates, self.reads, self.writes
+        return Task, (self.name, self.lane, self.axes, self.inputs, self.cut, *touched)
 
     def __eq__(self, other: object) -> bool:
         if self is other:

@@ -25,12 +25,12 @@ class Balance(Protocol):
         """What one microbatch of one rank adds to the batch's sum, before division by its tokens."""
         ...
 
-    def total(self, pieces: Tensor, chosen_YE: Tensor, probability_YE: Tensor, tokens: Tensor) -> Tensor:
-        """The loss summed over layers, from sums over all ranks and microbatches."""
+    def by_layer(self, pieces_Y: Tensor, chosen_YE: Tensor, probability_YE: Tensor, tokens: Tensor) -> Tensor:
+        """The loss of every layer, [Y], from sums over all ranks and microbatches."""
         ...
 
     def slope(self, chosen_BE: Tensor, chosen_YE: Tensor, layer: int, tokens: Tensor) -> Tensor:
-        """Derivative of `total` by a microbatch's summed probabilities in one of the MoE layers, [B, E].
+        """Derivative of the losses' sum by a microbatch's summed probabilities in one MoE layer, [B, E].
 
         chosen_YE, tokens: of all the batch.
         """
@@ -46,9 +46,9 @@ class GlobalBalance:
         del chosen_BE
         return probability_BE.new_zeros(())
 
-    def total(self, pieces: Tensor, chosen_YE: Tensor, probability_YE: Tensor, tokens: Tensor) -> Tensor:
-        del pieces
-        return (_share(chosen_YE) * probability_YE).sum() * chosen_YE.shape[-1] / tokens
+    def by_layer(self, pieces_Y: Tensor, chosen_YE: Tensor, probability_YE: Tensor, tokens: Tensor) -> Tensor:
+        del pieces_Y
+        return (_share(chosen_YE) * probability_YE).sum(dim=1) * chosen_YE.shape[-1] / tokens
 
     def slope(self, chosen_BE: Tensor, chosen_YE: Tensor, layer: int, tokens: Tensor) -> Tensor:
         return (_share(chosen_YE[layer]) * chosen_YE.shape[-1] / tokens).expand(chosen_BE.shape)
@@ -64,9 +64,9 @@ class _PiecewiseBalance(ABC):
     def piece(self, chosen_BE: Tensor, probability_BE: Tensor) -> Tensor:
         return (self._shares(chosen_BE) * probability_BE).sum() * chosen_BE.shape[-1]
 
-    def total(self, pieces: Tensor, chosen_YE: Tensor, probability_YE: Tensor, tokens: Tensor) -> Tensor:
+    def by_layer(self, pieces_Y: Tensor, chosen_YE: Tensor, probability_YE: Tensor, tokens: Tensor) -> Tensor:
         del chosen_YE, probability_YE
-        return pieces / tokens
+        return pieces_Y / tokens
 
     def slope(self, chosen_BE: Tensor, chosen_YE: Tensor, layer: int, tokens: Tensor) -> Tensor:
         del chosen_YE, layer

@@ -24,6 +24,7 @@ class GateSums:
         balances experts by construction. z: sum over tokens of the squared log-partition, differentiable.
     judged_BE: the choices that balance is judged by, where those are not this rank's alone: ranks may share
         the tokens of a sample. None = chosen_BE. ids_B: the numbers of the samples; None = not known.
+    slots: how many choices of an expert fit, where that is limited; None = all.
     """
 
     chosen_BE: Tensor
@@ -31,6 +32,14 @@ class GateSums:
     z: Tensor
     judged_BE: Tensor | None = None
     ids_B: Tensor | None = None
+    slots: int | None = None
+
+    @property
+    def dropped(self) -> Tensor:
+        """How many choices did not fit, scalar: those of an expert beyond its slots."""
+        if self.slots is None:
+            return self.chosen_BE.new_zeros(())
+        return (self.chosen_E - self.slots).clamp(min=0).sum()
 
     @property
     def chosen_E(self) -> Tensor:  # noqa: N802  # the suffix is its shape

@@ -30,7 +30,7 @@ def reduced(op: str) -> str:
 
 def _statistics(task: Task, sizes: Sizes) -> Work:
     del task
-    size = sum(sizes.moe_layers) * 2 * sizes.num_experts * STATISTICS_BYTES
+    size = sum(sizes.moe_layers) * 2 * (1 + sizes.num_experts) * STATISTICS_BYTES
     return Work(collective="all_reduce", sent_bytes=size)
 
 

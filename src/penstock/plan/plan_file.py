@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,11 +83,36 @@ class PlanSizes:
         )
 
 
+MOST_OTHERS = 5
+"""Of the plans that were found how many are told beside the best."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherPlan:
+    """A plan that was not chosen, in words. measured_s: what its steps took if it was tried; null = it was
+    not."""
+
+    words: str
+    predicted_s: Seconds
+    measured_s: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    @staticmethod
+    def among(found: Sequence[Candidate]) -> tuple[OtherPlan, ...]:
+        """The first of some candidates, each told once."""
+        told = {each.choice.words: each.predicted_s for each in reversed(found)}
+        ordered = sorted(told.items(), key=lambda each: each[1])
+        return tuple(OtherPlan(words=words, predicted_s=seconds) for words, seconds in ordered[:MOST_OTHERS])
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
     """A plan on paper. interval_s: of the prediction, see Candidate; empty = unknown. why: its explanation;
     schedule: the text of the order, a line per lane; null = the order is made again from the choice. search:
-    how much was looked at to find it; null = unknown."""
+    how much was looked at to find it; null = unknown. others: the next best plans. trial_s: seconds per step
+    when the plan was tried; null = it was not."""
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
     model: str
@@ -101,6 +126,8 @@ class PlanFile:
     choice: Decision
     schedule: Annotated[tuple[str, ...], Items(MOST_LINES, "a step has a line per lane")] | None = None
     search: Searched | None = None
+    others: Annotated[tuple[OtherPlan, ...], Items(1000, "they are for people")] = ()
+    trial_s: Seconds | None = None
 
     def __post_init__(self) -> None:
         if self.version != VERSION:

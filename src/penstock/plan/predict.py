@@ -51,6 +51,15 @@ def predict_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
     return step_ratio(problem) * simulated_s(problem, choice, plan, cluster)
 
 
+def predicted_timeline(problem: Problem, choice: Decision, plan: StepPlan) -> Timeline:
+    """When every task is expected to run: as long as `predict_s` says, without the scatter of ranks in it."""
+    cluster = problem.cluster
+    known = isinstance(cluster, ProfiledCluster)
+    cost = _between(problem, choice, plan) if known else problem.cost(choice, plan.shape)
+    timeline = simulate(plan.schedule, plan.graph, cost, problem.mesh)
+    return timeline.stretched(predict_s(problem, choice, plan) / timeline.iteration_s)
+
+
 def step_ratio(problem: Problem) -> float:
     """How many times as long as their simulation steps took; 1 where none were measured."""
     cluster = problem.cluster

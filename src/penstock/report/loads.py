@@ -5,12 +5,16 @@ Shapes: S steps, Y MoE layers, E experts. Colours show a load over the mean of i
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
+
+from penstock.config import UNSET, ConfigError, open_regular, shorten
 
 if TYPE_CHECKING:  # plans are made without loading it
     from matplotlib.axes import Axes
@@ -19,6 +23,8 @@ if TYPE_CHECKING:  # plans are made without loading it
 
 Numbers = npt.NDArray[np.float64]
 PICTURE: Final = "loads.png"
+NUMBERS: Final = "loads.npz"
+REMOVE: Final = "Move the file away."
 MOST_LAYERS, COLUMNS = 8, 4
 PANEL_IN, HEAD_IN, GAP_IN = (2.6, 1.7), 1.0, 0.75
 DPI: Final = 140
@@ -39,6 +45,30 @@ class LoadCourse:
     layers: tuple[int, ...]
     steps: tuple[int, ...]
     loads_SYE: npt.NDArray[np.int64]
+
+    def save(self, folder: Path) -> None:
+        """Write `loads.npz`; a half-written file never replaces a whole one."""
+        partial = folder / f"{NUMBERS}.partial"
+        with partial.open("wb") as file:
+            np.savez_compressed(file, layers=self.layers, steps=self.steps, loads=self.loads_SYE)
+        partial.replace(folder / NUMBERS)
+
+    @staticmethod
+    def read(path: Path) -> LoadCourse:
+        """Raises ConfigError naming the file if it does not hold what `save` writes."""
+        try:
+            with open_regular(path, str(path), REMOVE) as file, np.load(file, allow_pickle=False) as held:
+                layers, steps, loads_SYE = (np.asarray(held[name]) for name in ("layers", "steps", "loads"))
+                whole = all(np.issubdtype(each.dtype, np.integer) for each in (layers, steps, loads_SYE))
+        except (OSError, ValueError, KeyError, EOFError, TypeError, BadZipFile, zlib.error) as error:
+            if isinstance(error, ConfigError):
+                raise
+            why = f"does not hold the loads of a run ({shorten(str(error) or type(error).__name__)})"
+            raise ConfigError(str(path), UNSET, why, REMOVE) from error
+        sizes = (*steps.shape, *layers.shape)
+        if not whole or layers.ndim != 1 or steps.ndim != 1 or loads_SYE.shape[:-1] != sizes:
+            raise ConfigError(str(path), UNSET, "does not hold the loads of a run", REMOVE)
+        return LoadCourse(tuple(layers.tolist()), tuple(steps.tolist()), loads_SYE.astype(np.int64))
 
 
 def draw_loads(course: LoadCourse, folder: Path) -> Path:

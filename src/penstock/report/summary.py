@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
+from penstock.config import from_dict, read_json, to_dict
+from penstock.cost.json_file import write_json
 from penstock.report.timeline import duration_text
 from penstock.words import UNKNOWN, folded
 
 LABEL_WIDTH = 12
+SUMMARY_FILE: Final = "summary.json"
+REMOVE: Final = "Move the file away: the report then leaves out what it holds."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,15 @@ class RunSummary:
             return 1.0
         return 1 - self.exposed_communication_s / self.communication_s
 
+    def save(self, folder: Path) -> None:
+        """Leave it in the folder of the run."""
+        write_json(folder / SUMMARY_FILE, to_dict(self))
+
+    @staticmethod
+    def read(path: Path) -> RunSummary:
+        """Raises ConfigError naming the file and the key that is wrong."""
+        return from_dict(RunSummary, read_json(path, REMOVE), str(path))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `--json`."""
         return {
@@ -120,7 +134,7 @@ class RunSummary:
     def _rows(self) -> Iterator[tuple[str, str]]:
         if self.interrupted:
             yield "stopped", "early, as requested; a checkpoint was saved. Continue with train.resume=true."
-        yield "trained", self._what()
+        yield "trained", self.subject
         yield "data", self.corpus
         yield (
             "loss",
@@ -138,7 +152,9 @@ class RunSummary:
             yield "balance", self._balance(self.rank_load_max_over_mean)
         yield from self._outputs()
 
-    def _what(self) -> str:
+    @property
+    def subject(self) -> str:
+        """What was trained, how long, and on how many processes."""
         processes = "1 process" if self.processes == 1 else f"{self.processes} processes"
         steps = "1 step" if self.steps == 1 else f"{self.steps:,} steps"
         experts = f"{self.num_experts} experts per MoE layer"
@@ -189,6 +205,8 @@ class RunSummary:
         if self.checkpoint:
             yield "checkpoint", self.checkpoint
         yield "metrics", f"{self.metrics} (one line of JSON per step)"
+        folder = Path(self.metrics).parent
+        yield "report", f"penstock report {folder} (writes a page: timelines, what bound the step, loads)"
         if self.plan:
             yield "plan", f"{self.plan} (run it again with plan.source={self.plan})"
         if self.cluster:

@@ -31,20 +31,28 @@ class StepStatistics:
     """Of the whole batch, the same on all ranks. All tensors are float64.
 
     loss: what is minimised: cross_entropy (mean over valid tokens) + aux + z terms with their coefficients.
-    aux, z: sums over MoE layers of the balance loss and of the mean over tokens, without coefficients.
-    chosen_YE: how often each expert was chosen, per MoE layer. tokens, valid: counts.
+    aux_Y: the balance loss of every MoE layer. z: the sum over MoE layers of the mean over tokens. Both
+    without coefficients.
+    chosen_YE: how often each expert was chosen, per MoE layer. dropped_Y: how many of these choices did not
+    fit into the slots of their expert. tokens, valid: counts.
     """
 
     loss: Tensor
     cross_entropy: Tensor
-    aux: Tensor
+    aux_Y: Tensor
     z: Tensor
     valid: Tensor
     tokens: Tensor
     chosen_YE: Tensor
+    dropped_Y: Tensor
+
+    @property
+    def aux(self) -> Tensor:
+        """The sum of all layers' balance losses."""
+        return self.aux_Y.sum()
 
 
-HEADER = 5
+HEADER = 4
 
 
 class StatisticsCodec:
@@ -68,34 +76,45 @@ class StatisticsCodec:
         return crc32(repr(known).encode())
 
     def pack(self, heads: Sequence[HeadSums], routers: Sequence[Sequence[GateSums]]) -> Tensor:
-        """routers: per MoE layer, per microbatch. Returns [HEADER + 2 * Y * E]."""
+        """routers: per MoE layer, per microbatch. Returns [HEADER + 2 * Y + 2 * Y * E]."""
         everything = [sums for layer in routers for sums in layer]
         loss = sum((head.loss.double() for head in heads), start=torch.zeros(()))
         valid = sum((head.valid.double() for head in heads), start=torch.zeros(()))
         tokens = torch.as_tensor(sum(head.tokens for head in heads)).to(loss)
         z = sum((sums.z.double() for sums in everything), start=torch.zeros_like(loss))
-        pieces = (self._balance.piece(_judged(s), s.probability_BE.double()) for s in everything)
-        header = torch.stack([loss, valid, tokens, z, sum(pieces, start=torch.zeros_like(loss))])
+        header = torch.stack([loss, valid, tokens, z])
+        pieces = [sum(map(self._piece, layer)) for layer in routers]
+        dropped = [sum(s.dropped.double() for s in layer) for layer in routers]
         chosen = [sum(s.chosen_E.double() for s in layer) for layer in routers]
         probability = [sum(s.probability_BE.double().sum(dim=0) for s in layer) for layer in routers]
-        return torch.cat([header, *(torch.as_tensor(t) for t in (*chosen, *probability))])
+        layers = (torch.as_tensor(each) for each in (*pieces, *dropped, *chosen, *probability))
+        return torch.cat([header, *(each.to(header).reshape(-1) for each in layers)])
+
+    def _piece(self, sums: GateSums) -> Tensor:
+        return self._balance.piece(_judged(sums), sums.probability_BE.double())
 
     def unpack(self, total: Tensor) -> StepStatistics:
         """total: the packed vector, summed over ranks."""
-        loss, valid, tokens, z_sum, pieces = total[:HEADER].unbind()
-        chosen_YE, probability_YE = total[HEADER:].view(2, -1, self._config.num_experts).unbind()
+        loss, valid, tokens, z_sum = total[:HEADER].unbind()
+        experts = self._config.num_experts
+        layers = (len(total) - HEADER) // (2 + 2 * experts)
+        by_layer, by_expert = total[HEADER:].split([2 * layers, 2 * layers * experts])
+        pieces_Y, dropped_Y = by_layer.view(2, layers).unbind()
+        chosen_YE, probability_YE = by_expert.view(2, layers, experts).unbind()
         valid = valid.clamp(min=1) if self._valid is None else torch.full_like(valid, self._valid)
         tokens = tokens.clamp(min=1)
         cross_entropy, z = loss / valid, z_sum / tokens
-        aux = self._balance.total(pieces, chosen_YE, probability_YE, tokens)
+        aux_Y = self._balance.by_layer(pieces_Y, chosen_YE, probability_YE, tokens)
+        aux = aux_Y.sum()
         return StepStatistics(
             loss=cross_entropy + self._config.aux_loss_coeff * aux + self._config.z_loss_coeff * z,
             cross_entropy=cross_entropy,
-            aux=aux,
+            aux_Y=aux_Y,
             z=z,
             valid=valid,
             tokens=tokens,
             chosen_YE=chosen_YE,
+            dropped_Y=dropped_Y,
         )
 
 

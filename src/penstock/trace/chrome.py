@@ -1,14 +1,19 @@
-"""Chrome trace JSON, opened by Perfetto (ui.perfetto.dev) and chrome://tracing: a row per lane and rank."""
+"""Chrome trace JSON, opened by Perfetto (ui.perfetto.dev) and chrome://tracing: a row per lane and rank.
+
+Arrows lead from dispatch to experts to combine, and backward the other way round.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
 from penstock.graph import Lane
 from penstock.ops import spec_of
+from penstock.ops.journeys import journeys
 from penstock.trace.records import TaskRecord
 
 LANES = list(Lane)
@@ -18,13 +23,16 @@ MICROSECONDS = 1e6
 def write_chrome_trace(path: Path, runs: Mapping[str, Sequence[TaskRecord]]) -> None:
     """Write runs such as {"measured": ..., "simulated": ...} above each other into one file."""
     events: list[dict[str, Any]] = []
+    numbers = count(1)
     for number, (title, records) in enumerate(runs.items()):
-        events += _run_events(title, number, records)
+        events += _run_events(title, number, records, numbers)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=None))
 
 
-def _run_events(title: str, run: int, records: Iterable[TaskRecord]) -> list[dict[str, Any]]:
+def _run_events(
+    title: str, run: int, records: Iterable[TaskRecord], numbers: Iterator[int]
+) -> list[dict[str, Any]]:
     records = list(records)
     ranks = sorted({record.rank for record in records})
     process = {rank: run * 100_000 + rank for rank in ranks}
@@ -41,7 +49,11 @@ def _run_events(title: str, run: int, records: Iterable[TaskRecord]) -> list[dic
     ]
     for rank, lane in sorted({(record.rank, record.lane) for record in records}):
         events.append(_named("thread_name", process[rank], LANES.index(lane), str(lane)))
-    return events + [_event(record, process[record.rank]) for record in records]
+    events += [_event(record, process[record.rank]) for record in records]
+    by_step = sorted(records, key=_step_of)
+    for (_, rank), step in groupby(by_step, key=_step_of):
+        events += _arrows(list(step), process[rank], numbers)
+    return events
 
 
 def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
@@ -58,4 +70,33 @@ def _event(record: TaskRecord, process: int) -> dict[str, Any]:
         "ts": record.start_s * MICROSECONDS,
         "dur": record.duration_s * MICROSECONDS,
         "args": {"what": spec_of(record.task.op).title, "step": record.step},
+    }
+
+
+def _step_of(record: TaskRecord) -> tuple[int, int]:
+    return record.step, record.rank
+
+
+def _arrows(step: Sequence[TaskRecord], process: int, numbers: Iterator[int]) -> Iterator[dict[str, Any]]:
+    """Along the way of rows through one step of one rank, from the middle of a bar to that of the next."""
+    by_name = {record.task.name: record for record in step}
+    for journey in journeys(record.task for record in step):
+        if len(journey) > 1:
+            number, last = next(numbers), len(journey) - 1
+            for place, task in enumerate(journey):
+                phase = {0: "s", last: "f"}.get(place, "t")
+                yield _arrow_point(phase, number, by_name[task.name], process)
+
+
+def _arrow_point(phase: str, number: int, record: TaskRecord, process: int) -> dict[str, Any]:
+    """s: where an arrow starts, t: a bar on its way, f: its end. bp "e": bound to the bar around it."""
+    return {
+        "ph": phase,
+        "bp": "e",
+        "id": number,
+        "name": "rows",
+        "cat": "rows",
+        "pid": process,
+        "tid": LANES.index(record.lane),
+        "ts": (record.start_s + record.duration_s / 2) * MICROSECONDS,
     }

@@ -18,6 +18,7 @@ from penstock.plan.plan_config import GIVEN, PlanConfig
 from penstock.topology import ParallelConfig
 from penstock.train.optimizer import OptimizerConfig
 from penstock.train.shares import check_shares
+from penstock.train.wandb_sink import MetricsConfig
 
 Section = TypeVar("Section", ModelConfig, MoEConfig, DataConfig)
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -95,6 +96,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
-from penstock.report.loads import LoadCourse
+from penstock.report.loads import NUMBERS, LoadCourse
 from penstock.runtime import PipelinedStack
 from penstock.train.metrics import StepMetrics
 from penstock.workloads.figures import LoadFigures, Whole
@@ -59,9 +60,19 @@ class LoadBook:
             kept = [i for i, held in enumerate(self._steps) if held % self._every == 0]
             self._steps, self._loads = [self._steps[i] for i in kept], [self._loads[i] for i in kept]
 
-    def course(self, moe_layers: Sequence[bool]) -> LoadCourse | None:
-        """What is drawn; None where nothing is known. moe_layers: for every layer, whether it is one."""
+    @staticmethod
+    def resumed(folder: Path, done: int) -> LoadBook:
+        """What an earlier start has kept of the first `done` steps. Raises ConfigError for a damaged file."""
+        book, path = LoadBook(), folder / NUMBERS
+        if done and path.exists():
+            course = LoadCourse.read(path)
+            for step, loads_YE in zip(course.steps, course.loads_SYE, strict=True):
+                if step <= done:
+                    book.add(step, loads_YE)
+        return book
+
+    def course(self, layers: Sequence[int]) -> LoadCourse | None:
+        """What is drawn; None where nothing is known. layers: numbers of the MoE layers."""
         if not self._steps:
             return None
-        numbers = tuple(layer for layer, is_moe in enumerate(moe_layers) if is_moe)
-        return LoadCourse(numbers, tuple(self._steps), np.stack(self._loads))
+        return LoadCourse(tuple(layers), tuple(self._steps), np.stack(self._loads))

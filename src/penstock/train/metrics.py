@@ -2,7 +2,7 @@
 
 ::
 
-    StepMetrics -> MetricsWriter     -> metrics.jsonl, TensorBoard events
+    StepMetrics -> MetricsWriter     -> metrics.jsonl, TensorBoard events and other curves (`curves`)
                 -> progress.Progress -> a live line on a terminal, plain lines anywhere else
 """
 
@@ -15,16 +15,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from statistics import fmean
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from penstock.config import open_regular, parse_json
 from penstock.report.loads import colours
 from penstock.workloads.figures import Whole
 
+if TYPE_CHECKING:
+    from penstock.train.curves import ScalarLog
+
 METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
 HEAT_MAP_EVERY = 20
 """Steps between two heat maps of loads; TensorBoard shows ten of them, evenly chosen."""
 
@@ -59,6 +60,14 @@ class StepMetrics:
     `aux_loss_global`, `..._sequence`, `..._microbatch`
                               the balance loss, mean over MoE layers, without its coefficient, under the name
                               of the group over which it is judged; the other two are None. 1 is balance
+    `aux_loss_by_layer`       the same by MoE layer
+    `rows_dropped`            by MoE layer: share of choices for which their expert had no room; None where
+                              routing drops none
+    `model_flops_per_s`       floating-point operations of the model's matrix products, forward and backward,
+                              of all ranks, over `iteration_s`; see `cost.model_flops`
+    `model_flops_utilisation` the same over the highest rate of a matrix product that the profile measured on
+                              all ranks at once; None without a profile
+    `peak_memory_bytes`       the most that rank 0 has held so far: on a GPU in tensors, else resident
     `plan`                    which plan ran the step: the first digits of its schedule's hash
     `skipped`                 True: loss or gradients were not finite, and nothing was updated
     `all_reduce_chunk_bytes`  size of a piece of an all-reduce; None if the schedule cuts none
@@ -88,6 +97,11 @@ class StepMetrics:
     expert_load_entropy: tuple[float, ...] | None = None
     rows_crossing_nodes: tuple[float, ...] | None = None
     skipped: bool | None = None
+    aux_loss_by_layer: tuple[float, ...] | None = None
+    rows_dropped: tuple[float, ...] | None = None
+    model_flops_per_s: float | None = None
+    model_flops_utilisation: float | None = None
+    peak_memory_bytes: int | None = None
 
     @property
     def hidden_communication(self) -> float:
@@ -102,8 +116,13 @@ BY_LAYER = (
     "rank_load_max_over_mean",
     "expert_load_entropy",
     "rows_crossing_nodes",
+    "aux_loss_by_layer",
+    "rows_dropped",
 )
 """A number for every MoE layer."""
+
+WHOLE = ("step", "all_reduce_chunk_bytes", "peak_memory_bytes")
+"""Integers."""
 
 OPTIONAL = frozenset(field.name for field in fields(StepMetrics) if field.default is None)
 """What a step may be without."""
@@ -112,18 +131,8 @@ OPTIONAL = frozenset(field.name for field in fields(StepMetrics) if field.defaul
 # ---------------------------------------------------------------- files
 
 
-class ScalarLog(Protocol):
-    """Where the curves go."""
-
-    def write(self, metrics: StepMetrics) -> None: ...
-
-    def draw(self, step: int, loads_YE: Whole) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class MetricsWriter:
-    """Appends each step to `metrics.jsonl` in `folder` and, if asked, to TensorBoard events.
+    """Appends each step to `metrics.jsonl` in `folder`, and to the logs that are given; closes those, too.
 
     `resume_step` is the number of steps already done: 0 starts a new record. Lines of later steps, left by
     a run that was killed after its last checkpoint, are dropped, so that no step appears twice.
@@ -134,33 +143,35 @@ class MetricsWriter:
     Raises `ValueError` naming file and line when the existing record cannot be read.
     """
 
-    def __init__(self, folder: Path, tensorboard: bool, resume_step: int) -> None:
+    def __init__(self, folder: Path, resume_step: int, logs: Sequence[ScalarLog] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
         kept = [m for m in read_metrics(path) if m.step <= resume_step] if path.exists() else []
         _replace(path, kept)
         self._file = path.open("a", encoding="utf-8")
         self._last_step = kept[-1].step if kept else 0
-        self._curves: ScalarLog = (
-            _TensorBoard(folder / TENSORBOARD_FOLDER, resume_step) if tensorboard else _NoCurves()
-        )
+        self._logs = logs
 
     def write(self, metrics: StepMetrics) -> None:
         """Record one step; steps must ascend."""
         assert metrics.step > self._last_step, f"step {metrics.step} after step {self._last_step}"
         self._file.write(_to_line(metrics))
         self._file.flush()
-        self._curves.write(metrics)
+        for log in self._logs:
+            log.write(metrics)
         self._last_step = metrics.step
 
     def draw(self, step: int, loads_YE: Whole) -> None:
         """Show how often each expert was chosen, by MoE layer, as a heat map, in some of the steps."""
-        if step == 1 or step % HEAT_MAP_EVERY == 0:
-            self._curves.draw(step, loads_YE)
+        if self._logs and (step == 1 or step % HEAT_MAP_EVERY == 0):
+            picture = colours(loads_YE)
+            for log in self._logs:
+                log.draw(step, picture)
 
     def close(self) -> None:
         self._file.close()
-        self._curves.close()
+        for log in self._logs:
+            log.close()
 
     def __enter__(self) -> Self:
         return self
@@ -195,7 +206,7 @@ def _parse(path: Path, number: int, line: bytes) -> StepMetrics:
 def _from_json(key: str, value: Any) -> Any:
     if value is None:
         return None if key in OPTIONAL else math.nan
-    if key in ("step", "all_reduce_chunk_bytes"):
+    if key in WHOLE:
         return operator.index(value)  # refuses what is not an integer
     if key == "skipped":
         return bool(value)
@@ -221,58 +232,3 @@ def _replace(path: Path, steps: Sequence[StepMetrics]) -> None:
         file.flush()
         os.fsync(file.fileno())
     scratch.replace(path)
-
-
-class _NoCurves:
-    def write(self, metrics: StepMetrics) -> None:
-        """Nothing to keep: the record is in the JSON lines."""
-
-    def draw(self, step: int, loads_YE: Whole) -> None:
-        """Nothing to show it in."""
-
-    def close(self) -> None:
-        """Nothing was opened."""
-
-
-class _TensorBoard:
-    """TensorBoard events; those of steps after `resume_step`, left by a killed run, are hidden."""
-
-    def __init__(self, folder: Path, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
-
-        self._events = SummaryWriter(str(folder), purge_step=resume_step + 1, flush_secs=10)
-
-    def write(self, metrics: StepMetrics) -> None:
-        for tag, value in _curves(metrics).items():
-            self._events.add_scalar(tag, value, metrics.step)
-
-    def draw(self, step: int, loads_YE: Whole) -> None:
-        self._events.add_image("moe/loads", colours(loads_YE), step, dataformats="HWC")
-
-    def close(self) -> None:
-        self._events.close()
-
-
-def _curves(metrics: StepMetrics) -> dict[str, float]:
-    """Value of each TensorBoard curve; a curve has no point where there is no value."""
-    curves = {
-        "loss/train": metrics.loss,
-        "optimizer/learning_rate": metrics.learning_rate,
-        "optimizer/grad_norm": metrics.grad_norm,
-        "speed/iteration_s": metrics.iteration_s,
-        "speed/tokens_per_s": metrics.tokens_per_s,
-        "network/communication_s": metrics.communication_s,
-        "network/exposed_communication_s": metrics.exposed_communication_s,
-        "network/hidden_communication": metrics.hidden_communication,
-        "speed/compute_s": metrics.compute_s,
-        "moe/tokens_per_expert_max_over_mean": metrics.tokens_per_expert_max_over_mean,
-    }
-    optional = {
-        "loss/eval": metrics.eval_loss,
-        "loss/total": metrics.total_loss,
-        "moe/z_loss": metrics.z_loss,
-    }
-    optional |= {f"moe/{name}": getattr(metrics, name) for name in OPTIONAL if name.startswith("aux_loss")}
-    layers = {f"moe/{name}": values for name in BY_LAYER if (values := getattr(metrics, name))}
-    optional |= {name: fmean(values) for name, values in layers.items()}
-    return curves | {name: value for name, value in optional.items() if value is not None}

@@ -13,6 +13,9 @@ LOCK = ".lock"
 MARKS = ("metrics.jsonl", "checkpoints", "trace.json")
 """What a run leaves. A folder with none of these holds something else and is left as it is."""
 
+CLUSTER_FILE, PLAN_FILE = "cluster.json", "plan.json"
+"""What plans of a run are made from, and the plan in use: in its folder, and in every checkpoint."""
+
 CONFIG = "config.toml"
 """A run leaves that, too, but so may a project; a run's is beside a lock."""
 

@@ -9,16 +9,23 @@ from typing import Protocol
 
 import torch
 
+from penstock.cost.model_flops import ModelFlops
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.moving import ExpertMoving
 from penstock.schedule import StepPlan
+from penstock.simulate import Timeline
 from penstock.topology import Control
 from penstock.trace import TaskRecord
 from penstock.train.config import RunConfig
 from penstock.train.resume import Resumption, Say
 
-CLUSTER_FILE, PLAN_FILE = "cluster.json", "plan.json"
-"""What a pilot may leave in the run's folder and in a checkpoint."""
+
+@dataclass(frozen=True)
+class Forecast:
+    """What the plan in use makes one expect of a step. source: what it is made of, in words."""
+
+    source: str
+    timeline: Timeline
 
 
 class Pilot(Protocol):
@@ -43,6 +50,13 @@ class Pilot(Protocol):
     @property
     def all_reduce_chunk_bytes(self) -> int | None:
         """The size of all-reduce chunks; None for a schedule without chunks."""
+
+    @property
+    def flops(self) -> ModelFlops:
+        """What the model asks of the devices, and what they were measured to do."""
+
+    def forecast(self) -> Forecast:
+        """What is expected of a step under the plan in use."""
 
     def take_over(self, stack: PipelinedStack) -> None:
         """Steer this stack from now on. It was built with `plan`."""

@@ -34,7 +34,7 @@ MEANING: Final[Mapping[str, Callable[[Any], object]]] = {
 }
 """Where `none` means what can also be said: what is compared instead."""
 
-UNSAID: Final = ("train.resume", "output.")
+UNSAID: Final = ("train.resume", "output.", "metrics.")
 """Changes that are not reported."""
 
 MOST_SHOWN: Final = 60

@@ -13,7 +13,7 @@ from penstock.runtime.gradients.assignment import assign
 from penstock.sharding import shardings_of
 from penstock.train.config import RunConfig
 from penstock.train.metrics import StepMetrics
-from penstock.train.pilot import CLUSTER_FILE, PLAN_FILE
+from penstock.train.output import CLUSTER_FILE, PLAN_FILE
 from penstock.train.source import Source
 from penstock.train.tracing import StepAnalysis
 

@@ -12,24 +12,25 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from penstock.config import ConfigError, to_dict, to_toml
 from penstock.moe import update_expert_biases
-from penstock.moe.config import BalanceGroup
 from penstock.report import RunSummary
 from penstock.report.loads import draw_loads
 from penstock.runtime.checks.agree import check_layouts
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
-from penstock.trace import TaskRecord, occupation
+from penstock.trace import TaskRecord
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.config import RunConfig
+from penstock.train.curves import ScalarLog
 from penstock.train.evaluate import batch_loss, evaluate
 from penstock.train.fits import check_memory, device_bytes
 from penstock.train.health import ADVICE, DivergedError, StepGuard, forget_choices
 from penstock.train.loads import LoadBook, expert_loads, with_loads
+from penstock.train.logs import open_logs
+from penstock.train.measuring import measured
 from penstock.train.metrics import MetricsWriter, StepMetrics
 from penstock.train.optimizer import learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, keep_config
@@ -39,13 +40,15 @@ from penstock.train.resume import checkpoints_folder, find_resumption, restore
 from penstock.train.resume_settings import changes
 from penstock.train.routing_file import NoRoutingLog, RoutingLog, open_routing
 from penstock.train.source import open_source
+from penstock.train.step_record import keep_step
 from penstock.train.stopping import StopRequests
 from penstock.train.summarise import summarise
 from penstock.train.tracing import StepAnalysis, analyse
 from penstock.train.update import build_update
+from penstock.train.wandb_sink import check_wandb
 
-ANALYSED_STEPS = 2
-PLAN_DIGITS = 8
+ANALYSED_STEPS, TYPICAL_STEPS = 2, 10
+"""Of the last steps, how many are traced at least, and of how many tasks have their median durations."""
 
 OnStep = Callable[[int, StepStatistics], None]
 """Receives the number of each finished step, counted from 1, and the statistics of its batch."""
@@ -69,6 +72,7 @@ class Trainer:
         on_step: OnStep | None = None,
     ) -> None:
         self._saved_config = config = config.resolved(info.world_size)
+        check_wandb(config.metrics)
         self.leader = info.rank == 0
         every, quiet = config.train.log_every, quiet or not self.leader
         self.progress = Progress(config.train.steps, every=every, quiet=quiet)
@@ -106,7 +110,7 @@ class Trainer:
         )
         self.history: list[StepMetrics] = []
         self.loads, self.routing = LoadBook(), cast("RoutingLog", NoRoutingLog())
-        self.recent: deque[list[TaskRecord]] = deque(maxlen=max(ANALYSED_STEPS, config.output.trace_steps))
+        self.recent: deque[list[TaskRecord]] = deque(maxlen=max(TYPICAL_STEPS, config.output.trace_steps))
         self.saved: Path | None = None
 
     def run(self) -> RunSummary:
@@ -134,10 +138,10 @@ class Trainer:
                     self._steer(vote.slowest_s)
             analysis = self._analyse()
         self.stack.close()
-        course = self.loads.course(self.stack.base_shape.moe_layers)
+        course = self.loads.course(self.moe_layers)
         picture = None if course is None else draw_loads(course, self.config.output.dir)
         checkpoint = str(self.saved) if self.saved else None
-        return summarise(
+        summary = summarise(
             self.config,
             self.stack,
             self.source,
@@ -146,6 +150,9 @@ class Trainer:
             analysis=analysis,
             loads=None if picture is None else str(picture),
         )
+        if self.leader:
+            summary.save(self.config.output.dir)
+        return summary
 
     def _step(self, step: int) -> StepMetrics:
         """One optimiser step; `step` counts from 0."""
@@ -170,7 +177,17 @@ class Trainer:
             assert self.stack.statistics is not None, "a step has ended"
             self.on_step(step + 1, self.stack.statistics)
         self.routing.record(step + 1, self.stack)
-        metrics = self._metrics(step + 1, loss_value, rate, norm_value, iteration_s, records)
+        metrics = measured(
+            self.stack,
+            self.pilot.flops,
+            records,
+            step=step + 1,
+            loss=loss_value,
+            rate=rate,
+            norm=norm_value,
+            iteration_s=iteration_s,
+            all_reduce_chunk_bytes=self.pilot.all_reduce_chunk_bytes,
+        )
         metrics = with_loads(metrics, self.stack)
         return metrics if accepted else replace(metrics, skipped=True)
 
@@ -203,6 +220,9 @@ class Trainer:
     def _save(self, metrics: StepMetrics, *, last: bool) -> None:
         """Write a checkpoint if it is worth going back to: finite, and so is what the model makes of text."""
         step, loss = metrics.step, metrics.eval_loss
+        course = self.loads.course(self.moe_layers)  # of rank 0
+        if course is not None:
+            course.save(self.config.output.dir)
         if loss is None:
             loss = evaluate(self.stack, self.source.stream.held_out_batches(1)).loss
         if self.control.any(not math.isfinite(loss), f"judging the model after step {step}"):
@@ -241,9 +261,11 @@ class Trainer:
             self.pilot.save(self.config.output.dir)
 
     def _analyse(self) -> StepAnalysis:
-        wanted = self.config.output.trace_steps
-        steps = list(self.recent)[-max(wanted, ANALYSED_STEPS) :]
-        return analyse(self.stack, steps, self.config.output.dir if wanted else None)
+        wanted, kept = self.config.output.trace_steps, list(self.recent)
+        steps = kept[-max(wanted, ANALYSED_STEPS) :]
+        found = analyse(self.stack, steps, self.config.output.dir if wanted else None)
+        keep_step(self.stack, kept, found, self.pilot.forecast, self.config.output.dir)
+        return found
 
     def _open_output(self, closing: ExitStack) -> None:
         """Rank 0 prepares the folder; the others look into it only after the exchange."""
@@ -263,12 +285,29 @@ class Trainer:
             raise problem
 
     def _open_metrics(self, closing: ExitStack, first: int) -> MetricsWriter | None:
+        """Rank 0 opens what metrics go to; if it cannot, all ranks raise the reason."""
+        logs: list[ScalarLog] = []
+        problem: ConfigError | None = None
+        if self.leader:
+            output = self.config.output
+            keep_config(output.dir, self._settings(), first)
+            self._save_plan()
+            try:
+                self.loads = LoadBook.resumed(output.dir, first)
+                logs = open_logs(self.config, self.moe_layers, first)
+            except ConfigError as error:
+                problem = error
+        problem = self.control.gather(problem, "opening what metrics go to")[0]
+        if problem is not None:
+            raise problem
         if not self.leader:
             return None
-        output = self.config.output
-        keep_config(output.dir, self._settings(), first)
-        self._save_plan()
-        return closing.enter_context(MetricsWriter(output.dir, output.tensorboard, first))
+        return closing.enter_context(MetricsWriter(self.config.output.dir, first, logs))
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that have experts."""
+        return tuple(number for number, is_moe in enumerate(self.stack.base_shape.moe_layers) if is_moe)
 
     def _settings(self) -> str:
         """The settings as requested, since on another cluster others may be chosen; those that were chosen
@@ -292,52 +331,6 @@ class Trainer:
         newest = self.checkpoints.newest()
         good = f"the last good checkpoint is {newest}" if newest else "no checkpoint has been written yet"
         return f"rank {self.layout.rank}: training diverged: {problem}; {good}. {ADVICE}"
-
-    def _metrics(
-        self,
-        step: int,
-        loss: float,
-        rate: float,
-        norm: float,
-        iteration_s: float,
-        records: list[TaskRecord],
-    ) -> StepMetrics:
-        statistics = self.stack.statistics
-        assert statistics is not None
-        silent = self.layout.mesh.silent
-        used = occupation(records, silent)
-        losses = router_losses(statistics, self.stack.balance.group)
-        return StepMetrics(
-            step=step,
-            loss=float(statistics.cross_entropy),
-            total_loss=loss,
-            learning_rate=rate,
-            grad_norm=norm,
-            iteration_s=iteration_s,
-            tokens_per_s=float(statistics.tokens) / iteration_s,
-            exposed_communication_s=used.exposed_s,
-            communication_s=used.communication_s,
-            compute_s=used.compute_s,
-            tokens_per_expert_max_over_mean=_imbalance(statistics.chosen_YE),
-            plan=self.stack.plan.schedule.digest[:PLAN_DIGITS],
-            all_reduce_chunk_bytes=self.pilot.all_reduce_chunk_bytes,
-            skipped=None,
-            z_loss=losses["z_loss"],
-            aux_loss_global=losses.get("aux_loss_global"),
-            aux_loss_sequence=losses.get("aux_loss_sequence"),
-            aux_loss_microbatch=losses.get("aux_loss_microbatch"),
-        )
-
-
-def router_losses(statistics: StepStatistics, group: BalanceGroup) -> dict[str, float]:
-    """Balance and z-loss under their metrics' names: means over MoE layers. The loss has their sums."""
-    layers = len(statistics.chosen_YE)
-    return {f"aux_loss_{group}": float(statistics.aux) / layers, "z_loss": float(statistics.z) / layers}
-
-
-def _imbalance(chosen_YE: Tensor) -> float:
-    """Load of the busiest expert over the mean, mean over layers; 0 where nothing was routed at all."""
-    return float((chosen_YE.amax(1) / chosen_YE.mean(1).clamp(min=1e-9)).mean())
 
 
 def _due(step: int, every: int) -> bool:

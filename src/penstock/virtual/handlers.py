@@ -66,7 +66,7 @@ class Buffers:
     def __init__(self, work: Workload, moe_layers: int) -> None:
         self.gradients = torch.zeros(0)
         self.statistics = torch.zeros(
-            HEADER + 2 * moe_layers * work.num_experts + FIELDS, dtype=torch.float64
+            HEADER + 2 * moe_layers * (1 + work.num_experts) + FIELDS, dtype=torch.float64
         )
         self.loads = torch.zeros(1, moe_layers, work.num_experts, dtype=torch.int32)
         self._bytes: Sequence[Tensor] = ()

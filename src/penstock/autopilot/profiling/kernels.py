@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from penstock.autopilot.profiling.sample import Action, Budget, measure_sizes
 from penstock.cost import ClusterConfig
-from penstock.cost.cluster_file import Fit, KernelModel
+from penstock.cost.cluster_file import PRODUCT, Fit, KernelModel
 from penstock.cost.fit import fit_line
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery
@@ -62,14 +62,14 @@ def measure_kernels(config: RunConfig, machinery: Machinery, budget_s: float) ->
 def rates_of(assumed: ClusterConfig, kernels: tuple[KernelModel, ...]) -> ClusterConfig:
     """The rates of matrix products and of copies as measured, the rest as assumed."""
     beta = {kernel.name: kernel.beta_s_per_unit for kernel in kernels}
-    return replace(assumed, flops_per_s=1 / beta["matmul"], memory_bytes_per_s=1 / beta["copy"])
+    return replace(assumed, flops_per_s=1 / beta[PRODUCT], memory_bytes_per_s=1 / beta["copy"])
 
 
 def _kernels(config: RunConfig, machinery: Machinery) -> Iterator[Kernel]:
     shapes = _Shapes(config, machinery)
     row_bytes = config.model.hidden_size * FLOAT_BYTES
     yield Kernel(
-        name="matmul",
+        name=PRODUCT,
         unit="flop",
         size=shapes.rows_per_expert,
         work=lambda rows: 2.0 * rows * config.model.hidden_size * config.moe.moe_ffn_hidden_size,

@@ -109,7 +109,8 @@ def route(
         residual_BLM, routed.rows_RM, routed.weights, sums.probability_BE, sums.z, routed.x_TM
     )
     maker = context.maker(task.layer)
-    counted = GateSums(sums.chosen_BE, probability_BE, z, ids_B=known.keys.sample_ids_B)
+    slots = sum(plan.slots) if plan.slots is not None and routed.positions_Tk is not None else None
+    counted = GateSums(sums.chosen_BE, probability_BE, z, ids_B=known.keys.sample_ids_B, slots=slots)
     return {
         "residual": residual_BLM,
         "rows": rows_RM.split(list(plan.chunk_rows)),

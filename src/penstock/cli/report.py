@@ -1,0 +1,99 @@
+"""`penstock report`: a page about a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.codes import FAILED
+from penstock.cli.out import check_out, save_out
+from penstock.words import folded, mib, terminal_width
+
+if TYPE_CHECKING:  # loaded where a page is written: other commands need none of it
+    from penstock.report.page.finished import FinishedRun
+
+PAGE = "report.html"
+
+
+def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to `penstock`."""
+    report = commands.add_parser(
+        "report",
+        help="write a page about a run",
+        description="Writes one HTML file about the run in a folder: predicted and measured timelines, what "
+        "bound the step, losses, speed and loads. It needs no network. A run that has not ended, or was "
+        "killed, gets a page about what is there.",
+        epilog="Example: penstock report runs/tiny",
+    )
+    report.add_argument("folder", type=Path, metavar="RUN", help="the output.dir of a run, such as runs/tiny")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"where to write the page ({PAGE} in the run's folder)"
+    )
+    report.add_argument("--json", action="store_true", help="print one JSON object with what the page says")
+    report.set_defaults(run=lambda options, given: write_report(options.folder, options.out, options.json))
+
+
+def write_report(folder: Path, out: Path | None, json_wanted: bool) -> int:
+    """Exit code. Raises ConfigError for a folder without a run, or with a damaged file."""
+    from penstock.report.page.html import write_page
+    from penstock.train.run_folder import read_run
+
+    run = read_run(folder)
+    path = check_out(folder / PAGE if out is None else out, "report.html")
+    page = write_page(run)
+    if not save_out(lambda where: _save(page, where), path):
+        return FAILED
+    if json_wanted:
+        print(json.dumps({"page": str(path), **findings(run)}))
+        return 0
+    print(f"wrote {path} ({mib(len(page.encode()))}): open it in a browser; it needs no network")
+    for sentence in _said(run):
+        print(folded(sentence, terminal_width(sys.stdout)))
+    return 0
+
+
+def findings(run: FinishedRun) -> dict[str, Any]:
+    """What the page says about the step, as plain data; null where it is not known."""
+    from penstock.report.page.findings import binding_of, kinds_of
+
+    step, plan = run.step, run.plan
+    binding = None if step is None else binding_of(step)
+    kinds = [] if step is None else kinds_of(step)
+    return {
+        "steps": len(run.course.steps),
+        "predicted_s": None if step is None else step.predicted_s,
+        "measured_s": None if step is None else step.measured_s,
+        "bound_s": None if step is None else step.bound_s,
+        "binding": None if binding is None else binding.to_dict(),
+        "tasks": [
+            {
+                "op": kind.op,
+                "phase": str(kind.phase),
+                "lane": kind.lane,
+                "count": kind.count,
+                "predicted_s": kind.predicted_s,
+                "measured_s": kind.measured_s,
+            }
+            for kind in kinds
+        ],
+        "plan": None if plan is None else plan.choice.words,
+        "next_best": [] if plan is None else [[each.words, each.predicted_s] for each in plan.others],
+        "missing": list(run.missing),
+    }
+
+
+def _said(run: FinishedRun) -> list[str]:
+    from penstock.report.page.findings import binding_of
+
+    binding = None if run.step is None else binding_of(run.step)
+    return [*([] if binding is None else binding.sentences()), *run.missing]
+
+
+def _save(page: str, path: Path) -> None:
+    """A half-written file never replaces a whole one."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,53 @@
+"""The way of rows through a step: out to their experts, and home."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from penstock.graph.task import Name, Phase, Task
+from penstock.ops.base import Kind, spec_of
+from penstock.ops.names import Op
+
+ROWS = ("rows", "d_rows")
+"""Roles by which rows are read, forward, and their gradients, backward."""
+
+
+def journeys(tasks: Iterable[Task]) -> Iterator[tuple[Task, ...]]:
+    """For every computation of experts the tasks that its rows pass in turn: legs of dispatch, experts,
+    legs of combine; backward, those of combine come first.
+
+    Where experts read several pieces, or several read theirs, each piece is in one journey or more. tasks: of
+    one step; those that are missing end a journey.
+    """
+    by_name = {task.name: task for task in tasks}
+    after: dict[Name, list[Task]] = {name: [] for name in by_name}
+    before: dict[Name, list[Task]] = {}
+    for name, task in by_name.items():
+        before[name] = [by_name[source] for source in _sources(task) if source in by_name]
+        for source in before[name]:
+            after[source.name].append(task)
+    for task in by_name.values():
+        if task.op == Op.EXPERTS and task.phase is not Phase.WEIGHT:
+            there, home = list(_ways(task, before)), list(_ways(task, after))
+            for number in range(max(len(there), len(home))):
+                way = reversed(there[number % len(there)])
+                yield (*way, task, *home[number % len(home)])
+
+
+def _sources(task: Task) -> Iterator[Name]:
+    """What it reads rows from."""
+    return (name for role in ROWS for name in task.inputs.get(role, ()))
+
+
+def _ways(task: Task, beyond: Mapping[Name, Sequence[Task]]) -> Iterator[tuple[Task, ...]]:
+    """Every way from a task through the transfers next to it; one that is empty where there is none."""
+    legs = [leg for leg in beyond[task.name] if _is_leg(leg)]
+    if not legs:
+        yield ()
+    for leg in legs:
+        for way in _ways(leg, beyond):
+            yield (leg, *way)
+
+
+def _is_leg(task: Task) -> bool:
+    return spec_of(task.op).kind is Kind.COLLECTIVE or task.op == Op.ROW_ORDER

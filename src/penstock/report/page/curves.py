@@ -1,0 +1,240 @@
+"""Figures over the steps of a run: losses, speed, the network, what single layers say, loads of experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.report.loads import BRIGHTEST, COLD, EVEN, HOT, LoadCourse, over_mean
+from penstock.report.page.finished import ByLayer, Course, Values
+from penstock.report.page.style import FAINT, LINE, SECOND, SERIES, TEXT, Figure, axis, layout
+
+MOST_POINTS = 2000
+"""Of a curve: a screen has no more columns."""
+MOST_CELLS = 120_000
+"""Of all heat maps by step."""
+MOST_LAYERS = 8
+"""Layers with a curve of their own, from the first to the last."""
+FIGURE_HEIGHT = 300
+SHORT = 10
+"""Runs of fewer steps have a label at each."""
+
+
+def loss_figure(course: Course) -> Figure:
+    """Loss of training, and of held-out text with its uncertainty."""
+    at = _chosen(course)
+    held = [place for place, loss in enumerate(course.eval_loss) if loss is not None]
+    data: list[Figure] = [_line(course, course.loss, at, "training", LINE)]
+    if held:
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": "held-out text",
+                "x": [course.steps[place] for place in held],
+                "y": [course.eval_loss[place] for place in held],
+                "error_y": {
+                    "type": "data",
+                    "array": [course.eval_noise[place] or 0 for place in held],
+                    "color": SECOND,
+                    "thickness": 1.2,
+                    "width": 4,
+                },
+                "marker": {"color": SECOND, "size": 8},
+                "hovertemplate": "step %{x}: %{y:.4f}<extra>held-out text</extra>",
+            }
+        )
+    return {"data": data, "layout": _over_steps(course, "nats per token", rangemode="normal")}
+
+
+def speed_figure(course: Course) -> Figure:
+    """Tokens per second."""
+    data = [_line(course, course.tokens_per_s, _chosen(course), "tokens/s", LINE, digits=",.0f")]
+    return {"data": data, "layout": _over_steps(course, "tokens/s", showlegend=False)}
+
+
+def network_figure(course: Course) -> Figure | None:
+    """Communication per step, hidden under computation and exposed; None where there was none."""
+    if not any(course.communication_s):
+        return None
+    at = _chosen(course)
+    exposed = tuple(course.exposed_s)
+    hidden = tuple(
+        None if total is None or bare is None else max(0.0, total - bare)
+        for total, bare in zip(course.communication_s, exposed, strict=True)
+    )
+    parts = [("exposed", exposed, SECOND), ("hidden under computation", hidden, "#9CC5DB")]
+    data = [
+        _line(course, _milliseconds(values), at, name, colour, digits=".1f")
+        | {"stackgroup": "one", "fillcolor": colour, "line": {"width": 0, "color": colour}}
+        for name, values, colour in parts
+    ]
+    return {"data": data, "layout": _over_steps(course, "ms of communication per step")}
+
+
+def layers_figure(course: Course, by_layer: ByLayer, layers: Sequence[int], title: str) -> Figure | None:
+    """A number of every MoE layer over the steps; None where no step has it. layers: their numbers."""
+    known = next((values for values in by_layer if values), None)
+    if known is None:
+        return None
+    at, numbers = _chosen(course), list(layers) if len(layers) == len(known) else list(range(len(known)))
+    data = [
+        _line(
+            course, tuple(values[place] if values else None for values in by_layer), at, f"L{number}", colour
+        )
+        for place, number, colour in zip(
+            _spread(len(known)), [numbers[place] for place in _spread(len(known))], SERIES, strict=False
+        )
+    ]
+    return {"data": data, "layout": _over_steps(course, title)}
+
+
+def layer_loads_figure(course: LoadCourse) -> Figure:
+    """Layers x experts, over the whole run."""
+    heat = over_mean(course.loads_SYE.sum(axis=0))
+    names = [f"L{layer}" for layer in course.layers]
+    data = _heat(heat, list(range(heat.shape[1])), list(range(len(names))), "expert %{x} of %{customdata[1]}")
+    data["customdata"] = [
+        [[round(float(value), 3), name] for value in row] for row, name in zip(heat, names, strict=True)
+    ]
+    return {
+        "data": [data],
+        "layout": layout(
+            90 + max(110, min(420, 26 * len(names))),
+            xaxis=axis("expert", showgrid=False, zeroline=False, dtick=_tick(heat.shape[1])),
+            yaxis=axis(
+                showgrid=False,
+                zeroline=False,
+                autorange="reversed",
+                tickvals=list(range(len(names)))[:: max(1, len(names) // 16)],
+                ticktext=names[:: max(1, len(names) // 16)],
+            ),
+        ),
+    }
+
+
+def loads_over_time_figure(course: LoadCourse, place: int) -> Figure:
+    """Experts x steps of one MoE layer; place: which of the course's."""
+    kept = _thinned(course)
+    heat = over_mean(course.loads_SYE[kept, place]).T
+    steps = [course.steps[index] for index in kept]
+    data = _heat(heat, steps, list(range(len(heat))), "expert %{y} in step %{x}")
+    data["customdata"] = [[[round(float(value), 3)] for value in row] for row in heat]
+    return {
+        "data": [data],
+        "layout": layout(
+            90 + max(140, min(420, 14 * len(heat))),
+            xaxis=axis("step", showgrid=False, zeroline=False, **_step_ticks(steps)),
+            yaxis=axis("expert", showgrid=False, zeroline=False, dtick=_tick(len(heat))),
+        ),
+    }
+
+
+def shown_layers(course: LoadCourse) -> list[int]:
+    """Which of the course's layers have a heat map over time: all, or as many as a file can hold."""
+    experts = course.loads_SYE.shape[2]
+    most = max(1, MOST_CELLS // max(1, experts * min(len(course.steps), 64)))
+    return _spread(len(course.layers), most)
+
+
+def _heat(heat: npt.NDArray[np.float64], across: list[int], down: list[int], where: str) -> Figure:
+    """Blue below the mean, nearly white at it, orange above; at four times it the scale ends."""
+    clipped = np.log2(np.clip(heat, 1 / BRIGHTEST, BRIGHTEST))
+    stops = [f"rgb{colour}" for colour in (COLD, EVEN, HOT)]
+    end = math.log2(BRIGHTEST)
+    return {
+        "type": "heatmap",
+        "x": across,
+        "y": down,
+        "z": np.round(clipped, 3).tolist(),
+        "zmin": -end,
+        "zmax": end,
+        "colorscale": [[0, stops[0]], [0.5, stops[1]], [1, stops[2]]],
+        "colorbar": {
+            "tickvals": [-2, -1, 0, 1, 2],
+            "ticktext": ["1/4", "1/2", "mean", "2x", "4x"],
+            "thickness": 10,
+            "outlinewidth": 0,
+            "len": 1.0,
+        },
+        "xgap": 1 if len(across) <= 64 else 0,
+        "ygap": 1 if len(down) <= 32 else 0,
+        "hovertemplate": f"{where}: %{{customdata[0]:.2f}} times the mean<extra></extra>",
+    }
+
+
+def _thinned(course: LoadCourse) -> list[int]:
+    """Which steps are drawn, so that all heat maps together have few enough cells."""
+    _, layers, experts = course.loads_SYE.shape
+    most = max(2, MOST_CELLS // max(1, experts * len(_spread(layers, max(1, MOST_CELLS // (64 * experts))))))
+    return _spread(len(course.steps), most)
+
+
+def _line(
+    course: Course, values: Values, at: Sequence[int], name: str, colour: str, digits: str = ".4f"
+) -> Figure:
+    return {
+        "type": "scatter",
+        "mode": "lines" if len(at) > 1 else "markers",
+        "name": name,
+        "x": [course.steps[place] for place in at],
+        "y": [_finite(values[place]) for place in at],
+        "line": {"color": colour, "width": 1.8},
+        "marker": {"color": colour},
+        "hovertemplate": f"step %{{x}}: %{{y:{digits}}}<extra>{name}</extra>",
+    }
+
+
+def _over_steps(course: Course, title: str, *, rangemode: str = "tozero", **more: object) -> Figure:
+    """The layout of a figure over steps, with a line where another plan began."""
+    changes = [
+        number
+        for number, (before, now) in zip(course.steps[1:], pairwise(course.plans), strict=True)
+        if before != now
+    ]
+    line = {"color": FAINT, "width": 1, "dash": "dot"}
+    return layout(
+        FIGURE_HEIGHT,
+        xaxis=axis("step", showgrid=False, zeroline=False, **_step_ticks(course.steps)),
+        yaxis=axis(title, rangemode=rangemode, tickfont={"color": TEXT}),
+        hovermode="x",
+        margin={"l": 62, "r": 16, "t": 34, "b": 44},
+        shapes=[
+            {"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": line}
+            for at in changes
+        ],
+        **more,
+    )
+
+
+def _chosen(course: Course) -> list[int]:
+    return _spread(len(course.steps), MOST_POINTS)
+
+
+def _spread(number: int, most: int = MOST_LAYERS) -> list[int]:
+    """Places from the first to the last, `most` of them."""
+    if number <= most:
+        return list(range(number))
+    return sorted({round(place * (number - 1) / max(1, most - 1)) for place in range(most)})
+
+
+def _step_ticks(steps: Sequence[int]) -> Figure:
+    """No halves of a step."""
+    return {"dtick": 1} if steps[-1] - steps[0] < SHORT else {"tickformat": "d"}
+
+
+def _tick(number: int) -> int:
+    """Between two labels of an axis."""
+    return 1 << max(0, math.ceil(math.log2(max(1, number / 16))))
+
+
+def _milliseconds(values: Values) -> Values:
+    return tuple(None if value is None else 1e3 * value for value in values)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,176 @@
+"""What a measured step says: which kinds of task were predicted wrongly, and what the step was as long as."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from penstock.graph import Lane, Name, Phase
+from penstock.ops import OPS
+from penstock.ops.families import Family, family_of
+from penstock.trace.step_file import PathLink, StepFile
+from penstock.words import milliseconds
+
+PHASES: Final = {
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.INPUT: "backward, gradients of inputs",
+    Phase.WEIGHT: "backward, gradients of weights",
+}
+MOSTLY: Final = 0.6
+"""A side with a larger share of the critical path is said to limit the step."""
+LEAST_SHARE: Final = 0.005
+"""Smaller shares are not told."""
+
+
+def title_of(op: str) -> str:
+    """What an op does; its name if it is registered nowhere, as those of other programs are."""
+    return OPS[op].title if op in OPS else op
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindOfTask:
+    """Tasks that differ in layer, microbatch and piece only. Seconds are sums over all of them in a step."""
+
+    op: str
+    phase: Phase
+    lane: str
+    count: int
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def title(self) -> str:
+        return f"{title_of(self.op)}, {PHASES[self.phase]}"
+
+    @property
+    def difference_s(self) -> float:
+        """Measured less predicted."""
+        return self.measured_s - self.predicted_s
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted; None where nothing was predicted."""
+        return self.measured_s / self.predicted_s if self.predicted_s > 0 else None
+
+
+def kinds_of(step: StepFile) -> list[KindOfTask]:
+    """Every kind of task, that with the largest difference first."""
+    places: dict[tuple[str, Phase, str], list[int]] = defaultdict(list)
+    for place, (task, lane) in enumerate(zip(step.tasks, step.lanes, strict=True)):
+        name = Name.parse(task)
+        places[name.op, name.phase, lane].append(place)
+    found = [
+        KindOfTask(
+            op=op,
+            phase=phase,
+            lane=lane,
+            count=len(at),
+            predicted_s=sum(step.typical_predicted_s[place] for place in at),
+            measured_s=sum(step.typical_measured_s[place] for place in at),
+        )
+        for (op, phase, lane), at in places.items()
+    ]
+    return sorted(found, key=lambda kind: -abs(kind.difference_s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """What a step was as long as. Seconds of its critical path: shares by family of computation and of
+    transfers; gaps_s: when nothing on it ran. length_s: all of it. ranks: of the run."""
+
+    computed_s: Mapping[Family, float]
+    moved_s: Mapping[Family, float]
+    gaps_s: float
+    ranks: int
+
+    @property
+    def length_s(self) -> float:
+        return sum(self.computed_s.values()) + sum(self.moved_s.values()) + self.gaps_s
+
+    @property
+    def families(self) -> list[Family]:
+        """Those that are on the path, in the order of legends."""
+        return [family for family in Family if family in self.computed_s or family in self.moved_s]
+
+    @property
+    def compute_share(self) -> float:
+        return sum(self.computed_s.values()) / self.length_s
+
+    @property
+    def network_share(self) -> float:
+        return sum(self.moved_s.values()) / self.length_s
+
+    @property
+    def gap_share(self) -> float:
+        return self.gaps_s / self.length_s
+
+    def sentences(self) -> list[str]:
+        """In plain words: what the step was as long as, and what would have shortened it."""
+        sides = [
+            (self.compute_share, "computation", self.computed_s),
+            (self.network_share, "transfers between ranks", self.moved_s),
+        ]
+        told = [
+            f"{share:.0%} {what} ({self._families(seconds)})" for share, what, seconds in sides if share > 0
+        ]
+        if self.gap_share >= LEAST_SHARE:
+            told.append(f"{self.gap_share:.0%} pauses between two tasks")
+        return [
+            f"The longest chain of tasks that waited for each other took {milliseconds(self.length_s)}: "
+            f"{', '.join(told)}.",
+            self._verdict(),
+        ]
+
+    def _verdict(self) -> str:
+        if self.ranks == 1:
+            return "Only faster computation would shorten it: on one process nothing crosses a network."
+        if self.network_share > MOSTLY:
+            return (
+                "The network limits this step: with devices of any speed it would be shorter by "
+                f"{self.compute_share:.0%} at most."
+            )
+        if self.compute_share > MOSTLY:
+            return (
+                "Computation limits this step: with a network of any speed it would be shorter by "
+                f"{self.network_share:.0%} at most."
+            )
+        return (
+            "Neither limits this step alone: with a network of any speed it would be shorter by "
+            f"{self.network_share:.0%} at most, with devices of any speed by {self.compute_share:.0%}."
+        )
+
+    def _families(self, seconds: Mapping[Family, float]) -> str:
+        shares = {family: each / self.length_s for family, each in seconds.items()}
+        ordered = sorted(shares.items(), key=lambda each: -each[1])
+        return ", ".join(f"{family} {share:.0%}" for family, share in ordered if share >= LEAST_SHARE)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "critical_path_s": self.length_s,
+            "computation_s": {str(family): seconds for family, seconds in self.computed_s.items()},
+            "transfers_s": {str(family): seconds for family, seconds in self.moved_s.items()},
+            "pauses_s": self.gaps_s,
+        }
+
+
+def binding_of(step: StepFile) -> Binding | None:
+    """None where no path is known."""
+    path = step.path
+    computed, moved = _by_family(path, network=False), _by_family(path, network=True)
+    gaps_s = sum(link.gap_s for link in path)
+    if step.ranks == 1:  # nothing is sent: what stands on the network's lanes is issued and done at once
+        gaps_s, moved = gaps_s + sum(moved.values()), {}
+    found = Binding(computed_s=computed, moved_s=moved, gaps_s=gaps_s, ranks=step.ranks)
+    return found if path and found.length_s > 0 else None
+
+
+def _by_family(path: Iterable[PathLink], *, network: bool) -> dict[Family, float]:
+    seconds: dict[Family, float] = defaultdict(float)
+    for link in path:
+        if Lane(link.lane).is_network is network:
+            seconds[family_of(Name.parse(link.task).op)] += link.end_s - link.start_s
+    return dict(seconds)

@@ -1,0 +1,233 @@
+"""The step as bars: what was predicted above what was measured, on one axis of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from penstock.graph import Lane, Name
+from penstock.ops.families import Family, family_of
+from penstock.report.page.findings import Binding, title_of
+from penstock.report.page.style import COLOURS, DARK, FAINT, PAUSE, QUIET, TEXT, Figure, axis, layout
+from penstock.trace.step_file import Spans, StepFile
+from penstock.words import milliseconds
+
+ROW, GAP = 1.0, 1.15
+"""Heights of a lane, and of what is between the two runs, in units of the axis."""
+PIXELS = 34
+"""Of a unit."""
+THICK = 0.78
+EDGE = "#1B1F23"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bar:
+    """A task on its row. critical: whether it is on the measured critical path."""
+
+    name: Name
+    run: str
+    row: float
+    start_s: float
+    end_s: float
+    critical: bool
+
+    @property
+    def family(self) -> Family:
+        return family_of(self.name.op)
+
+    @property
+    def short(self) -> str:
+        """The op with its indices, for a bar that has room."""
+        indices = (self.name.microbatch, self.name.chunk, self.name.piece)
+        return self.name.op + ".".join(str(index) for index in indices if index is not None)
+
+    @property
+    def hover(self) -> str:
+        """All that is known of it."""
+        duration_s = self.end_s - self.start_s
+        lines = [
+            f"<b>{self.name}</b>",
+            escape(title_of(self.name.op)),
+            f"{self.run}: {milliseconds(duration_s)}",
+            f"from {milliseconds(self.start_s)} to {milliseconds(self.end_s)}",
+        ]
+        return "<br>".join([*lines, *(["on the critical path"] if self.critical else [])])
+
+
+def timeline_figure(step: StepFile, place: int) -> Figure:
+    """Both runs of one rank; place: which of those that are shown."""
+    lanes = [lane for lane in Lane if str(lane) in step.lanes]
+    rank = step.shown[place]
+    measured_top = len(lanes) * ROW + GAP
+    rows = {("predicted", lane): number * ROW for number, lane in enumerate(lanes)}
+    rows |= {("measured", lane): measured_top + number * ROW for number, lane in enumerate(lanes)}
+    critical = {link.task for link in step.path if link.rank == rank}
+    bars = [
+        *_bars(step, step.predicted, place, "predicted", rows, frozenset()),
+        *_bars(step, step.measured, place, "measured", rows, frozenset(critical)),
+    ]
+    end_s = max([step.predicted_s, step.measured_s, *(bar.end_s for bar in bars)])
+    bottom = measured_top + len(lanes) * ROW
+    return {
+        "data": [trace for family in Family if (trace := _trace(family, bars)) is not None],
+        "layout": layout(
+            int(64 + PIXELS * (bottom + GAP)),
+            barmode="overlay",
+            bargap=0,
+            showlegend=False,
+            margin={"l": 62, "r": 16, "t": 8, "b": 44},
+            uniformtext={"minsize": 9, "mode": "hide"},
+            xaxis=axis("ms from the start of the step", range=[0, 1e3 * end_s * 1.005], zeroline=False),
+            yaxis=axis(
+                range=[bottom - 0.4, -ROW - 0.25],
+                tickvals=list(rows.values()),
+                ticktext=[str(lane) for _, lane in rows],
+                tickfont={"color": TEXT, "size": 12},
+                showgrid=False,
+                zeroline=False,
+                fixedrange=True,
+            ),
+            annotations=[
+                _heading(f"<b>predicted</b>  {milliseconds(_end_s(bars, 'predicted'))}", -ROW / 2 - 0.36),
+                _heading(
+                    f"<b>measured</b>  {milliseconds(_end_s(bars, 'measured'))} (step {step.step})",
+                    measured_top - ROW / 2 - 0.36,
+                ),
+            ],
+            shapes=[_end_line(_end_s(bars, "predicted"))],
+        ),
+    }
+
+
+def families_of(step: StepFile) -> list[Family]:
+    """Those that the step has, in the order of legends."""
+    found = {family_of(Name.parse(task).op) for task in step.tasks}
+    return [family for family in Family if family in found]
+
+
+def path_figure(binding: Binding) -> Figure:
+    """The critical path as one bar: what it consists of."""
+    parts = [(str(family), COLOURS[family], s) for family, s in binding.computed_s.items()]
+    parts += [(str(family), COLOURS[family], s) for family, s in binding.moved_s.items()]
+    order = {str(family): place for place, family in enumerate(Family)}
+    parts.sort(key=lambda part: order[part[0]])
+    parts.append(("pauses", PAUSE, binding.gaps_s))
+    dark = {str(family) for family in DARK}
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "y": [""],
+            "x": [1e3 * seconds],
+            "name": name,
+            "marker": {"color": colour, "line": {"color": "white", "width": 1}},
+            "text": [f"{seconds / binding.length_s:.0%}"],
+            "textposition": "inside",
+            "insidetextanchor": "middle",
+            "textangle": 0,
+            "textfont": {"color": "white" if name in dark else TEXT, "size": 13},
+            "hovertemplate": f"{name}: {milliseconds(seconds)}<extra></extra>",
+        }
+        for name, colour, seconds in parts
+        if seconds > 0
+    ]
+    return {
+        "data": data,
+        "layout": layout(
+            118,
+            barmode="stack",
+            bargap=0.1,
+            uniformtext={"minsize": 10, "mode": "hide"},
+            margin={"l": 16, "r": 16, "t": 8, "b": 44},
+            showlegend=False,
+            xaxis=axis("ms on the critical path", range=[0, 1e3 * binding.length_s], zeroline=False),
+            yaxis=axis(showticklabels=False, fixedrange=True),
+        ),
+    }
+
+
+def _bars(
+    step: StepFile,
+    spans: Spans,
+    place: int,
+    run: str,
+    rows: dict[tuple[str, Lane], float],
+    critical: frozenset[str],
+) -> list[_Bar]:
+    """The tasks that took any time."""
+    columns = zip(step.tasks, step.lanes, spans.start_s[place], spans.end_s[place], strict=True)
+    return [
+        _Bar(
+            name=Name.parse(task),
+            run=run,
+            row=rows[run, Lane(lane)],
+            start_s=start_s,
+            end_s=end_s,
+            critical=task in critical,
+        )
+        for task, lane, start_s, end_s in columns
+        if end_s > start_s
+    ]
+
+
+def _trace(family: Family, bars: Sequence[_Bar]) -> Figure | None:
+    own = [bar for bar in bars if bar.family is family]
+    if not own:
+        return None
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": str(family),
+        "base": [round(1e3 * bar.start_s, 4) for bar in own],
+        "x": [round(1e3 * (bar.end_s - bar.start_s), 4) for bar in own],
+        "y": [bar.row for bar in own],
+        "width": THICK,
+        "marker": {
+            "color": COLOURS[family],
+            "line": {
+                "color": [EDGE if bar.critical else "white" for bar in own],
+                "width": [1.6 if bar.critical else 0.6 for bar in own],
+            },
+        },
+        "text": [bar.short for bar in own],
+        "textposition": "inside",
+        "insidetextanchor": "middle",
+        "textangle": 0,
+        "constraintext": "inside",
+        "textfont": {"size": 11, "color": "white" if family in DARK else TEXT},
+        "hovertext": [bar.hover for bar in own],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+    }
+
+
+def _end_s(bars: Sequence[_Bar], run: str) -> float:
+    return max((bar.end_s for bar in bars if bar.run == run), default=0.0)
+
+
+def _heading(text: str, row: float) -> Figure:
+    """Above the lanes of a run."""
+    return {
+        "text": text,
+        "x": 0,
+        "xref": "paper",
+        "xanchor": "left",
+        "y": row,
+        "yanchor": "middle",
+        "showarrow": False,
+        "font": {"size": 13, "color": QUIET},
+    }
+
+
+def _end_line(at_s: float) -> Figure:
+    """Where the predicted step ends, through both runs."""
+    line = {"color": FAINT, "width": 1.2, "dash": "dot"}
+    return {
+        "type": "line",
+        "x0": 1e3 * at_s,
+        "x1": 1e3 * at_s,
+        "y0": 0,
+        "y1": 1,
+        "yref": "paper",
+        "line": line,
+    }

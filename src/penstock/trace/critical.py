@@ -1,0 +1,72 @@
+"""The chain of tasks that a measured step was as long as, found by walking back from its last task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.graph import Task
+from penstock.mesh import Mesh
+from penstock.trace.records import TaskRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One task of the chain. gap_s: how long its lane stood still before it although nothing was awaited.
+
+    start_s: of a transfer, when the last of its ranks had begun it: what was before that was waiting for it.
+    """
+
+    task: Task
+    rank: int
+    start_s: float
+    end_s: float
+    gap_s: float
+
+
+def critical_path(
+    records: Iterable[TaskRecord], needs: Mapping[Task, Sequence[Task]], mesh: Mesh
+) -> list[Link]:
+    """The chain in the order of time; [] without records.
+
+    records: of one step on all ranks, by one clock. A task waits for what it needs and for the task before it
+    on its lane; of these the last to end is the one that counts. A task that meets other ranks waits for the
+    last of them.
+    """
+    known = {(record.rank, record.task): record for record in records}
+    before = _before(known.values())
+    chain: list[Link] = []
+    at = max(known.values(), key=lambda record: record.end_s, default=None)
+    while at is not None:
+        end_s = at.end_s
+        ranks = mesh.members(at.rank, at.task.axes) if at.task.axes else (at.rank,)
+        met = [known[rank, at.task] for rank in ranks if (rank, at.task) in known]
+        last = max(met, key=lambda record: record.start_s)
+        awaited = [known[last.rank, need] for need in needs[at.task] if (last.rank, need) in known]
+        if (ahead := before.get((last.rank, last.task))) is not None:
+            awaited.append(ahead)
+        previous = max(awaited, key=lambda record: record.end_s, default=None)
+        free_s = 0.0 if previous is None else previous.end_s
+        start_s = min(max(last.start_s, free_s), end_s)  # what overlaps, by a clock's error, counts once
+        chain.append(
+            Link(
+                task=last.task,
+                rank=last.rank,
+                start_s=start_s,
+                end_s=end_s,
+                gap_s=max(0.0, start_s - free_s),
+            )
+        )
+        at = previous
+    return chain[::-1]
+
+
+def _before(records: Iterable[TaskRecord]) -> dict[tuple[int, Task], TaskRecord]:
+    """For every task on every rank the one before it on its lane."""
+    found: dict[tuple[int, Task], TaskRecord] = {}
+    latest: dict[tuple[int, str], TaskRecord] = {}
+    for record in sorted(records, key=lambda record: (record.start_s, record.end_s)):
+        if (ahead := latest.get((record.rank, record.lane))) is not None:
+            found[record.rank, record.task] = ahead
+        latest[record.rank, record.lane] = record
+    return found

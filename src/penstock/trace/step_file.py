@@ -1,0 +1,126 @@
+"""`step.json`: the last step of a run, task by task, beside what its plan had predicted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+from penstock.config import (
+    ConfigError,
+    Items,
+    Within,
+    check_bounds,
+    check_name,
+    from_dict,
+    read_json,
+    to_dict,
+)
+from penstock.config.bounds import MOST_RANKS
+from penstock.graph import Lane, Name, ScheduleError
+
+STEP_FILE: Final = "step.json"
+VERSION: Final = 1
+MOST_SHOWN: Final = 8
+"""Ranks whose timelines are kept: more make a large file, and nobody looks at them one by one."""
+MOST_TASKS: Final = 1_000_000
+
+REMOVE: Final = "Move the file away: the report then leaves out what it holds."
+Seconds = Annotated[float, Within(0, 1e9, "it is a moment of a step", hint=REMOVE)]
+Rank = Annotated[int, Within(0, MOST_RANKS, "ranks count up from 0", hint=REMOVE)]
+Row = Annotated[tuple[Seconds, ...], Items(MOST_TASKS, "one per task")]
+Rows = Annotated[tuple[Row, ...], Items(2 * MOST_SHOWN, "one per rank")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spans:
+    """When every task ran, on every rank that is shown. Seconds from the start of the step."""
+
+    start_s: Rows
+    end_s: Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathLink:
+    """A task of the critical path; see `trace.critical.Link`."""
+
+    task: str
+    lane: str
+    rank: Rank
+    start_s: Seconds
+    end_s: Seconds
+    gap_s: Seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFile:
+    """The last step of a run.
+
+    step: its number. ranks: of the run; shown: those that have timelines. source: what predictions are made
+    of, in words. predicted_s, measured_s: of a step, the latter the median of the last ones on the slowest
+    rank; bound_s: what no order of the same tasks with their measured durations beats.
+    tasks, lanes: of every task. predicted, measured: when each ran.
+    typical_predicted_s, typical_measured_s: how long each takes, the latter by its median over
+    `typical_steps` steps: of computation the mean over ranks; of a transfer the rank that waited least.
+    path: the measured critical path.
+    """
+
+    version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
+    step: Annotated[int, Within(0, 2**62, "steps count up from 1")]
+    ranks: Rank
+    shown: Annotated[tuple[Rank, ...], Items(2 * MOST_SHOWN, "some ranks are shown")]
+    source: str
+    predicted_s: Seconds
+    measured_s: Seconds
+    bound_s: Seconds
+    typical_steps: Annotated[int, Within(1, 2**62, "there was a step")]
+    tasks: Annotated[tuple[str, ...], Items(MOST_TASKS, "one per task")]
+    lanes: Annotated[tuple[str, ...], Items(MOST_TASKS, "one per task")]
+    predicted: Spans
+    measured: Spans
+    typical_predicted_s: Row
+    typical_measured_s: Row
+    path: Annotated[tuple[PathLink, ...], Items(MOST_TASKS, "one per task")]
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise ConfigError("version", self.version, "is a version that cannot be read here", REMOVE)
+        check_bounds(self)
+        for name in ("lanes", "typical_predicted_s", "typical_measured_s"):
+            self._check_length(name, len(getattr(self, name)), len(self.tasks), "task")
+        for name in ("predicted", "measured"):
+            spans: Spans = getattr(self, name)
+            for end in ("start_s", "end_s"):
+                rows = getattr(spans, end)
+                self._check_length(f"{name}.{end}", len(rows), len(self.shown), "rank that is shown")
+                for row in rows:
+                    self._check_length(f"{name}.{end}", len(row), len(self.tasks), "task")
+        for lane in {*self.lanes, *(link.lane for link in self.path)}:
+            check_name("lanes", lane, Lane)
+        for task in (*self.tasks, *(link.task for link in self.path)):
+            try:
+                Name.parse(task)
+            except ScheduleError as error:
+                raise ConfigError("tasks", task, f"names no task: {error}", REMOVE) from error
+
+    @staticmethod
+    def _check_length(key: str, found: int, wanted: int, of: str) -> None:
+        if found != wanted:
+            raise ConfigError(key, f"{found} items", f"needs one for every {of} ({wanted})", REMOVE)
+
+    def save(self, folder: Path) -> None:
+        """Write it into a folder; a half-written file never replaces a whole one."""
+        write_json(folder / STEP_FILE, to_dict(self))
+
+    @staticmethod
+    def read(path: Path) -> StepFile:
+        """Raises ConfigError naming file and key that are wrong."""
+        return from_dict(StepFile, read_json(path, REMOVE), str(path))
+
+
+def write_json(path: Path, plain: object) -> None:
+    """In one line: it is long, and for programs."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(plain, separators=(",", ":")) + "\n")
+    partial.replace(path)

@@ -1,0 +1,98 @@
+"""What a run has left in its folder, as far as it is there: it may still be going on, or have been killed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from penstock.config import UNSET, ConfigError
+from penstock.cost import ClusterFile
+from penstock.plan import PlanFile
+from penstock.report.loads import NUMBERS, LoadCourse
+from penstock.report.page.finished import Course, FinishedRun
+from penstock.report.summary import SUMMARY_FILE, RunSummary
+from penstock.trace.step_file import STEP_FILE, StepFile
+from penstock.train.metrics import METRICS_FILE, StepMetrics, read_metrics
+from penstock.train.output import CLUSTER_FILE, CONFIG, PLAN_FILE
+
+T = TypeVar("T")
+
+WHY_MISSING = {
+    SUMMARY_FILE: "the run has not ended yet, or was killed, or an earlier version ran it",
+    STEP_FILE: "the run has not ended yet, or was killed, so there is no timeline",
+    PLAN_FILE: "the run went by section [schedule], so there is no other plan to compare",
+    CLUSTER_FILE: "nothing was measured before the run",
+    NUMBERS: "loads were not gathered (output.loads=false), or there was no checkpoint yet",
+}
+REMOVE = "Correct it, or move the file away."
+
+
+def read_run(folder: Path) -> FinishedRun:
+    """Raises ConfigError for a folder without a run, and for a file that is damaged, by its name."""
+    if not folder.is_dir():
+        why = "is not a folder" if folder.exists() else "there is no such folder"
+        raise ConfigError("RUN", str(folder), why, "Give the output.dir of a run, such as runs/tiny.")
+    steps = _steps(folder)
+    missing: list[str] = []
+
+    def found(name: str, read: Callable[[Path], T]) -> T | None:
+        if (folder / name).exists():
+            return read(folder / name)
+        missing.append(f"{name} is not there: {WHY_MISSING[name]}.")
+        return None
+
+    return FinishedRun(
+        name=str(folder),
+        course=course_of(steps),
+        settings=_text(folder / CONFIG),
+        summary=found(SUMMARY_FILE, RunSummary.read),
+        step=found(STEP_FILE, StepFile.read),
+        plan=found(PLAN_FILE, PlanFile.read),
+        cluster=found(CLUSTER_FILE, ClusterFile.read),
+        loads=found(NUMBERS, LoadCourse.read),
+        missing=tuple(missing),
+    )
+
+
+def course_of(steps: Sequence[StepMetrics]) -> Course:
+    """The columns of what a run has recorded."""
+    return Course(
+        steps=tuple(each.step for each in steps),
+        loss=tuple(_known(each.loss) for each in steps),
+        eval_loss=tuple(_known(each.eval_loss) for each in steps),
+        eval_noise=tuple(_known(each.eval_noise) for each in steps),
+        tokens_per_s=tuple(_known(each.tokens_per_s) for each in steps),
+        iteration_s=tuple(_known(each.iteration_s) for each in steps),
+        communication_s=tuple(_known(each.communication_s) for each in steps),
+        exposed_s=tuple(_known(each.exposed_communication_s) for each in steps),
+        utilisation=tuple(_known(each.model_flops_utilisation) for each in steps),
+        peak_memory_bytes=tuple(_known(each.peak_memory_bytes) for each in steps),
+        plans=tuple(each.plan for each in steps),
+        skipped=tuple(bool(each.skipped) for each in steps),
+        aux_loss=tuple(each.aux_loss_by_layer for each in steps),
+        rows_dropped=tuple(each.rows_dropped for each in steps),
+    )
+
+
+def _steps(folder: Path) -> list[StepMetrics]:
+    path = folder / METRICS_FILE
+    if not path.exists():
+        why = f"holds no run: there is no {METRICS_FILE} in it"
+        raise ConfigError("RUN", str(folder), why, "Give the output.dir of a run, such as runs/tiny.")
+    try:
+        return read_metrics(path)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(path), UNSET, str(error).removeprefix(f"{path}, "), REMOVE) from error
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def _known(value: float | None) -> float | None:
+    """A step that was not finite has no value."""
+    return value if value is not None and math.isfinite(value) else None

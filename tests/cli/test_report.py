@@ -1,0 +1,148 @@
+"""`penstock report` on what a real run has left, whole, cut short and damaged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import main
+from penstock.plan import PlanFile
+from penstock.report.loads import LoadCourse
+from penstock.report.summary import RunSummary
+from penstock.trace.step_file import StepFile
+from penstock.train.metrics import read_metrics
+from tests.support.ranks import Pools
+from tests.support.runs import refused
+from tests.support.training import folder_of, train_on
+
+STEPS, RANKS = 6, 2
+LEFT = ("summary.json", "step.json", "plan.json", "cluster.json", "loads.npz")
+
+
+@pytest.fixture(scope="module")
+def folder(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two ranks by a plan that was searched, with a capacity: choices are dropped."""
+    parent = folder_of(tmp_path_factory.mktemp("report"), "reported", RANKS)
+    settings = [
+        f"train.steps={STEPS}",
+        "plan.source=auto",
+        f"plan.cluster={parent / 'cluster.json'}",
+        "plan.budget=0.1",
+        "moe.capacity_factor=1.0",
+        "schedule.refine_after=0",
+    ]
+    for told in ranks(RANKS).run(train_on, RANKS, parent, settings, None):
+        assert told.summary is not None, told
+    return parent / "run"
+
+
+@pytest.fixture
+def run(folder: Path, tmp_path: Path) -> Path:
+    """A copy, to be damaged."""
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def reported(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["report", str(run), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert Path(found["page"]).read_text().startswith("<!DOCTYPE html>")
+    return found
+
+
+def test_a_report_says_what_the_run_has_left(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = reported(folder, capsys)
+    step, plan = StepFile.read(folder / "step.json"), PlanFile.read(folder / "plan.json")
+    assert found["steps"] == STEPS and found["missing"] == []
+    assert step.step == STEPS and step.ranks == RANKS
+    assert found["predicted_s"] == step.predicted_s == pytest.approx(plan.predicted_s, rel=1e-3)
+    assert found["measured_s"] == step.measured_s > 0
+    assert found["plan"] == plan.choice.words
+    assert [each[0] for each in found["next_best"]] == [each.words for each in plan.others]
+    assert plan.others and all(each.words != plan.choice.words for each in plan.others)
+    assert sum(each["count"] for each in found["tasks"]) == len(step.tasks)
+    lasts = max(end for row in step.measured.end_s for end in row)
+    assert found["binding"]["critical_path_s"] == pytest.approx(lasts, abs=1e-5)
+
+
+def test_the_page_tells_the_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "elsewhere" / "page.html"
+    assert main(["report", str(folder), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert str(out) in said and "limits this step" in said
+    page = out.read_text()
+    summary = RunSummary.read(folder / "summary.json")
+    plan = PlanFile.read(folder / "plan.json")
+    for text in (summary.subject, plan.choice.words, plan.others[0].words, "Choices dropped by layer"):
+        assert text in page
+
+
+def test_what_a_run_keeps_for_its_report_agrees_with_its_metrics(folder: Path) -> None:
+    steps = read_metrics(folder / "metrics.jsonl")
+    loads = LoadCourse.read(folder / "loads.npz")
+    assert loads.steps == tuple(each.step for each in steps)
+    for each, loads_YE in zip(steps, loads.loads_SYE, strict=True):
+        assert each.rows_dropped is not None and each.aux_loss_by_layer is not None
+        assert all(0 <= share < 1 for share in each.rows_dropped)
+        assert each.expert_load_max_over_mean == pytest.approx(loads_YE.max(1) / loads_YE.mean(1))
+        assert each.aux_loss_global == pytest.approx(sum(each.aux_loss_by_layer) / len(loads.layers))
+        assert each.model_flops_utilisation is None, "nothing was measured"
+        assert each.model_flops_per_s is not None and each.model_flops_per_s > 0
+        assert each.peak_memory_bytes is not None and each.peak_memory_bytes > 2**20
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_missing_is_said_and_the_rest_reported(
+    run: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / name).unlink()
+    (missing,) = reported(run, capsys)["missing"]
+    assert missing.startswith(f"{name} is not there: ")
+
+
+def test_a_run_that_was_killed_is_reported_as_far_as_it_came(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in LEFT:
+        (run / name).unlink()
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:20])
+    found = reported(run, capsys)
+    assert found["steps"] == 3 and found["binding"] is None and len(found["missing"]) == len(LEFT)
+
+
+@pytest.mark.parametrize("name", [*LEFT, "metrics.jsonl"])
+def test_a_damaged_file_is_refused_by_its_name(
+    run: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = (run / name).read_bytes()
+    for damaged in (content[: len(content) // 2] + b"\n}{\n", b'{"version": 1}\n', b"\x00\xff\n"):
+        (run / name).write_bytes(damaged)
+        assert name in refused(capsys, "report", run)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lanes", ["warp"]),
+        ("tasks", ["L0.AT.m0.F"]),
+        ("version", 9),
+        ("typical_measured_s", []),
+        ("shown", []),
+    ],
+)
+def test_a_step_that_does_not_fit_together_is_refused(
+    run: Path, key: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = json.loads((run / "step.json").read_text())
+    (run / "step.json").write_text(json.dumps({**table, key: value}))
+    assert "step.json" in refused(capsys, "report", run)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no such folder" in refused(capsys, "report", tmp_path / "none")
+    assert "holds no run" in refused(capsys, "report", tmp_path)

@@ -1,0 +1,173 @@
+"""The report of a run: what it says, and that a browser can draw it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import defaultdict
+from html.parser import HTMLParser
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+from plotly.offline import get_plotlyjs
+
+from penstock.config import ConfigError
+from penstock.graph import Name
+from penstock.report.loads import LoadCourse
+from penstock.report.page.curves import MOST_CELLS, loads_over_time_figure, shown_layers
+from penstock.report.page.findings import binding_of, kinds_of
+from penstock.report.page.finished import Course, FinishedRun
+from penstock.report.page.html import write_page
+from penstock.report.page.timelines import timeline_figure
+from tests.report.page.examples import course, finished, loads, step_file
+
+NOTHING = Course(**dict.fromkeys(Course.__dataclass_fields__, ()))
+
+
+class Elements(HTMLParser):
+    """The elements of a page: where figures are drawn, what menus offer, what leads elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.figures: list[str] = []
+        self.options: list[str] = []
+        self.links: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {key: value or "" for key, value in attrs}
+        self.figures += [given["data-figure"]] if "data-figure" in given else []
+        self.options += [given["value"]] if tag == "option" else []
+        self.links += [given[key] for key in ("src", "href") if key in given]
+        if tag not in ("meta", "br", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"{tag} ends where another element is open"
+
+
+def drawn(page: str) -> dict[str, Any]:
+    """The figures that a page holds, every one checked by plotly's own rules."""
+    found: dict[str, Any] = json.loads(re.findall(r"^const figures = (.*);$", page, re.M)[0])
+    for figure in found.values():
+        go.Figure(figure)
+    return found
+
+
+def without_library(page: str) -> str:
+    return page.replace(get_plotlyjs(), "")
+
+
+def elements(page: str) -> Elements:
+    found = Elements()
+    found.feed(without_library(page))
+    assert found.open == []
+    return found
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        finished(),
+        finished(step=None),
+        finished(loads=None, settings=""),
+        finished(step=step_file(1)),
+        finished(course=NOTHING, step=None, loads=None, missing=("step.json is not there.",)),
+    ],
+    ids=["all", "killed", "without loads", "one process", "nothing but the folder"],
+)
+def test_every_figure_has_its_place_and_nothing_leads_elsewhere(run: FinishedRun) -> None:
+    page = write_page(run)
+    figures, found = drawn(page), elements(page)
+    assert {*found.figures, *found.options} == figures.keys()
+    assert found.links == []
+    assert "NaN" not in without_library(page).replace("isNaN", "")
+
+
+def test_names_cannot_break_out_of_the_page() -> None:
+    evil = "</script><script>alert(1)</script>"
+    page = write_page(finished(name=evil, settings=evil, missing=(evil,)))
+    assert evil not in without_library(page)
+    elements(page)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_every_task_is_a_bar_in_both_runs(place: int) -> None:
+    """In its lane's row, at its time, with its name."""
+    step = step_file()
+    figure = timeline_figure(step, place)
+    rows = dict(
+        zip(figure["layout"]["yaxis"]["tickvals"], figure["layout"]["yaxis"]["ticktext"], strict=True)
+    )
+    runs: dict[str, dict[str, tuple[str, float, float]]] = defaultdict(dict)
+    for trace in figure["data"]:
+        columns = zip(trace["y"], trace["base"], trace["x"], trace["hovertext"], strict=True)
+        for row, start_ms, length_ms, text in columns:
+            name, run = (
+                re.findall(r"<b>(.*?)</b>", text)[0],
+                re.findall(r"<br>(predicted|measured):", text)[0],
+            )
+            runs[run][name] = rows[row], start_ms, start_ms + length_ms
+    for run, spans in (("predicted", step.predicted), ("measured", step.measured)):
+        expected = zip(step.tasks, step.lanes, spans.start_s[place], spans.end_s[place], strict=True)
+        assert len(runs[run]) == len(step.tasks)
+        for task, lane, start_s, end_s in expected:
+            found, *span_ms = runs[run][task]
+            assert found == lane
+            assert span_ms == pytest.approx([1e3 * start_s, 1e3 * end_s], abs=1e-3)
+    top, bottom = (max(row for row in rows if row < 3), min(row for row in rows if row > 3))
+    assert top < bottom, "predicted stands above measured"
+
+
+def test_kinds_sum_up_to_all_tasks_and_the_largest_error_comes_first() -> None:
+    step = step_file()
+    kinds = kinds_of(step)
+    assert sum(kind.count for kind in kinds) == len(step.tasks)
+    assert sum(kind.predicted_s for kind in kinds) == pytest.approx(sum(step.typical_predicted_s))
+    assert sum(kind.difference_s for kind in kinds) == pytest.approx(
+        sum(step.typical_measured_s) - sum(step.typical_predicted_s)
+    )
+    errors = [abs(kind.difference_s) for kind in kinds]
+    assert errors == sorted(errors, reverse=True)
+    attention = [place for place, task in enumerate(step.tasks) if Name.parse(task)[1:3] == ("AT", "F")]
+    (kind,) = [kind for kind in kinds if (kind.op, kind.phase) == ("AT", "F")]
+    assert kind.measured_s == pytest.approx(sum(step.typical_measured_s[place] for place in attention))
+
+
+def test_what_bound_the_step_is_told_in_shares_of_its_path() -> None:
+    binding = binding_of(step_file())
+    assert binding is not None
+    assert binding.length_s == pytest.approx(step_file().measured_s)
+    assert binding.compute_share + binding.network_share + binding.gap_share == pytest.approx(1.0)
+    first, verdict = binding.sentences()
+    assert f"{binding.compute_share:.0%} computation" in first
+    assert "by" in verdict and "at most" in verdict
+    alone = binding_of(step_file(1))
+    assert alone is not None and alone.network_share == 0.0
+    assert "nothing crosses a network" in alone.sentences()[1]
+
+
+def test_heat_maps_of_large_models_stay_small() -> None:
+    large = LoadCourse(tuple(range(60)), tuple(range(256)), np.ones((256, 60, 256), dtype=np.int64))
+    cells = 0
+    for place in shown_layers(large):
+        (heat,) = loads_over_time_figure(large, place)["data"]
+        cells += len(heat["x"]) * len(heat["y"])
+    assert 0 < cells <= 1.1 * MOST_CELLS
+    assert shown_layers(loads()) == [0, 1]
+
+
+def test_columns_are_as_long_as_the_run() -> None:
+    lengths = {len(getattr(course(), name)) for name in Course.__dataclass_fields__}
+    assert lengths == {len(course().steps)}
+
+
+def test_without_plotly_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(
+        ConfigError, match=r"needs the package plotly. Install it: pip install 'penstock\[report\]'"
+    ):
+        write_page(finished())

@@ -1,0 +1,71 @@
+"""The chain that a step is as long as, in steps whose chain is known."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.graph import Lane
+from penstock.mesh import Mesh
+from penstock.simulate import Timeline, simulate
+from penstock.trace.critical import critical_path
+from tests.steps import PLAIN, example_plan, random_seconds
+
+RANKS = 2
+MESH = Mesh(world_size=RANKS, ep_size=RANKS)
+
+
+plan_of = cache(example_plan)
+
+
+def simulated(schedule: str, seed: int) -> Timeline:
+    """A step in which the second rank computes at another speed than the first."""
+    plan = plan_of(schedule)
+    seconds = random_seconds(plan.graph, seed)
+    pace = np.array([1.0, 0.5 + seed % 3])
+    return simulate(
+        plan.schedule,
+        plan.graph,
+        lambda task: seconds[task] * (pace if task.lane is Lane.COMPUTE else np.ones(RANKS)),
+        MESH,
+    )
+
+
+@given(st.sampled_from(PLAIN), st.integers(0, 2**16))
+def test_a_simulated_step_has_no_pauses_and_is_as_long_as_its_path(schedule: str, seed: int) -> None:
+    """Also where ranks wait for the slowest: the path goes on where the last of them began."""
+    timeline = simulated(schedule, seed)
+    graph = plan_of(schedule).graph
+    path = critical_path(timeline.records(), graph.needs, MESH)
+    assert sum(link.end_s - link.start_s for link in path) == pytest.approx(timeline.iteration_s)
+    assert sum(link.gap_s for link in path) == pytest.approx(0.0, abs=1e-9)
+    assert path[0].start_s == 0.0 and path[-1].end_s == pytest.approx(timeline.iteration_s)
+    for before, link in itertools.pairwise(path):
+        assert link.start_s == pytest.approx(before.end_s)
+        assert before.task in graph.needs[link.task] or before.task.lane is link.task.lane
+
+
+def test_a_pause_belongs_to_the_task_after_it() -> None:
+    """All moments a second later, but for the first task: its lane stood still that long."""
+    timeline = simulated("flowmoe", 1)
+    graph = plan_of("flowmoe").graph
+    records = timeline.records()
+    first = min(records, key=lambda record: (record.start_s, record.rank))
+    late = [
+        record
+        if record.task == first.task
+        else type(record)(record.task, record.rank, record.start_s + 1.0, record.end_s + 1.0)
+        for record in records
+    ]
+    path = critical_path(late, graph.needs, MESH)
+    pauses = [link.gap_s for link in path if link.gap_s > 1e-9]
+    assert pauses == [pytest.approx(1.0)]
+
+
+def test_nothing_ran() -> None:
+    assert critical_path([], {}, MESH) == []
