@@ -25,6 +25,7 @@ from tests.support.parity import Case, batch_of, check_parity, stack_of
 from tests.support.ranks import Pools
 
 WHATS: tuple[Recompute, ...] = ("experts", "blocks")
+CPU = torch.device("cpu")
 SCHEDULES = ("sequential", "flowmoe", "fsmoe", "penstock")
 
 
@@ -131,15 +132,33 @@ def change_before_backward(rank: int, step: Case) -> str:
 # ---- how a computation is repeated -------------------------------------------------------------------------
 
 
+def replay_of(compute: Any, scores: torch.Tensor) -> None:
+    """The same input gives the same outputs, and the gradient of a plain run."""
+    plain, again, replay = scores.clone().requires_grad_(), scores.clone().requires_grad_(), Replay(CPU)
+    torch.manual_seed(3)
+    wanted = compute(plain)
+    torch.manual_seed(3)
+    with replay.first():
+        first = compute(scores)
+    with replay.second():
+        found = compute(again)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(wanted, first, found, strict=True))
+    wanted[0].square().sum().backward()
+    found[0].square().sum().backward()
+    assert plain.grad is not None and again.grad is not None and torch.equal(plain.grad, again.grad)
+
+
 def test_selections_and_random_numbers_are_those_of_the_first_time() -> None:
-    scores, replay = torch.rand(5, 8, dtype=torch.float64), Replay(torch.device("cpu"))
+    scores, replay = torch.rand(5, 8, dtype=torch.float64), Replay(CPU)
 
     def compute(scores: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weights, experts = torch.nn.functional.dropout(scores, 0.3).topk(2, dim=-1)
+        weights /= weights.sum(dim=-1, keepdim=True) + 1
         return weights * scores.max(dim=-1, keepdim=True).values, experts
 
     with replay.first():
         first = compute(scores)
+    replay_of(compute, scores)
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 _ATEN = torch.ops.aten
 SELECTING = frozenset(
@@ -44,7 +45,7 @@ class _Noting(TorchDispatchMode):
         del types
         out = func(*args, **(kwargs or {}))
         if func in SELECTING:
-            self._found.append(out)
+            self._found.append(tree_map(torch.clone, out))  # a router may divide its weights in place
         return out
 
 
