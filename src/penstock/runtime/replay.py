@@ -7,10 +7,11 @@ the gradient of a choice that was never made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -72,6 +73,7 @@ class Replay:
     @contextmanager
     def first(self) -> Iterator[None]:
         """Nothing is kept for a backward but what was selected, and where random numbers began."""
+        self._modes = tuple(_get_current_function_mode_stack())  # such as a default device
         self._random = torch.get_rng_state()
         self._random_there = torch.cuda.get_rng_state(self._device) if self._on_gpu else None
         with torch.no_grad(), _Noting(self._selected):
@@ -84,7 +86,9 @@ class Replay:
         Autograd takes part, which is switched off inside a backward.
         """
         forked = torch.random.fork_rng([self._device] if self._on_gpu else [])
-        with forked, torch.enable_grad(), _Repeating(self._selected):
+        with ExitStack() as modes, forked, torch.enable_grad(), _Repeating(self._selected):
+            for mode in self._modes:  # inside a backward there are none
+                modes.enter_context(mode)
             torch.set_rng_state(self._random)
             if self._random_there is not None:
                 torch.cuda.set_rng_state(self._random_there, self._device)
