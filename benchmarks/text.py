@@ -11,6 +11,7 @@ from benchmarks.drift import DriftsResult, render_drifts
 from benchmarks.hugging_face import HuggingFaceResult
 from benchmarks.interpreter import InterpreterResult, render_interpreter
 from benchmarks.layer import LayerBenchmark, render_layer
+from benchmarks.lossy import LossyResult, render_lossy
 from benchmarks.planners import PlannersResult, render_planners
 from benchmarks.predictions import PredictionsResult, render_predictions
 from benchmarks.published import PublishedResult, render_published
@@ -27,6 +28,7 @@ RENDERERS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
     "grids": lambda plain: render_published(PublishedResult.from_dict(plain)),
     "interpreter": lambda plain: render_interpreter(InterpreterResult.from_dict(plain)),
     "layers": lambda plain: render_layer(LayerBenchmark.from_dict(plain)),
+    "lossy": lambda plain: render_lossy(LossyResult.from_dict(plain)),
     "predictions": lambda plain: render_predictions(PredictionsResult.from_dict(plain)),
     "planners": lambda plain: render_planners(PlannersResult.from_dict(plain)),
     "solved": lambda plain: render_solvers(SolversResult.from_dict(plain)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -73,6 +74,7 @@ def test_the_readme_shows_both_commands() -> None:
     [
         ("README.md", "schedule flowmoe"),
         ("docs/training.md", "schedule flowmoe --sharded-optimizer --all-reduce-chunks 2"),
+        ("docs/training.md", "schedule sequential --layers 4 --shard-gradients"),
     ],
 )
 def test_schedules_that_are_shown_are_real(
@@ -84,3 +86,13 @@ def test_schedules_that_are_shown_are_real(
     shown = re.search(rf"\$ penstock {command}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert shown is not None
     assert [line for line in shown[1].splitlines() if line not in printed] == []
+
+
+def test_the_batch_file_is_a_script_that_slurm_and_bash_read() -> None:
+    """Slurm stops to read options at the first command; bash checks the rest."""
+    file = ROOT / "docs" / "train.sbatch"
+    subprocess.run(["bash", "-n", str(file)], check=True)
+    head, _, commands = file.read_text().partition("\n\n")
+    assert head.startswith("#!/bin/bash\n#SBATCH") and "#SBATCH" not in commands
+    for command in re.findall(r"python -m penstock (\w+)", commands):
+        assert command in ("doctor", "train")

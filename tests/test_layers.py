@@ -51,6 +51,7 @@ LAYERS = (
     "emulate",
     "virtual",
     "bench",
+    "doctor",
     "cli",
     "__main__",
 )

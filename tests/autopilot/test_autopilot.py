@@ -24,6 +24,7 @@ from penstock.train.config import RunConfig
 from penstock.train.measuring import PLAN_DIGITS
 from penstock.train.metrics import StepMetrics, read_metrics
 from penstock.train.trainer import Trainer
+from penstock.words import milliseconds
 from tests.plan.problems import problem, with_sharing
 from tests.support.ranks import Pools
 from tests.support.runs import write_config
@@ -76,7 +77,9 @@ def test_a_plan_is_chosen_and_explained_in_five_lines(planned: tuple[Path, list[
     """What section [schedule] says is not used, so it may even be impossible."""
     folder, (leader, other) = planned
     paper = PlanFile.read(folder / "run" / "plan.json")
-    assert len(paper.why) == 6 and paper.why[5] == "plan 1 re-ordered using measured task durations"
+    seconds = milliseconds(paper.predicted_s)
+    assert len(paper.why) == 6 and paper.why[5].endswith(" predicted")
+    assert paper.why[5].startswith(f"plan 1 re-ordered using measured task durations: {seconds}")
     words = " ".join(leader.said.split())
     assert f"Plan 1 {paper.choice.words}" in words
     assert all(" ".join(line.split()) in words for line in paper.why[1:])

@@ -93,6 +93,6 @@ def test_groups_in_which_nothing_is_sent_say_nothing() -> None:
 def test_words() -> None:
     found = Diagnosis(transfers={Lane.INTER: 3.9, Lane.INTRA: 1.0}, compute=(2.0, 2.1), threshold=THRESHOLD)
     assert found.text == (
-        "transfers on lane inter take 3.90x as long as before, "
+        "transfers over the network take 3.90x as long as before, "
         "computation on all ranks takes 2.05x as long as before"
     )

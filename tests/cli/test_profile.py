@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from penstock.config import to_dict
 from penstock.cost.clusters import find_cluster
+from penstock.cost.doubts import STOPPED
 from tests.autopilot.test_profiling import TINY, check
 from tests.support.forked import run_forked
+from tests.support.launched import start_launcher
 from tests.support.runs import refused, run
 
 pytestmark = pytest.mark.slow
@@ -37,6 +42,21 @@ def test_one_process_takes_a_file_and_prints_tables(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("one: 1 rank on 1 node, ") and f"saved as {out}" in result.stdout
     assert "X.W" in result.stdout and "matmul" in result.stdout and "all_to_all" not in result.stdout
+
+
+def test_a_stop_ends_all_of_it_and_keeps_what_was_measured(tmp_path: Path) -> None:
+    out, errors = tmp_path / "stopped.json", tmp_path / "errors"
+    options = ("--budget", "3600", "--out", out, "parallel.processes=2")
+    started = start_launcher("profile", *options, *TINY, stderr=errors)
+    until_s = time.monotonic() + 100
+    while "measuring links" not in (said := errors.read_text() if errors.exists() else ""):
+        assert time.monotonic() < until_s and started.poll() is None, said
+        time.sleep(0.05)
+    os.kill(started.pid, signal.SIGTERM)
+    assert started.wait(timeout=100) == 0, errors.read_text()
+    file = find_cluster(str(out))
+    check(file)
+    assert file.links and file.tasks and file.doubts[0] == STOPPED
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def folder(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"train.steps={STEPS}",
         "plan.source=auto",
         f"plan.cluster={parent / 'cluster.json'}",
-        "plan.budget=0.1",
+        "plan.budget=0.01",
         "moe.capacity_factor=1.0",
         "schedule.refine_after=0",
     ]

@@ -21,7 +21,7 @@ from tests.support.metrics import step
 
 WIDTH = 80
 PLAN = ["plan", "--model", "GPT2-Tiny-MoE", "--cluster", "flowmoe-cluster-2", "--layers", "2"]
-HELP = ("train", "plan", "profile", "schedule", "bench", "emulate", "list", "report")
+HELP = ("train", "plan", "profile", "schedule", "bench", "emulate", "list", "report", "doctor")
 LONG = " ".join(["many words in a message"] * 20)
 
 

@@ -45,7 +45,12 @@ PLAN = {
     "lower_bound_s": 0.1,
     "memory_bytes": 1,
     "why": ["because"],
-    "sizes": {**dict.fromkeys(SIZES, 1), "tokens": "split", "sharded_optimizer": False},
+    "sizes": {
+        **dict.fromkeys(SIZES, 1),
+        "tokens": "split",
+        "sharded_optimizer": False,
+        "shard_gradients": False,
+    },
     "choice": {
         "schedule": "flowmoe",
         "microbatches": 2,

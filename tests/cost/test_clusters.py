@@ -49,7 +49,7 @@ MEASURED = ClusterFile(
     transfers_beside_compute=1.2,
     jitter=0.05,
     steps=StepFit(ratio=1.05, low=1.0, high=1.1, steps=9),
-    doubts=("real steps say nothing of X F",),
+    doubts=("X F is predicted as measured by itself",),
     slowness=(1.0, 1.5),
     memory_bytes=8 << 30,
     measured=HERE,

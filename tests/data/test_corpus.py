@@ -7,16 +7,20 @@ import math
 import os
 import socket
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from penstock.config import ConfigError, Table
 from penstock.data import Corpus, DataConfig, load_corpora
-from penstock.data.corpus import MIN_TEXT_BYTES
+from penstock.data.corpus import MIN_TEXT_BYTES, check_alike
+from penstock.data.prepare import Preparation
 from penstock.data.scan import entropy_nats, scan
 from penstock.data.text import Text
+from penstock.data.tokenizer import Tokenizer, open_tokenizer
 
 TEXT = b"Water runs downhill.\n" * 100
 
@@ -174,3 +178,36 @@ def test_what_is_no_path_is_refused(path: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_corpus(DataConfig(path=path))
     assert caught.value.key == "path" and caught.value.hint
+
+
+def test_a_mixture_ends_its_documents_alike(tmp_path: Path) -> None:
+    """Also one of which a text has yet to be prepared, which could take hours."""
+    words = {"<|endoftext|>": 0, "<end>": 1, "water": 2, "?": 3}
+    named = str(tmp_path / "tokenizer.json")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?")).save(named)
+    text = tmp_path / "text.txt"
+    text.write_text("water runs downhill " * 99)
+    one, two = (
+        prepared(text, tmp_path / end, open_tokenizer(named, end)) for end in ("<end>", "<|endoftext|>")
+    )
+    refused = [
+        (DataConfig(mixture=Table({one: 1.0, two: 1.0})), "end>? end with token 1, those of .* with token 0"),
+        (
+            DataConfig(mixture=Table({one: 1.0, str(text): 1.0}), tokenizer=named),
+            "with token 1, .* with token 0",
+        ),
+        (DataConfig(mixture=Table({one: 1.0, str(text): 1.0})), "tokens of different tokenizers"),
+    ]
+    for config, why in refused:
+        for check in (check_alike, load_corpora):
+            with pytest.raises(ConfigError, match=why) as caught:
+                check(replace(config, cache=tmp_path / "cache"))
+            assert caught.value.key == "mixture" and caught.value.hint.startswith("Prepare all texts")
+    assert not (tmp_path / "cache").exists()
+    check_alike(DataConfig(mixture=Table({two: 1.0, str(text): 1.0}), tokenizer=named))
+
+
+def prepared(text: Path, folder: Path, tokenizer: Tokenizer) -> str:
+    work = Preparation(files=(text,), source="", field="text", tokenizer=tokenizer)
+    assert list(work.run(folder))
+    return str(folder)

@@ -12,6 +12,7 @@ from penstock.cost.cluster_file import LinkModel
 from penstock.graph import Lane
 from penstock.ops import Op
 from penstock.plan import MemoryBudget, explain, find_plan
+from penstock.plan.explain import lane_words
 from penstock.words import change, gib, mib, milliseconds
 from tests.plan.problems import FILE, problem
 
@@ -28,7 +29,7 @@ def test_what_limits_is_what_helps_when_it_is_faster(cluster: ClusterConfig, lan
     each = problem(cluster=cluster)
     found = find_plan(each)
     told = explain(each, found, MemoryBudget(bytes=8 << 30))
-    assert f"lane {lane} " in told.binds
+    assert lane_words(lane) in told.binds
     assert told.busy[lane] == max(told.busy.values()) > 0.8
     assert all(0 < share <= 1 + 1e-9 for share in told.busy.values())
     assert told.faster[what] == min(told.faster.values()) < 0.7
@@ -43,7 +44,7 @@ def test_five_lines() -> None:
     plan, time, limit, following, last = told.lines
     assert found.best.choice.schedule in plan
     assert milliseconds(found.best.predicted_s) in time and "for any order of these tasks" in time
-    assert "limits the step" in limit and "; lanes are busy for: compute" in limit
+    assert "limits the step" in limit and "; busy share of the step: computation" in limit
     assert found.others[0].choice.schedule in following and "+" in following
     assert "2x inter-node bandwidth -" in last and "of 8.00 GiB per rank" in limit
     assert all("\n" not in line for line in told.lines)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.config import ConfigError
@@ -41,6 +43,16 @@ def test_a_rank_saves_the_moments_of_what_others_own() -> None:
     assert plain.weights_bytes + plain.gradients_bytes == sharded.weights_bytes + sharded.gradients_bytes
     replicas = sharing_updates(problem(ranks=8)).shape.updating
     assert replicas is not None and replicas.replicas
+
+
+def test_given_up_gradients_are_a_share_and_those_of_two_layers() -> None:
+    """ZeRO's stage 2: of 4 bytes per replicated weight one of four, beside what waits to be summed."""
+    kept, released = (sharing_updates(problem(), releases=each) for each in (False, True))
+    before, after = (estimate_memory(each, CHOICE) for each in (kept, released))
+    layers = kept.workload.all_reduce_bytes
+    waiting = max(sum(layers[i : i + 2]) for i in range(len(layers)))
+    assert before.gradients_bytes - after.gradients_bytes == sum(layers) * 3 // 4 - waiting
+    assert replace(after, gradients_bytes=before.gradients_bytes) == before
 
 
 @pytest.mark.parametrize(

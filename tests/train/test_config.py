@@ -18,6 +18,7 @@ from penstock.schedule import SCHEDULES
 from penstock.topology import ParallelConfig
 from penstock.train.config import OutputConfig, RunConfig, TrainConfig
 from penstock.train.optimizer import OptimizerConfig
+from penstock.train.wandb_sink import MetricsConfig
 
 CUTTING = {"flowmoe", "penstock"}
 
@@ -135,6 +136,7 @@ OTHER = RunConfig(
     optimizer=OptimizerConfig(lr=1e-5, clip_grad_norm=None),
     train=TrainConfig(steps=3, seed=9, resume=True, precision="bfloat16"),
     output=OutputConfig(dir=Path("some where"), tensorboard=False, trace_steps=0, loads=False),
+    metrics=MetricsConfig(wandb="offline", wandb_project="mine"),
     cluster=ClusterConfig(flops_per_s=2.5e12),
 )
 

@@ -7,12 +7,12 @@ import torch
 
 from penstock.config import ConfigError
 from penstock.models import ModelConfig
+from penstock.models.gpt import Attention
 from penstock.moe import MoEConfig
 from penstock.topology import Layout
 from penstock.train.assemble import model_of
 from penstock.train.fits import (
-    HELD_COPIES,
-    MOMENTS,
+    COPIES,
     RANK_BYTES,
     check_memory,
     check_processes,
@@ -35,12 +35,14 @@ def test_the_state_is_that_of_the_real_model(
 ) -> None:
     layout = Layout(world_size=4, ep_size=ep_size, rank=0, mp_size=mp_size, esp_size=esp_size)
     real = model_of(model, moe, layout)
-    state_bytes = (HELD_COPIES + MOMENTS) * sum(parameter.nbytes for parameter in real.parameters())
+    state_bytes = COPIES * sum(parameter.nbytes for parameter in real.parameters())
     assert rank_memory(model, moe, 4, layout).state_bytes == state_bytes
     experts = sum(p.nbytes for layer in range(model.num_layers) for p in real.expert_parameters(layer))
-    moments = (state_bytes // 4 - experts) / layout.dp_size + experts / layout.edp_size
-    shared = rank_memory(model, moe, 4, layout, sharded=True).state_bytes
-    assert shared == pytest.approx(state_bytes / 2 + MOMENTS * moments, abs=8)
+    whole = state_bytes // COPIES
+    share = (whole - experts) / layout.dp_size + experts / layout.edp_size
+    for shared in (2, 3):  # moments; gradients, too
+        found = rank_memory(model, moe, 4, layout, shared_copies=shared).state_bytes
+        assert found == pytest.approx((COPIES - shared) * whole + shared * share, abs=8)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,40 @@ def test_what_fits_is_accepted_to_the_byte() -> None:
     check_memory(model, moe, 4, layout, there_bytes=2 * need, sharing=2)
     with pytest.raises(ConfigError):
         check_memory(model, moe, 4, layout, there_bytes=2 * need - 1, sharing=2)
+
+
+def test_masks_of_separate_documents_count() -> None:
+    """What attention keeps for its backward, as torch's hooks see it: in every block a number per pair."""
+    model, moe, layout = (
+        ModelConfig(num_layers=2, seq_len=256),
+        MoEConfig(),
+        Layout(world_size=2, ep_size=2, rank=0),
+    )
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] == (256, 256):
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    documents_BL = torch.zeros(3, 256, dtype=torch.int64)
+    x_BLM = torch.randn(3, 256, model.hidden_size, dtype=torch.bfloat16)
+    attention = Attention(model).bfloat16()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        kept_alive = [attention(x_BLM, documents_BL) for _ in range(model.num_layers)]
+    need = rank_memory(model, moe, 3, layout, separate_documents=True)
+    assert need.masks_bytes == sum(kept.values()) and len(kept_alive) == model.num_layers
+    assert need.total_bytes - need.masks_bytes == rank_memory(model, moe, 3, layout).total_bytes
+
+
+def test_masks_that_do_not_fit_are_named() -> None:
+    model, moe, layout = ModelConfig(seq_len=1 << 16), MoEConfig(), Layout(world_size=2, ep_size=2, rank=0)
+    check_memory(model, moe, 4, layout, there_bytes=64 << 30)
+    with pytest.raises(
+        ConfigError, match=r"masks of documents \d+\.\d GiB.* square of model\.seq_len"
+    ) as caught:
+        check_memory(model, moe, 4, layout, there_bytes=64 << 30, separate_documents=True)
+    assert caught.value.key == "data.separate_documents"
 
 
 def test_more_processes_than_memory_are_refused() -> None:

@@ -40,7 +40,8 @@ WORLDS = [
 ]
 
 
-SHARDED = World(4, 2, ("parallel.mp_size=2", "parallel.ep_size=2", "optimizer.sharded=true"))
+IN_SHARES = ("optimizer.sharded=true", "optimizer.shard_gradients=true")
+SHARDED = World(4, 2, ("parallel.mp_size=2", "parallel.ep_size=2", *IN_SHARES))
 SCHEDULES = {
     name: World(4, 2, ("parallel.mp_size=2", "parallel.esp_size=2", f"schedule.name={name}"))
     for name in ("baseline_esp", "parm_s1", "parm_s2", "fsmoe", "penstock")

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
+import re
+import struct
 import sys
+import termios
 from dataclasses import replace
 
 import pytest
 
 from penstock.train.progress import Progress, describe
 from tests.support.metrics import step
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Terminal(io.StringIO):
@@ -32,6 +40,35 @@ def test_a_step_in_words_stays_within_its_width() -> None:
 def test_one_process_has_no_network() -> None:
     words = describe(replace(step(3), communication_s=0.0, exposed_communication_s=0.0), 72.4, 100)
     assert words == "loss 2.500  12,346 tokens/s  eta 0:01:12"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_on_a_terminal_everything_fits(columns: int) -> None:
+    """A real one, of this width: the line that changes, and messages above it."""
+    process, terminal = pty.fork()
+    if process == 0:
+        fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        os.environ.pop("COLUMNS", None)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        with Progress(total_steps=100_000) as progress:
+            progress.say("Plan 1   " + "many words in a message " * 20)
+            progress.update(replace(step(99_999, eval_loss=2.75), tokens_per_s=1e9))
+        os._exit(0)
+    told = ANSI.sub("", _all_of(terminal))
+    assert os.waitpid(process, 0)[1] == 0, told
+    lines = [line for line in re.split(r"[\r\n]+", told) if line.strip()]
+    assert "99999/100000" in told and "loss 2.500" in told
+    assert max(map(len, lines)) <= columns, lines
+
+
+def _all_of(terminal: int) -> str:
+    told = b""
+    try:
+        while piece := os.read(terminal, 4096):
+            told += piece
+    except OSError:  # how a terminal says that nobody writes to it any more
+        pass
+    return told.decode()
 
 
 def test_without_a_number_of_steps_only_the_last_one_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:

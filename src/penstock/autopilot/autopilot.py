@@ -186,8 +186,9 @@ class Autopilot:
         choice = self.planned.choice
         fallback = self.planned.problem.cost(choice, self.planned.plan.shape)
         cost = refine(self._stack, choice, [r for step in steady for r in step], fallback)
-        line = f"{self.planned.name} re-ordered using measured task durations"
-        self.planned = replace(self.planned, plan=self._stack.plan).noting(line)
+        self.planned = replace(self.planned, plan=self._stack.plan)
+        line = f"{self.planned.name} re-ordered using measured task durations{self.planned.predicted_words}"
+        self.planned = self.planned.noting(line)
         self._say(line)
         self._kinds: dict[Kind, float] = cost.seconds
         self._begin(settle=False)

@@ -10,6 +10,7 @@ from statistics import median
 from penstock.cost.measured import Kind
 from penstock.graph import Lane, Task
 from penstock.mesh import Axes
+from penstock.plan.explain import lane_words
 from penstock.trace import TaskRecord
 
 MOST_NAMED = 8
@@ -40,7 +41,7 @@ class Diagnosis:
     def text(self) -> str:
         """The changes in words; empty if there are none."""
         parts = [
-            f"transfers on lane {lane} take {ratio:.2f}x as long as before"
+            f"transfers over the {lane_words(lane)} take {ratio:.2f}x as long as before"
             for lane, ratio in self.transfers.items()
             if self.differs(ratio)
         ]

@@ -85,7 +85,8 @@ def check_some_layout(config: RunConfig, processes: int, there_bytes: int | None
                 each.layout,
                 there_bytes=there_bytes,
                 sharing=processes,
-                sharded=config.optimizer.sharded is not False,
+                shared_copies=config.optimizer.shared_copies,
+                separate_documents=config.data.separate_documents,
                 again=config.plan.may_repeat_blocks,
             )
         except ConfigError as error:

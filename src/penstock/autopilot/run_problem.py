@@ -20,7 +20,7 @@ from penstock.train.config import RunConfig
 
 def settled(config: RunConfig, *, sharded: bool) -> RunConfig:
     """The run with one of the two optimisers."""
-    return replace(config, optimizer=replace(config.optimizer, sharded=sharded))
+    return replace(config, optimizer=config.optimizer.settled(sharded=sharded))
 
 
 def open_runs(config: RunConfig) -> tuple[RunConfig, ...]:

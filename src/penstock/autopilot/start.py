@@ -24,6 +24,7 @@ from penstock.autopilot.run_problem import (
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
+from penstock.cost.doubts import summary
 from penstock.cost.match import mismatch
 from penstock.decision import Decision, ScheduleConfig
 from penstock.plan import (
@@ -218,7 +219,7 @@ def find(
     problem: Problem, file: ClusterFile, budget: float, say: Say, beat: Beat
 ) -> tuple[FoundPlan, tuple[str, ...]]:
     """The best plan and the five lines that explain it, one more if the budget ended the search early, and
-    what real steps could not tell of the cluster.
+    one if the measurements contradict each other.
 
     Memory is an estimate: if no plan fits by it, a warning is printed and the best plan is still taken,
     since the run will show whether it fits. beat: called after every simulation.
@@ -237,7 +238,7 @@ def find(
         memory = None
         found = searched()
     beat()
-    doubts = (f"Doubt    {each}" for each in file.doubts)
+    doubts = summary(file.doubts, intervals=file.steps is not None)
     return found, (*explain(problem, found, memory).lines, *found.searched.lines, *doubts)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.bench.config import CompareConfig
 from penstock.bench.contender import Entry, Sample, measure_peak, run_step
@@ -40,6 +41,11 @@ def first_of_every_work(entries: Sequence[Entry]) -> dict[str, Entry]:
     return found
 
 
+def ignore(text: str) -> None:
+    """Say nothing."""
+    del text
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Round:
     """One step of every entry, by label, and of the computation alone, by work, on this rank."""
@@ -49,19 +55,22 @@ class _Round:
     traffic: Mapping[str, Mapping[int, int]]
 
 
-def compare(field: Field, config: CompareConfig) -> Measurements:
+def compare(field: Field, config: CompareConfig, say: Callable[[str], None] = ignore) -> Measurements:
     """Run all entries, and the computation alone, in turns.
 
-    SIGINT or SIGTERM ends it after the step that runs then; what whole rounds have measured is the result.
-    Raises KeyboardInterrupt on all ranks where there is no whole round.
+    say: told what runs now. SIGINT or SIGTERM ends it after the step that runs then; what whole rounds have
+    measured is the result. Raises KeyboardInterrupt on all ranks where there is no whole round.
     """
     with StopRequests(field.control) as requests:
         for entry in field.entries:  # what is allocated once must not count as the first one's
+            say(f"{entry.label}: a first step")
             run_step(entry, 0, field.control)
         peaks = {entry.label: measure_peak(entry, 0, field.control) for entry in field.entries}
         rounds: list[_Round] = []
         for turn in range(config.warmup + config.rounds):
-            found = _round(field, turn, requests)
+            done = turn - config.warmup + 1
+            where = f"round {done} of {config.rounds}" if done > 0 else "warm-up"
+            found = _round(field, turn, requests, partial(_tell, say, where))
             if found is None:
                 break
             rounds += [found] if turn >= config.warmup else []
@@ -70,13 +79,18 @@ def compare(field: Field, config: CompareConfig) -> Measurements:
     return _collected(field, rounds, peaks, wanted=config.rounds)
 
 
-def _round(field: Field, turn: int, requests: StopRequests) -> _Round | None:
+def _tell(say: Callable[[str], None], where: str, what: str) -> None:
+    say(f"{where}: {what}")
+
+
+def _round(field: Field, turn: int, requests: StopRequests, say: Callable[[str], None]) -> _Round | None:
     """None if a stop was asked for on any rank before its end."""
     first = first_of_every_work(field.entries)
     samples: dict[str, Sample] = {}
     traffic: dict[str, Mapping[int, int]] = {}
     compute_s: dict[str, float] = {}
     for entry in field.entries:
+        say(entry.label)
         before = field.traffic.copy()
         samples[entry.label] = run_step(entry, turn, field.control)
         if first.get(entry.work) is entry:
@@ -84,6 +98,7 @@ def _round(field: Field, turn: int, requests: StopRequests) -> _Round | None:
         if requests.agreed(turn).stop:
             return None
     for work, entry in first.items():
+        say("computation alone")
         compute_s[work] = field.compute_alone_s(entry, turn)
         if requests.agreed(turn).stop:
             return None

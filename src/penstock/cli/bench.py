@@ -18,6 +18,7 @@ from penstock.bench.field import Field, planned_field, schedules_field
 from penstock.bench.summarise import summarise
 from penstock.bench.table import render
 from penstock.bench.virtual_field import VirtualField
+from penstock.cli.progress import progress_line
 from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of_bench
 from penstock.config import ConfigError, load
 from penstock.emulate import EmulateConfig
@@ -114,7 +115,8 @@ def _compare(
         field = planned_field(config, layout)
     else:
         field = VirtualField(config, layout) if wanted.virtual else schedules_field(config, layout)
-    found = compare(field, config.compare)
+    with progress_line(shown=layout.rank == 0) as say:
+        found = compare(field, config.compare, say)
     field.close()
     if emulate is None:
         return summarise(found, nodes=1, devices=layout.world_size, inter_rate_bit_per_s=None)

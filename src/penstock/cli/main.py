@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     add_plan(commands)
     _add_profile(commands)
+    _add_doctor(commands)
     add_emulate(commands)
     add_models(commands)
     add_report(commands)
@@ -111,6 +112,11 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--sharded-optimizer",
         action="store_true",
         help="every rank updates a share of the parameters, by tasks of the step",
+    )
+    schedule.add_argument(
+        "--shard-gradients",
+        action="store_true",
+        help="the same, and whole gradients are kept of two layers at a time",
     )
     schedule.add_argument("--json", action="store_true", help="print one JSON object")
     schedule.set_defaults(run=_schedule)
@@ -230,6 +236,43 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     profile.set_defaults(run=_profile)
 
 
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check a cluster before a job",
+        description="Checks versions, clocks, names, interfaces, links, memory, disks and limits on all "
+        "ranks, and says in one sentence each what to mend. Start it as the job itself: by torchrun, srun "
+        "or with parallel.processes. Exit code 1 if something is to be mended.",
+        epilog="Example: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint "
+        "node0:29500 -m penstock doctor configs/tiny.toml",
+    )
+    doctor.add_argument(
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="a TOML file: is there room for that run, at its output.dir?",
+    )
+    doctor.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
+    )
+    doctor.add_argument(
+        "--cluster",
+        metavar="NAME|FILE",
+        help="a cluster file (of penstock profile, or cluster.json of a run) whose link rates are compared; "
+        "default: that of plan.cluster, or beside the plan file of plan.source",
+    )
+    doctor.add_argument(
+        "--wait",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long to wait for ranks to come (60)",
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    add_emulation_options(doctor)
+    doctor.set_defaults(run=_doctor)
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MOST_PIECES:
         raise argparse.ArgumentTypeError(
@@ -267,10 +310,24 @@ def _bench(options: argparse.Namespace, given: Sequence[str]) -> int:
 def _profile(options: argparse.Namespace, given: Sequence[str]) -> int:
     from penstock.cli.profile import Wanted, profile
 
-    words = [*([] if options.config is None else [options.config]), *options.overrides]
-    path = Path(words.pop(0)) if words and "=" not in words[0] else None  # argparse takes what comes first
+    path, words = _config_and_settings(options)
     wanted = Wanted(budget_s=options.budget, out=options.out, plot=options.plot, json=options.json)
     return profile(path, words, given, wanted, emulation(options))
+
+
+def _doctor(options: argparse.Namespace, given: Sequence[str]) -> int:
+    from penstock.cli.doctor import Options, doctor
+
+    path, words = _config_and_settings(options)
+    asked = Options(cluster=options.cluster, wait_s=options.wait, json=options.json)
+    return doctor(path, words, given, asked, emulation(options))
+
+
+def _config_and_settings(options: argparse.Namespace) -> tuple[Path | None, list[str]]:
+    """Where the file may be left out: argparse takes what comes first for it."""
+    words = [*([] if options.config is None else [options.config]), *options.overrides]
+    path = Path(words.pop(0)) if words and "=" not in words[0] else None
+    return path, words
 
 
 def _schedule(options: argparse.Namespace, given: Sequence[str]) -> int:

@@ -57,6 +57,7 @@ SEARCHED = (
     "cluster",
     "layout",
     "sharded_optimizer",
+    "shard_gradients",
     "out",
     "memory_gib",
     "imbalance",
@@ -114,6 +115,12 @@ def _add_choices(plan: argparse.ArgumentParser) -> None:
         choices=("false", "true", "auto"),
         help="every data-parallel rank keeps the moments of a share of the parameters (ZeRO 1); auto: if a "
         "whole iteration is shorter so, or does not fit otherwise (default: false)",
+    )
+    plan.add_argument(
+        "--shard-gradients",
+        action="store_true",
+        default=None,
+        help="with a sharded optimizer: gradients are given up once summed, but for a share (ZeRO 2)",
     )
     plan.add_argument(
         "--layout",
@@ -250,19 +257,26 @@ def _subject(options: argparse.Namespace) -> Subject:
         again = None if options.recompute in (None, AUTO) else options.recompute
         sizes = Overrides(**{name: getattr(options, name) for name in SIZES}, recompute=again)
         if options.layout != "auto":
-            return _shared(published_problem(options.model, file, sizes), options.sharded_optimizer)
+            return _shared(published_problem(options.model, file, sizes), options)
         found = find_layouts(options.model, file, sizes, _memory(options.memory_gib, file.memory_bytes))
         subject = with_layout(options.model, file, sizes, found.best.sizes)
         subject = replace(subject, notes=(*subject.notes, *found.lines))
-        return _shared(subject, options.sharded_optimizer)
+        return _shared(subject, options)
     return _configured(options, file)
 
 
-def _shared(subject: Subject, sharded: str | None) -> Subject:
-    """The subject with the optimiser that `--sharded-optimizer` asks for, or with both of them."""
+def _shared(subject: Subject, options: argparse.Namespace) -> Subject:
+    """The subject with the optimiser that `--sharded-optimizer` asks for, or with both of them.
+
+    Raises ConfigError if whole gradients are kept by the one and not to be kept by the other option.
+    """
+    sharded, releases = options.sharded_optimizer, bool(options.shard_gradients)
     if sharded not in ("true", "auto"):
+        if releases:
+            why = "keeps a share of every gradient, for an optimizer that updates shares"
+            raise ConfigError("--shard-gradients", True, why, "Add --sharded-optimizer true, or auto.")
         return subject
-    problem = sharing_updates(subject.problem)
+    problem = sharing_updates(subject.problem, releases=releases)
     return replace(subject, sharded=problem) if sharded == "auto" else replace(subject, problem=problem)
 
 
@@ -290,7 +304,7 @@ def _routed(subject: Subject, options: argparse.Namespace) -> Problem:
 
 def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
     """The problem of a training run on this cluster's ranks."""
-    for name in (*SIZES, "sharded_optimizer", "recompute"):
+    for name in (*SIZES, "sharded_optimizer", "shard_gradients", "recompute"):
         if getattr(options, name) is not None:
             why = "is an option for --model; a configuration has settings"
             raise ConfigError(_option(name), getattr(options, name), why, "Write it as section.key=value.")

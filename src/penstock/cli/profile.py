@@ -17,6 +17,7 @@ from penstock.autopilot.deciding import decided
 from penstock.autopilot.profiling import profile_run
 from penstock.cli.codes import FAILED
 from penstock.cli.out import check_out, save_out
+from penstock.cli.progress import progress_line
 from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of
 from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterFile
@@ -27,6 +28,7 @@ from penstock.topology import Control, Layout, ProcessInfo, detect
 from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
 from penstock.train.fits import check_memory, device_bytes, host_bytes
+from penstock.train.stopping import StopRequests
 from penstock.words import terminal_width
 
 DEFAULTS = (
@@ -104,8 +106,15 @@ def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.de
     batch, there = config.data.batch_per_device, device_bytes(device)
     check_memory(config.model, config.moe, batch, layout, there_bytes=there)
     machinery = build_machinery(layout, device, config.parallel, config.train.precision)
-    say = _say if layout.rank == 0 else None
-    file = profile_run(config, machinery, budget_s=wanted.budget_s, say=say, name=wanted.out.stem)
+    with StopRequests(machinery.control) as requests, progress_line(shown=layout.rank == 0) as say:
+        file = profile_run(
+            config,
+            machinery,
+            budget_s=wanted.budget_s,
+            say=say,
+            name=wanted.out.stem,
+            asked=lambda: requests.asked,
+        )
     machinery.lanes.close()
     return file
 
@@ -128,7 +137,3 @@ def _finish(file: ClusterFile, wanted: Wanted) -> int:
     print(profile_text(file, terminal_width()))
     print(f"\nsaved as {wanted.out}" + (f"; figure in {figure}" if figure else ""))
     return 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

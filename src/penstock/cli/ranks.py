@@ -48,12 +48,14 @@ def on_ranks(
     emulate: EmulateConfig | None,
     work: Callable[[ProcessInfo], int],
     program: str = PROGRAM,
+    *,
+    reports: bool = False,
 ) -> int:
     """Exit code of a command that runs on several ranks: starts them, or is one of them and does its `work`.
 
     name: of the command, for errors. given: its arguments. processes: without an emulated cluster. program:
-    the module whose arguments these are. Raises ConfigError if ranks that something else started are to be
-    emulated, or cannot be started.
+    the module whose arguments these are. reports: whether it fails with a report of its own. Raises
+    ConfigError if ranks that something else started are to be emulated, or cannot be started.
     """
     info = detect(os.environ)
     if emulate is not None and info is not None and info.launcher != "penstock":
@@ -63,9 +65,10 @@ def on_ranks(
         )
     if info is None and emulate is not None:
         with Cluster(emulate) as cluster:
-            return start_ranks(given, emulate.shape.ranks, timeout_s, cluster, program=program)
+            ranks = emulate.shape.ranks
+            return start_ranks(given, ranks, timeout_s, cluster, program=program, reports=reports)
     if info is None and processes > 1:
-        return start_ranks(given, processes, timeout_s, program=program)
+        return start_ranks(given, processes, timeout_s, program=program, reports=reports)
     info = info or ALONE
     return end_of_rank(info, work(info))
 
@@ -97,10 +100,13 @@ def start_ranks(
     place: Place | None = None,
     way_out: Callable[[], str] | None = None,
     program: str = PROGRAM,
+    *,
+    reports: bool = False,
 ) -> int:
     """Exit code of all together.
 
-    given: arguments of the module `program`. way_out: what to say after a failure.
+    given: arguments of the module `program`. way_out: what to say after a failure. reports: whether ranks
+    that fail have said why.
     """
     check_processes(processes)
     command = [sys.executable, "-m", program, *given]
@@ -110,7 +116,9 @@ def start_ranks(
     except OSError as error:
         why = f"this machine could not start them all ({error.strerror or error})"
         raise ConfigError("parallel.processes", processes, why, "Start fewer.") from error
-    if outcome.first_failure is not None and outcome.exit_code not in (BAD_USAGE, INTERRUPTED):
+    failure = outcome.first_failure
+    told = failure is None or (reports and failure.returncode == FAILED)
+    if not told and outcome.exit_code not in (BAD_USAGE, INTERRUPTED):
         more = f"; {way_out()}" if way_out else ""
         print(f"penstock: {outcome.describe()}{more}", file=sys.stderr)
     return outcome.exit_code

@@ -33,6 +33,7 @@ def print_schedule(options: argparse.Namespace) -> int:
         ),
         recompute=options.recompute,
         sharded_optimizer=options.sharded_optimizer,
+        shard_gradients=options.shard_gradients,
         width=terminal_width(),
     )
     print(json.dumps(description.to_dict()) if options.json else description.to_text())

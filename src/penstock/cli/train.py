@@ -25,7 +25,7 @@ from penstock.runtime.host_memory import keep_freed_memory
 from penstock.topology import CommunicationError, Layout, ProcessInfo, detect, join, leave
 from penstock.topology.blame import give_up
 from penstock.topology.join import ALONE
-from penstock.topology.local import Places
+from penstock.topology.local import Places, limit_threads
 from penstock.train.assemble import pick_device
 from penstock.train.checkpoint import CheckpointError, complete_checkpoints
 from penstock.train.config import RunConfig
@@ -59,10 +59,13 @@ def train(
         return _start_emulated(config, emulate, given, info)
     if info is not None:
         return _be_rank(config, info, json_wanted)
-    processes = processes_of(config)
+    processes, places = processes_of(config), Places.here()
+    announced = "" if json_wanted else f"starting {places.describe(processes)}"
     if processes == 1:
+        limit_threads()
+        if announced:
+            print(places.describe(1), flush=True)
         return _be_rank(config, ALONE, json_wanted)
-    announced = "" if json_wanted else f"starting {Places.here().describe(processes)}"
     return _start_ranks(config, given, processes, announced=announced)
 
 
@@ -104,16 +107,15 @@ def _check_layout(config: RunConfig, processes: int) -> None:
         return
     layout = Layout.build(config.parallel, processes, 0, config.moe.num_experts)
     if there is not None:
-        batch = config.data.batch_per_device
-        sharded = config.optimizer.sharded is not False  # it may be
         check_memory(
             config.model,
             config.moe,
-            batch,
+            config.data.batch_per_device,
             layout,
             there_bytes=there,
             sharing=processes,
-            sharded=sharded,
+            shared_copies=config.optimizer.shared_copies,
+            separate_documents=config.data.separate_documents,
             again=config.plan.may_repeat_blocks,
         )
 

@@ -63,9 +63,9 @@ class Company:
     def words(self) -> str:
         """Why they are not to be used; "" if they are."""
         if self.scatter > MOST_SCATTER:
-            return f"its times scatter by {100 * self.scatter:.0f} % in steps"
+            return f"it differs by {100 * self.scatter:.0f} % from step to step"
         if not ALONE[0] <= self.alone <= ALONE[1]:
-            return f"it takes {self.alone:.2f} times as long in steps as by itself"
+            return f"it takes {self.alone:.2f} times as long in real steps, too far off to be sure"
         return ""
 
     def ratio(self, share: float) -> float:

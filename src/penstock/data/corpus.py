@@ -20,12 +20,12 @@ from penstock.data.config import DataConfig
 from penstock.data.documents import is_table
 from penstock.data.listing import expanded, files_below, files_of, is_folder
 from penstock.data.prepare import Preparation
-from penstock.data.record import WHOLE, is_prepared
+from penstock.data.record import WHOLE, is_prepared, whole_record
 from penstock.data.text import Readable, Text
-from penstock.data.tokenizer import open_tokenizer
+from penstock.data.tokenizer import Bytes, open_tokenizer
 from penstock.data.tokens import Tokens
 
-__all__ = ["Corpus", "ToPrepare", "load_corpora", "prepared_folder", "to_prepare"]
+__all__ = ["Corpus", "ToPrepare", "check_alike", "load_corpora", "prepared_folder", "to_prepare"]
 
 MIN_TEXT_BYTES = 1024
 STANDARD_LIBRARY_SUFFIXES = (".py",)
@@ -66,16 +66,46 @@ def load_corpora(config: DataConfig) -> list[Corpus]:
     """Open the texts that `config` names, the files of each one after another in a fixed order.
 
     Raises `ConfigError` on `path` when it does not exist, holds no text file or too little text, or when any
-    of its files cannot be read or has yet to be prepared; on `tokenizer` where tokens were made with another.
+    of its files cannot be read or has yet to be prepared; on `tokenizer` where tokens were made with another;
+    on `mixture` where texts have different tokenizers, or end documents with different tokens.
     """
-    found = [_load(config, path, share) for path, share in config.parts.items()]
-    for corpus in found:
-        if corpus.text.tokenizer != found[0].text.tokenizer:
-            why = f"{found[0].source} and {corpus.source} have tokens of different tokenizers"
-            raise ConfigError(
-                "mixture", UNSET, why, "Prepare all texts with one, or name it in data.tokenizer."
-            )
-    return found
+    check_alike(config)
+    return [_load(config, path, share) for path, share in config.parts.items()]
+
+
+def check_alike(config: DataConfig) -> None:
+    """Raise ConfigError where texts mean different things by the same token. Reads and prepares none."""
+    first, ending = next(iter(config.parts)), dict[int, str | None]()
+    tokenizer, _ = _tokens_of(config, first)
+    for path in config.parts:
+        digest, end = _tokens_of(config, path)
+        if digest != tokenizer:
+            why = f"{first} and {path} have tokens of different tokenizers"
+            hint = "Prepare all texts with one, or name it in data.tokenizer."
+            raise ConfigError("mixture", UNSET, why, hint)
+        if end is not None:
+            ending.setdefault(end, path)
+    if len(ending) > 1:
+        (end, path), (other_end, other), *_ = ending.items()
+        why = f"documents of {path} end with token {end}, those of {other} with token {other_end}"
+        hint = "Prepare all texts with the same end (--end-of-document, data.end_of_document)."
+        raise ConfigError("mixture", UNSET, why, hint)
+
+
+def _tokens_of(config: DataConfig, path: str | None) -> tuple[str, int | None]:
+    """The digest of the tokenizer of a text, and the token that ends its documents, if any does."""
+    waiting = _to_prepare(config, path)
+    if waiting is not None:
+        return waiting.work.tokenizer.digest, waiting.work.tokenizer.end
+    if path is None or not _is_prepared(path):
+        return Bytes.digest, None
+    record = whole_record(expanded(path))
+    return record.tokenizer, record.end
+
+
+def _is_prepared(path: str) -> bool:
+    place = expanded(path)
+    return is_folder(path, place) and is_prepared(place)
 
 
 def to_prepare(config: DataConfig) -> list[ToPrepare]:
@@ -91,7 +121,7 @@ def _load(config: DataConfig, path: str | None, share: float) -> Corpus:
     if path is None:
         return _load_standard_library()
     place = expanded(path)
-    if not is_folder(path, place) or not is_prepared(place):
+    if not _is_prepared(path):
         place_files = files_of(path, config.suffixes)
         return _join(path, str(place), place_files, share)
     corpus = _tokens(path, place, f"{place}: ", share)
@@ -126,7 +156,7 @@ def _to_prepare(config: DataConfig, path: str | None) -> ToPrepare | None:
             return None
         files, place = _standard_library(), "Python's standard library"
     else:
-        if is_folder(path, expanded(path)) and is_prepared(expanded(path)):
+        if _is_prepared(path):
             return None
         files, place = files_of(path, config.suffixes), str(expanded(path))
     if config.tokenizer is None and not any(map(is_table, files)):

@@ -14,7 +14,7 @@ from penstock.emulate import links, state, teardown
 from penstock.emulate.config import EmulateConfig, check_rate
 from penstock.emulate.links import Uplink, UplinkBytes
 from penstock.emulate.state import ClusterState, Owner
-from penstock.emulate.system import check_available, command, run_inside, silence_ipv6
+from penstock.emulate.system import check_available, command, run_inside, silence_ipv6, write_hosts
 from penstock.emulate.wiring import INTERFACE, Port, Wiring
 from penstock.mesh import place_in_node
 
@@ -92,6 +92,9 @@ class Cluster:
         for namespace in self.wiring.namespaces:
             command("ip", "netns", "add", namespace)
             run_inside(namespace, silence_ipv6)
+        names = {self.address(rank): f"rank{rank}" for rank in range(self.config.shape.ranks)}
+        for namespace in self.namespaces:
+            write_hosts(namespace, names)
         links.build(self.wiring, self.config.mtu_bytes)
         links.set_rate(self._device_ports(), self.config.intra_rate_bit_per_s, verb="add")
         links.set_rate(self._uplink_ports(None), self.config.inter_rate_bit_per_s, verb="add")
@@ -101,6 +104,12 @@ class Cluster:
     def address(self, rank: int) -> str:
         """Of a rank, as all the others see it."""
         return self.wiring.address(rank)
+
+    def listen_address(self, rank: int) -> str:
+        """Where a server of `rank` listens for all the others, and for the rank itself at 127.0.0.1: on every
+        interface of its namespace, which cannot be reached from outside of the cluster."""
+        self.wiring.rank(rank)
+        return "0.0.0.0"
 
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
         """`argv` as it must be started to be `rank`. The process keeps its id, so signals reach it."""

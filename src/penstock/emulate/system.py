@@ -7,8 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Final, TypeVar
@@ -16,7 +17,11 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 NAMESPACES: Final = Path("/run/netns")  # where `ip netns` keeps the names
-CLONE_NEWNET: Final = 0x40000000  # from <linux/sched.h>
+HOSTS: Final = Path("/etc/hosts")
+OWN_FILES: Final = Path("/etc/netns")  # `ip netns exec` lays what is there for a namespace over /etc
+CLONE_NEWNS: Final = 0x00020000  # from <linux/sched.h>
+CLONE_NEWNET: Final = 0x40000000
+MS_BIND, MS_REC, MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18  # from <linux/mount.h>
 COMMAND_TIMEOUT_S: Final = 30.0
 NEEDED_CAPABILITIES: Final = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 
@@ -61,6 +66,29 @@ def tc(namespace: str, lines: Sequence[str]) -> None:
 # ---- inside a namespace ------------------------------------------------------------------------------------
 
 
+def write_hosts(namespace: str, names: Mapping[str, str]) -> None:
+    """Give addresses names inside `namespace`, beside those that the machine knows. names: by address.
+
+    torch asks for the name of every address that it connects to, and warns where there is none: no name
+    server can be reached from inside. Where /etc cannot be written, that is how it stays.
+    """
+    known = HOSTS.read_text() if HOSTS.exists() else ""
+    named = {**names, "127.0.0.1": "localhost"}
+    lines = [f"{prefix}{address} {name}" for address, name in named.items() for prefix in ("", "::ffff:")]
+    with suppress(OSError):
+        folder = OWN_FILES / namespace
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / HOSTS.name).write_text("\n".join([known.rstrip(), *lines, ""]))
+
+
+def remove_hosts(namespace: str) -> None:
+    """Undo `write_hosts`."""
+    (OWN_FILES / namespace / HOSTS.name).unlink(missing_ok=True)
+    for folder in (OWN_FILES / namespace, OWN_FILES):
+        with suppress(OSError):  # it was never made, or holds something else
+            folder.rmdir()
+
+
 def run_inside(namespace: str, work: Callable[[], T]) -> T:
     """What `work` returns when a thread of ours runs it inside `namespace`.
 
@@ -68,8 +96,22 @@ def run_inside(namespace: str, work: Callable[[], T]) -> T:
     that started it: servers made by `work` stay reachable there. The thread itself ends, so that no mistake
     can leave the caller inside.
     """
+    hosts = OWN_FILES / namespace / HOSTS.name
+
+    def enter() -> None:
+        _libc("setns", file.fileno(), CLONE_NEWNET)
+        if hosts.exists():
+            _lay_over(hosts, HOSTS)
+
     with (NAMESPACES / namespace).open() as file:
-        return _in_thread(lambda: _libc("setns", file.fileno(), CLONE_NEWNET), work)
+        return _in_thread(enter, work)
+
+
+def _lay_over(file: Path, place: Path) -> None:
+    """Show `file` at `place` to this thread and those that it starts, as `ip netns exec` does."""
+    _libc("unshare", CLONE_NEWNS)
+    _libc("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
+    _libc("mount", bytes(file), bytes(place), None, MS_BIND, None)
 
 
 def run_in_nameless(work: Callable[[], T]) -> T:
@@ -86,8 +128,8 @@ def _in_thread(enter: Callable[[], None], work: Callable[[], T]) -> T:
         return pool.submit(enter_and_work).result()
 
 
-def _libc(name: str, *arguments: int) -> None:
-    """Call a function of the C library; Python has these two from 3.12 on."""
+def _libc(name: str, *arguments: int | bytes | None) -> None:
+    """Call a function of the C library; Python has some of them from 3.12 on."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from penstock.emulate.system import NAMESPACES, EmulationError, command
+from penstock.emulate.system import NAMESPACES, EmulationError, command, remove_hosts
 from penstock.emulate.wiring import BRIDGE, Wiring
 
 GONE_WITHIN_S: Final = 10.0
@@ -29,6 +29,8 @@ def remove(wiring: Wiring) -> None:
         _remove_links(namespace)
     for namespace in existing:
         _remove_name(namespace)
+    for namespace in wiring.ranks:
+        remove_hosts(namespace)
 
 
 def end_processes(namespaces: Sequence[str]) -> None:

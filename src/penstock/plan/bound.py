@@ -51,7 +51,7 @@ class QuickBounds:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self._problem, self._ratio = alone(problem), step_ratio(problem)
+        self._given, self._problem, self._ratio = problem, alone(problem), step_ratio(problem)
         self._few, self._counts = _kinds(self._problem)
         layers = self._few.shape.moe_layers
         self._moe_counts = {
@@ -61,15 +61,23 @@ class QuickBounds:
         self._known: dict[Hashable, tuple[_Part, _Part]] = {}
         self._known_reductions: dict[Hashable, tuple[float, float]] = {}
         self._known_statistics: dict[Hashable, float] = {}
+        self._known_seconds: dict[Decision, float] = {}
 
     def of(self, problem: Problem) -> QuickBounds:
         """Bounds of a model with more or fewer of the same layers; what is known of one holds for both."""
+        if problem is self._given:
+            return self
         other = QuickBounds(problem)
         other._known, other._known_reductions = self._known, self._known_reductions
         return other
 
     def seconds(self, choice: Decision) -> float:
         """No order of this cut takes less."""
+        if choice not in self._known_seconds:
+            self._known_seconds[choice] = self._seconds(choice)
+        return self._known_seconds[choice]
+
+    def _seconds(self, choice: Decision) -> float:
         problem, counts = self._few, self._counts
         if choice.partition is not None:  # says for every single layer where its gradients go
             problem, counts = self._problem, (1,) * self._problem.shape.num_layers

@@ -21,6 +21,9 @@ from penstock.simulate import lane_work
 from penstock.words import change, gib, milliseconds
 
 FASTER = 2
+LANE_WORDS = {"compute": "computation", "inter": "network", "intra": "network inside nodes", "host": "host"}
+"""The network is that between nodes, or between ranks where there is one node."""
+
 INFINITELY = 1e12
 """With this many times the bandwidth, only start-ups remain."""
 
@@ -91,8 +94,8 @@ class Explanation:
         )
 
     def _limit(self) -> str:
-        shares = ", ".join(f"{lane} {100 * share:.0f} %" for lane, share in self.busy.items())
-        return f"{self.binds}; lanes are busy for: {shares} of the step"
+        shares = ", ".join(f"{lane_words(lane)} {100 * share:.0f} %" for lane, share in self.busy.items())
+        return f"{self.binds}; busy share of the step: {shares}"
 
     def _next(self) -> str:
         if self.next_best is None:
@@ -149,13 +152,19 @@ def _binds(best: Candidate, start_up_share: float) -> str:
     bound = best.bound
     chain, lane = bound.critical_path_s > bound.busiest_lane_s, bound.busiest_lane
     text = (
-        f"the critical path limits the step; the busiest lane is {lane}"
+        f"the longest chain of tasks that wait for each other limits the step; busiest: {lane_words(lane)}"
         if chain
-        else f"lane {lane} limits the step"
+        else f"{lane_words(lane)} limits the step"
     )
     if start_up_share <= MOSTLY or lane.computes:
         return text
-    return f"latency limits the step: {100 * start_up_share:.0f} % of communication time is start-ups; {text}"
+    share = f"{100 * start_up_share:.0f} % of communication time is start-ups"
+    return f"latency limits the step: {share}; {text}"
+
+
+def lane_words(lane: str) -> str:
+    """What a lane is, for people."""
+    return LANE_WORDS.get(lane, lane)
 
 
 def _faster(problem: Problem, found: FoundPlan, *, intra: bool) -> dict[str, float]:

@@ -10,6 +10,7 @@ from penstock.ops.names import Op
 from penstock.ops.sums import REDUCTIONS
 from penstock.plan.problem import Problem
 from penstock.step import StepShape
+from penstock.step.passes.gradient_room import LAYERS
 from penstock.step.shape import FORM_TOKENS
 
 FLOAT32_BYTES = 4
@@ -78,7 +79,8 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
 
     W = 4 bytes x (this rank's weights outside of experts + layers x experts here x matrices x M x H / esp).
     Guest slots count as experts here that have no moments. With a sharded optimiser a rank has the moments of
-    its share: of every kind of weights one part among the ranks that sum its gradients.
+    its share: of every kind of weights one part among the ranks that sum its gradients. Where gradients are
+    given up once they are summed, it has such a share of them, too, and the whole ones of two layers.
     Activations are kept from forward to backward, and the sums that normalise the loss end the whole forward
     before any backward begins: cutting the batch saves none of them. Per token and layer: e (8 M + r (4 M +
     c H)), with e bytes per element, r rows per token, c = 2 for GELU and 4 for SwiGLU; a dense block e (8 M +
@@ -104,7 +106,7 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     piece_rows = work.rows(0, microbatches, 0, 1, *_row_shares(work, cut)) * work.esp_size if moe else 0.0
     return MemoryEstimate(
         weights_bytes=weights + guests,
-        gradients_bytes=weights + guests,
+        gradients_bytes=_gradients_bytes(problem, choice) + guests,
         optimizer_bytes=MOMENTS * _updated_bytes(problem),
         activations_bytes=int(sum(per_layer) + logits),
         buffers_bytes=int(largest / microbatches + 2 * work.wire_bytes(piece_rows)),
@@ -119,14 +121,30 @@ def weights_bytes(problem: Problem) -> dict[str, int]:
     return {op: sum(layers) for op, layers in sizes.items()} | {Op.EXPERT_ALL_REDUCE: int(experts)}
 
 
+def _gradients_bytes(problem: Problem, choice: Decision) -> int:
+    """Of gradients: all, or where they are given up a share, and what of two layers is not yet summed."""
+    weights, updating = weights_bytes(problem), problem.shape.updating
+    if updating is None or not updating.releases:
+        return sum(weights.values())
+    released = [op for op, owners in _owners(problem).items() if owners > 1]
+    sizes = problem.workload.gradients_of(choice.form)
+    layers = [sum(sizes[op][layer] for op in released) for layer in range(problem.shape.num_layers)]
+    return _updated_bytes(problem) + max(sum(layers[i : i + LAYERS]) for i in range(len(layers)))
+
+
 def _updated_bytes(problem: Problem) -> int:
     """Of the weights that this rank updates: all, or a share where a step updates by itself."""
     weights = weights_bytes(problem)
     if problem.shape.updating is None:
         return sum(weights.values())
-    sharing, mesh = problem.workload.mp_size > 1, problem.workload.mesh
-    owners = {op: mesh.size(REDUCTIONS[op].axes_of(sharing=sharing)) for op in weights}
+    owners = _owners(problem)
     return sum(-(-size // owners[op]) for op, size in weights.items())
+
+
+def _owners(problem: Problem) -> dict[str, int]:
+    """How many ranks sum the gradients of each kind, and so have a share."""
+    sharing, mesh = problem.workload.mp_size > 1, problem.workload.mesh
+    return {op: mesh.size(each.axes_of(sharing=sharing)) for op, each in REDUCTIONS.items()}
 
 
 def _guest_bytes(problem: Problem, choice: Decision) -> int:

@@ -48,10 +48,14 @@ def whole_s(problem: Problem, candidate: Candidate) -> float:
     return candidate.predicted_s + closing_s(problem)
 
 
-def sharing_updates(problem: Problem) -> Problem:
-    """The same step with an optimiser of which every data-parallel rank owns a share, and clipping."""
+def sharing_updates(problem: Problem, *, releases: bool = False) -> Problem:
+    """The same step with an optimiser of which every data-parallel rank owns a share, and clipping.
+
+    releases: see `Updating`.
+    """
     replicas = problem.mesh.size(Group.EXPERT_REPLICAS) > 1
-    return replace(problem, shape=replace(problem.shape, updating=Updating(clips=True, replicas=replicas)))
+    updating = Updating(clips=True, replicas=replicas, releases=releases)
+    return replace(problem, shape=replace(problem.shape, updating=updating))
 
 
 def find_updated(plain: Problem, sharded: Problem, find: Find) -> tuple[Problem, FoundPlan, str]:

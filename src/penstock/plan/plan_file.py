@@ -58,6 +58,7 @@ class PlanSizes:
     esp_size: Size = 1
     tokens: TokenLayout = "split"
     sharded_optimizer: bool = False
+    shard_gradients: bool = False
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -80,6 +81,7 @@ class PlanSizes:
             esp_size=work.esp_size,
             tokens=problem.shape.sharing.tokens,
             sharded_optimizer=problem.shape.updating is not None,
+            shard_gradients=problem.shape.updating is not None and problem.shape.updating.releases,
         )
 
 

@@ -144,7 +144,7 @@ class ScheduleDescription:
         if shape.recompute != "none":
             yield "memory", again_text(shape)
         if shape.updating is not None:
-            yield "optimizer", updating_text()
+            yield "optimizer", updating_text(shape.updating)
         yield from (("note", note) for note in self.notes)
 
     def _result(self) -> Iterator[tuple[str, str]]:
@@ -188,6 +188,7 @@ def describe_schedule(
     recompute: Recompute = "none",
     cluster: ClusterConfig | None = None,
     sharded_optimizer: bool = False,
+    shard_gradients: bool = False,
     width: int = 110,
 ) -> ScheduleDescription:
     """Plan and simulate schedule `name` on a small representative step. Without `cluster`, a slow link.
@@ -217,7 +218,7 @@ def describe_schedule(
     )
     asked = replace(asked if placement is None else placement.applied(asked), recompute=recompute)
     workload = _workload(layers, microbatches, sharing, asked.form)
-    updating = Updating() if sharded_optimizer else None
+    updating = Updating(releases=shard_gradients) if sharded_optimizer or shard_gradients else None
     workload = workload if updating is None else _with_updates(workload)
     size = -(-workload.all_reduce_bytes[0] // all_reduce_chunks)
     asked = replace(asked, all_reduce_chunk_bytes=size)

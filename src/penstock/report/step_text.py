@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.cost import ClusterConfig
 from penstock.report.timeline import duration_text
 from penstock.step import StepShape
+from penstock.step.shape import Updating
 from penstock.words import counted
 
 
@@ -40,12 +41,14 @@ def again_text(shape: StepShape) -> str:
     return f"{what} a second time before their backward (in lower case), on the rows that have come already"
 
 
-def updating_text() -> str:
+def updating_text(updating: Updating) -> str:
     """Say what a sharded optimiser adds to a step."""
-    return (
+    text = (
         "every rank owns a share of what is replicated: gradients are summed in shares (RA), the norm (NM) "
         "clips them, shares are updated (OA; all of a rank's experts: OX), and gathered (PA) by the next step"
     )
+    room = "; whole gradients of two layers at a time are kept, the others wait for their sums"
+    return text + room if updating.releases else text
 
 
 def pieces_text(shape: StepShape) -> str:

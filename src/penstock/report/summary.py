@@ -217,11 +217,9 @@ class RunSummary:
             yield "curves", f"tensorboard --logdir {self.tensorboard}"
         if self.trace:
             yield "trace", self.trace
-            yield (
-                "",
-                "Open https://ui.perfetto.dev and drop the file there. In the rows compute and inter: "
-                "where both are busy at the same time, communication is hidden.",
-            )
+            where = "In the rows compute and inter: where both are busy at the same time, "
+            hidden = f" {where}communication is hidden." if self.communication_s > 0 else ""
+            yield "", f"Open https://ui.perfetto.dev and drop the file there.{hidden}"
 
 
 def _millions(count: int) -> str:

@@ -1,4 +1,4 @@
-"""FSMoE (ASPLOS 2025): degrees apart for forward and backward, gradients partitioned into gaps."""
+"""FSMoE (ASPLOS 2025): chunks chosen separately for forward and backward, gradients cut to fit the gaps."""
 
 from __future__ import annotations
 

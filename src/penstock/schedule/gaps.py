@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from penstock.decision import TAIL, Slot
 from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
 from penstock.ops import Op
+from penstock.schedule.room import ordered
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import is_all_reduce, lateness
 
@@ -33,7 +34,7 @@ def reduce_in_gaps(name: str, graph: Graph, gaps: Mapping[Slot, Sequence[Task]])
     for task in graph.tasks:  # what an optimiser does when gradients are summed
         if lateness(task) and not is_all_reduce(task):
             lanes[task.lane].append(task)
-    return Schedule(name, {lane: tuple(order) for lane, order in lanes.items() if order})
+    return ordered(name, graph, lanes)
 
 
 def _with_reductions(inter: Sequence[Task], layers: int, gaps: dict[Slot, Sequence[Task]]) -> Iterator[Task]:

@@ -96,21 +96,28 @@ class Lineup:
 
     def waits(self, timed: Timed, rng: random.Random) -> Waits:
         """Follow one critical path back from the end; `rng` chooses where several meet."""
+        lane_of, links, seconds, bits = self.lane, self.links, self.seconds, rng.getrandbits
         before, last = [-1] * len(timed.row), [-1] * len(Lane)
         for task in timed.row:
-            before[task], last[self.lane[task]] = last[self.lane[task]], task
+            lane = lane_of[task]
+            before[task], last[lane] = last[lane], task
         ends_s, pairs = timed.ends_s, list[tuple[int, int]]()
         task, same_s = max(timed.row, key=ends_s.__getitem__), SAME * timed.seconds
         while True:
-            begin_s = ends_s[task] - self.seconds[task] - same_s
-            causes = [need for need in self.links[task] if ends_s[need] >= begin_s]
+            begin_s = ends_s[task] - seconds[task] - same_s
+            causes = [need for need in links[task] if ends_s[need] >= begin_s]
             first = before[task]
             if first >= 0 and ends_s[first] >= begin_s and first not in causes:
                 pairs.append((first, task))
                 causes.append(first)
             if not causes:
                 return Waits(pairs, before)
-            task = rng.choice(causes)
+            if len(causes) > 1:
+                task = rng.choice(causes)
+                continue
+            while bits(1):  # `choice` draws so of one, too, ten times as slowly; known orders depend on it
+                pass
+            task = causes[0]
 
     def hold(self, row: Row, first: int, second: int) -> Row | None:
         """The task at one place waits until behind that at a later one, and what depends on it with it.
@@ -156,7 +163,8 @@ class Lineup:
 
 def _timed(row: Row, starts_s: list[float], ends_s: list[float]) -> Timed:
     """Tasks without work first where several start at once; of equal ones as they stand in `row`."""
-    return Timed(sorted(row, key=lambda task: (starts_s[task], ends_s[task])), starts_s, ends_s)
+    keys = list(zip(starts_s, ends_s, strict=True))
+    return Timed(sorted(row, key=keys.__getitem__), starts_s, ends_s)
 
 
 def _after_what_it_reads(graph: Graph) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cache
 from typing import ClassVar, cast
 
 from penstock.config import ConfigError
@@ -13,6 +14,7 @@ from penstock.ops import Op
 from penstock.ops.optimizer import UPDATES
 from penstock.ops.sums import REDUCTIONS, reduced
 from penstock.schedule.freeze import Cost
+from penstock.schedule.room import ordered
 from penstock.schedule.schedule import Schedule
 from penstock.step import StepShape
 from penstock.step.shape import ExpertForm
@@ -99,9 +101,14 @@ def lateness(task: Task) -> int:
 
     Where tasks compete, those with less go first: the model's own are on the way of all others.
     """
-    if task.op in UPDATES:
+    return _lateness(task.op)
+
+
+@cache
+def _lateness(op: str) -> int:
+    if op in UPDATES:
         return 2
-    return int(is_all_reduce(task) or task.op == Op.NORM)
+    return int(reduced(op) != "" or op == Op.NORM)
 
 
 def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:
@@ -115,5 +122,4 @@ def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:
     last = [task for task in graph.tasks if is_all_reduce(task)]
     tasks += sorted(last, key=lambda task: (task.layer, list(REDUCTIONS).index(reduced(task.op))))
     tasks += [task for task in graph.tasks if lateness(task) and not is_all_reduce(task)]
-    orders = {lane: tuple(task for task in tasks if task.lane is lane) for lane in Lane}
-    return Schedule(name, {lane: order for lane, order in orders.items() if order})
+    return ordered(name, graph, {lane: [task for task in tasks if task.lane is lane] for lane in Lane})

@@ -17,6 +17,7 @@ from penstock.step.passes import (
     GatheredLoads,
     GatheredShards,
     GradientPieces,
+    GradientRoom,
     GuestGradients,
     Guests,
     Hierarchical,
@@ -68,6 +69,8 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
     found.append(GradientPieces(parts, shape.sharing.mp_size > 1, scatters=updating is not None))
     if updating is not None:
         found.append(ShardedOptimizer(updating.clips, updating.replicas))
+        if updating.releases:
+            found.append(GradientRoom(updating.replicas))
     found.append(Settle())
     return tuple(found)
 

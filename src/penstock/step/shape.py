@@ -64,10 +64,12 @@ class Sharing:
 @dataclass(frozen=True, kw_only=True)
 class Updating:
     """That a step updates parameters itself, of which every rank owns a share. clips: by the norm, for which
-    every update waits. replicas: whether experts have any; else each rank owns all of its experts."""
+    every update waits. replicas: whether experts have any; else each rank owns all of its experts. releases:
+    whether gradients are given up as soon as the share of their sum is there (ZeRO's stage 2)."""
 
     clips: bool = True
     replicas: bool = False
+    releases: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

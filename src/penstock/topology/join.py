@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from penstock.config import UNSET, ConfigError
 from penstock.mesh import neighbour
+from penstock.topology.attempt import name_of_attempt
 from penstock.topology.blame import answer_calls
 from penstock.topology.control import CommunicationError, Control
 from penstock.topology.rollcall import RollCall, new_token, open_listener
@@ -83,6 +84,17 @@ def rendezvous_env(environ: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": str(info.world_size),
         "LOCAL_RANK": str(info.local_rank),
     }
+
+
+def meeting_place(info: ProcessInfo, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port at which the ranks that our launcher started meet.
+
+    Raises `ConfigError` that names the variable if the launcher left none.
+    """
+    if info.launcher == "slurm":
+        environ = {**environ, **rendezvous_env(environ)}
+    host, _, port = _master(environ).rpartition(":")
+    return host, int(port)
 
 
 def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
@@ -199,9 +211,11 @@ def _connect(info: ProcessInfo, timeout: timedelta, device: torch.device) -> Non
 
 
 def _store(info: ProcessInfo, timeout: timedelta) -> Store:
-    """Where processes leave their addresses: it may outlive a group, so every group has its own names."""
+    """Where processes leave their addresses: it may outlive a group and this start of the processes, so every
+    group of every start has names of its own."""
     store, _, _ = next(rendezvous("env://", info.rank, info.world_size, timeout=timeout))
-    return PrefixStore(f"penstock-{next(GROUPS)}", store)
+    here = PrefixStore(f"penstock-{next(GROUPS)}", store)
+    return PrefixStore(name_of_attempt(here, info.rank, info.world_size, timeout), here)
 
 
 def _roll_call(info: ProcessInfo, where: str) -> RollCall | None:

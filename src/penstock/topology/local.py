@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from penstock.config import ConfigError
+from penstock.topology.cgroup import cpu_limit
 from penstock.topology.groups import ParallelConfig
+from penstock.words import counted
 
 LEAST = 2
 """With fewer there is nothing to send and nothing to overlap."""
@@ -17,24 +19,49 @@ LEAST = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """What local processes can have for themselves: one each of `number` GPUs or processor cores."""
+    """What local processes can have for themselves: one each of `number` GPUs or processor cores.
+
+    cores: that the machine has, where a limit on processor time leaves fewer of them; 0 = all are ours.
+    """
 
     number: int
     gpus: bool
+    cores: int = 0
 
     @staticmethod
     def here() -> Places:
-        """This machine's GPUs, or the cores that this process may use."""
+        """This machine's GPUs, or the cores that this process may use: those that it is bound to, and no more
+        than its container has processor time for."""
         if torch.cuda.is_available():
             return Places(number=torch.cuda.device_count(), gpus=True)
-        return Places(number=len(os.sched_getaffinity(0)), gpus=False)
+        bound = len(os.sched_getaffinity(0))
+        limit = cpu_limit()
+        if limit is None or limit >= bound:
+            return Places(number=bound, gpus=False)
+        return Places(number=max(1, int(limit)), gpus=False, cores=bound)
 
     def describe(self, processes: int) -> str:
         """How `processes` share the places, in words."""
         if self.gpus:
             share = "one each" if processes <= self.number else "shared"
-            return f"{processes} processes on {self.number} GPUs, {share}"
-        return f"{processes} processes on {self.number} processor cores, one thread each"
+            return f"{counted(processes, 'process', 'es')} on {counted(self.number, 'GPU')}, {share}"
+        on = counted(self.number, "processor core")
+        if self.cores:
+            on = f"{on} (there are {self.cores}, and a limit of the container or job allows no more time)"
+        return f"{counted(processes, 'process', 'es')} on {on}, {self.threads(processes)}"
+
+    def threads(self, processes: int) -> str:
+        """How many threads compute in every process, in words: ranks that share a node have one each."""
+        if processes > 1:
+            return "one thread each"
+        return counted(min(self.number, torch.get_num_threads()), "thread")
+
+
+def limit_threads() -> None:
+    """Give a process on its own no more threads than it has processor time for: torch counts cores alone."""
+    here = Places.here()
+    if not here.gpus and here.cores and not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(min(here.number, torch.get_num_threads()))
 
 
 def local_processes(parallel: ParallelConfig, places: Places, check: Callable[[int], object]) -> int:

@@ -193,7 +193,11 @@ def updating_of(config: OptimizerConfig, layout: Layout) -> Updating | None:
     """How steps update parameters themselves; None where the optimiser does, between steps."""
     if not is_sharded(config):
         return None
-    return Updating(clips=config.clip_grad_norm is not None, replicas=layout.edp_size > 1)
+    return Updating(
+        clips=config.clip_grad_norm is not None,
+        replicas=layout.edp_size > 1,
+        releases=config.shard_gradients,
+    )
 
 
 def build_optimizer(stack: PipelinedStack, config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -13,10 +12,12 @@ from penstock.cost import split_sizes
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.topology import Layout
+from penstock.topology.cgroup import memory_limit
 from penstock.train.assemble import model_of
+from penstock.train.optimizer import MOMENTS
 
-HELD_COPIES, MOMENTS = 2, 2
-"""Weights and gradients; AdamW's moments, of which a rank may own a share. All in float32."""
+COPIES = 4
+"""Of a weight: itself, its gradient and AdamW's two moments, all in float32."""
 
 KEPT_COPIES, KEPT_AGAIN = 8, 1
 """Hidden states per token and block from forward to backward, at the least: all that attention saves, or what
@@ -27,26 +28,35 @@ SMALLEST_ELEMENT_BYTES = 2
 RANK_BYTES = 160 << 20
 """What a process with torch has for itself before there is a model. Measured: 190 MiB."""
 
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+SPARING = {
+    0: ", or share moments (optimizer.sharded)",
+    MOMENTS: ", or share gradients (optimizer.shard_gradients)",
+}
+"""What else would help, by the copies that are shared already."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes that one rank needs at the least, by the setting that they grow with."""
+    """Bytes that one rank needs at the least, by the setting that they grow with.
+
+    masks_bytes: in every block attention keeps which tokens of a sample see each other, where documents are
+    separate: one number for each pair of tokens.
+    """
 
     vocabulary_bytes: int
     layers_bytes: int
     experts_bytes: int
     activations_bytes: int
+    masks_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.vocabulary_bytes + self.layers_bytes + self.experts_bytes + self.activations_bytes
+        return self.state_bytes + self.activations_bytes + self.masks_bytes
 
     @property
     def state_bytes(self) -> int:
         """Weights, gradients and optimizer state."""
-        return self.total_bytes - self.activations_bytes
+        return self.vocabulary_bytes + self.layers_bytes + self.experts_bytes
 
 
 def rank_memory(
@@ -55,15 +65,17 @@ def rank_memory(
     batch: int,
     layout: Layout,
     *,
-    sharded: bool = False,
+    shared_copies: int = 0,
+    separate_documents: bool = False,
     again: bool = False,
 ) -> RankMemory:
     """The estimate for one rank; costs milliseconds, whatever the sizes. Scratch memory is not counted.
 
-    sharded: whether the optimiser is. again: whether blocks are computed again.
+    shared_copies: see `OptimizerConfig`. separate_documents: whether tokens attend to their own document
+    alone. again: whether blocks are computed again.
     """
-    owners, replicas = (layout.dp_size, layout.edp_size) if sharded else (1, 1)
-    copies, expert_copies = HELD_COPIES + MOMENTS / owners, HELD_COPIES + MOMENTS / replicas
+    whole = COPIES - shared_copies
+    copies, expert_copies = whole + shared_copies / layout.dp_size, whole + shared_copies / layout.edp_size
     moe_layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
     sizes = [_bytes(model, moe, layout, *layers) for layers in ((1, 1), (2, 2), (2, 1))]
     (one, experts), (two, _), (mixed, _) = sizes
@@ -71,11 +83,13 @@ def rank_memory(
     layers = moe_layers * (two - one) + (model.num_layers - moe_layers) * dense
     tokens = min(split_sizes(model.seq_len, layout.mp_size)) if layout.tokens == "split" else model.seq_len
     hidden_bytes = batch * tokens * model.hidden_size * SMALLEST_ELEMENT_BYTES
+    mask_bytes = batch * model.seq_len**2 * SMALLEST_ELEMENT_BYTES if separate_documents else 0
     return RankMemory(
         vocabulary_bytes=int(copies * ends),
         layers_bytes=int(copies * layers),
         experts_bytes=int(expert_copies * moe_layers * experts),
         activations_bytes=(KEPT_AGAIN if again else KEPT_COPIES) * model.num_layers * hidden_bytes,
+        masks_bytes=model.num_layers * mask_bytes,
     )
 
 
@@ -99,37 +113,50 @@ def check_memory(
     *,
     there_bytes: int,
     sharing: int = 1,
-    sharded: bool = False,
+    shared_copies: int = 0,
+    separate_documents: bool = False,
     again: bool = False,
 ) -> None:
-    """Refuse a model of which `sharing` ranks do not fit into `there_bytes`. sharded: the optimiser is.
-
-    again: blocks are computed again, or may be.
+    """Refuse a model of which `sharing` ranks do not fit into `there_bytes`; the rest as of `rank_memory`.
 
     Raises ConfigError that names the setting which takes most.
     """
-    need = rank_memory(model, moe, batch, layout, sharded=sharded, again=again)
+    need = rank_memory(
+        model,
+        moe,
+        batch,
+        layout,
+        shared_copies=shared_copies,
+        separate_documents=separate_documents,
+        again=again,
+    )
     if sharing * need.total_bytes <= there_bytes:
         return
-    parts: dict[str, tuple[int, int]] = {
+    parts: dict[str, tuple[object, int]] = {
         "model.vocab_size": (model.vocab_size, need.vocabulary_bytes),
         "model.hidden_size": (model.hidden_size, need.layers_bytes),
         "moe.num_experts": (moe.num_experts, need.experts_bytes),
         "data.batch_per_device": (batch, need.activations_bytes),
+        "data.separate_documents": (True, need.masks_bytes),
     }
     key = max(parts, key=lambda name: parts[name][1])
     ranks = "a rank needs" if sharing == 1 else f"each of {sharing} ranks needs"
+    masks = f", masks of documents {_gib(need.masks_bytes)}" if need.masks_bytes else ""
     why = (
         f"{ranks} {_gib(need.total_bytes)} at the least (weights, gradients and optimizer state "
-        f"{_gib(need.state_bytes)}, activations {_gib(need.activations_bytes)}), and there are "
+        f"{_gib(need.state_bytes)}, activations {_gib(need.activations_bytes)}{masks}), and there are "
         f"{_gib(there_bytes)} in all"
     )
-    spare = "" if sharded else ", or share moments (optimizer.sharded)"
+    spare = SPARING.get(shared_copies, "")
     spare += "" if again else ", or compute blocks again (plan.recompute=blocks)"
     hint = (
         "Make the model or the batch smaller, or share it among more devices (parallel.mp_size, ep_size, "
         f"esp_size){spare}."
     )
+    if key == "data.separate_documents":
+        hint = (
+            "Masks grow with the square of model.seq_len: lower it or data.batch_per_device, or leave it out."
+        )
     raise ConfigError(key, parts[key][0], why, hint)
 
 
@@ -143,9 +170,8 @@ def check_processes(processes: int) -> None:
 
 def host_bytes() -> int:
     """Memory of this machine, or of the container that we are in."""
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
-    return min(machine, int(limit)) if limit.isdecimal() else machine
+    machine, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit()
+    return machine if limit is None else min(machine, limit)
 
 
 def device_bytes(device: torch.device) -> int:

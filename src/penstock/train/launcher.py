@@ -38,6 +38,7 @@ POLL_S: Final = 0.02
 KILL_AFTER_TERM_S: Final = 5.0
 KILL_AFTER_VERDICT_S: Final = 1.5
 """For ranks that answer, where others do not: enough to say what they waited for."""
+LOOPBACK: Final = "127.0.0.1"
 PR_SET_PDEATHSIG: Final = 1  # from <linux/prctl.h>
 
 
@@ -109,6 +110,9 @@ class Place(Protocol):
     def address(self, rank: int) -> str:
         """Of a rank, as all the others see it."""
 
+    def listen_address(self, rank: int) -> str:
+        """Where a server of a rank listens, so that all reach it, and the rank itself at 127.0.0.1."""
+
     def command(self, rank: int, argv: Sequence[str]) -> Sequence[str]:
         """What to start so that `argv` runs where `rank` is, in the same process."""
 
@@ -137,8 +141,8 @@ def launch(
     if processes < 1:
         raise ValueError(f"processes = {processes}: must be at least 1. Start one or more.")
     place = place or _Here()
-    store = place.run_inside(0, lambda: _host_store(place.address(0)))
-    shared = _shared_environ(os.environ if environ is None else environ, processes, store)
+    store = place.run_inside(0, lambda: _host_store(place.listen_address(0)))
+    shared = _shared_environ(os.environ if environ is None else environ, processes, place.address(0), store)
     with _recorded_signals() as received:
         ranks = _Ranks(grace_s=grace_s, received=received, culprits=lambda: _culprits(store))
         try:
@@ -266,7 +270,10 @@ class _Here:
 
     def address(self, rank: int) -> str:
         del rank
-        return "127.0.0.1"
+        return LOOPBACK
+
+    def listen_address(self, rank: int) -> str:
+        return self.address(rank)
 
     def command(self, rank: int, argv: Sequence[str]) -> Sequence[str]:
         del rank
@@ -284,7 +291,8 @@ class _Here:
 def _host_store(address: str) -> TCPStore:
     """The store at which the ranks meet; it serves as long as the object lives.
 
-    It is given a socket that is already bound, as it would otherwise listen on every interface.
+    It is given a socket that is already bound, as it would otherwise listen on every interface. We reach it
+    at the loopback address, which has a name on every machine: torch warns of addresses that have none.
     """
     # torch.distributed has it as well, but hides it from type checkers.
     from torch._C._distributed_c10d import TCPStore
@@ -292,7 +300,9 @@ def _host_store(address: str) -> TCPStore:
     listener = socket.create_server((address, 0), backlog=1024)
     port: int = listener.getsockname()[1]
     # detach: the store closes the socket when it goes.
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _culprits(store: TCPStore) -> list[int]:
@@ -310,12 +320,14 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _shared_environ(environ: Mapping[str, str], processes: int, store: TCPStore) -> dict[str, str]:
+def _shared_environ(
+    environ: Mapping[str, str], processes: int, address: str, store: TCPStore
+) -> dict[str, str]:
     """What all ranks find in their environment."""
     ours = {
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": store.host,
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to our store instead of hosting its own
         "PENSTOCK_LAUNCHED": "1",

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
-from penstock.config import Within, check_bounds
+from penstock.config import ConfigError, Within, check_bounds
 from penstock.config.bounds import Steps
+
+MOMENTS = 2
+"""What AdamW keeps for every weight."""
 
 Sharded = Literal[True, False, "auto"]
 NamedParameter = tuple[str, nn.Parameter]
@@ -36,6 +39,8 @@ class OptimizerConfig:
     `sharded`         every data-parallel rank keeps the moments of a share of the parameters and updates it,
                       by tasks of the step's schedule (ZeRO, stage 1); `auto`: where a whole iteration is
                       predicted to be shorter so, or does not fit into memory otherwise
+    `shard_gradients` with `sharded`, gradients are given up during backward as soon as they are summed, but
+                      for this rank's share (ZeRO, stage 2)
 
     Raises `ConfigError` naming the field when a value cannot be used.
     """
@@ -49,9 +54,23 @@ class OptimizerConfig:
     eps: Positive = 1e-8
     clip_grad_norm: Positive | None = 1.0
     sharded: Sharded = False
+    shard_gradients: bool = False
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.shard_gradients and self.sharded is False:
+            why = "keeps a share of every gradient, for an optimizer that updates shares"
+            hint = "Set optimizer.sharded=true, too, or auto."
+            raise ConfigError("shard_gradients", True, why, hint)
+
+    @property
+    def shared_copies(self) -> int:
+        """Of how many copies of a weight (gradient, two moments) a rank has or may have but a share."""
+        return 0 if self.sharded is False else MOMENTS + self.shard_gradients
+
+    def settled(self, *, sharded: bool) -> OptimizerConfig:
+        """The same with one of the two optimisers."""
+        return replace(self, sharded=sharded, shard_gradients=self.shard_gradients and sharded)
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

@@ -95,18 +95,18 @@ def _averaged(recent: Sequence[StepMetrics]) -> StepMetrics:
 def describe(metrics: StepMetrics, eta_s: float, width: int) -> str:
     """The step on one line: loss, speed, how much communication is hidden if there is any, time left.
 
-    Where that is longer than `width`, the communication is left out, then the speed.
+    Where that is longer than `width`, the communication is left out, then the speed, then the time left.
     """
     parts = [f"loss {metrics.loss:.3f}"]
     if metrics.eval_loss is not None:
         parts.append(f"held-out loss {metrics.eval_loss:.3f}")
-    eta = f"eta {timedelta(seconds=round(eta_s))}"
+    eta = [f"eta {timedelta(seconds=round(eta_s))}"]
     more = [f"{metrics.tokens_per_s:,.0f} tokens/s"]
     if metrics.communication_s > 0:
         more.append(f"network hidden {metrics.hidden_communication:.0%}")
-    while more and len("  ".join([*parts, *more, eta])) > width:
-        more.pop()
-    return "  ".join([*parts, *more, eta])
+    while (more or eta) and len("  ".join([*parts, *more, *eta])) > width:
+        (more or eta).pop()
+    return "  ".join([*parts, *more, *eta])
 
 
 class _Silence:

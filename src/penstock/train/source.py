@@ -12,7 +12,7 @@ from typing import TypeVar
 from penstock.config import ConfigError
 from penstock.config.bounds import bounded_fields
 from penstock.data import DataConfig
-from penstock.data.corpus import Corpus, ToPrepare, load_corpora, to_prepare
+from penstock.data.corpus import Corpus, ToPrepare, check_alike, load_corpora, to_prepare
 from penstock.data.files import HINT
 from penstock.data.scan import Scan, Scanned, entropy_nats
 from penstock.data.text import Readable, TextError
@@ -67,6 +67,7 @@ def _described(corpus: Corpus, scanned: Scanned) -> str:
 def check_source(config: RunConfig) -> None:
     """Raise ConfigError about what can be found wrong with the texts without reading or preparing them."""
     try:
+        check_alike(config.data)
         waiting = to_prepare(config.data)
         for each in waiting:
             _check_waiting(config, each)

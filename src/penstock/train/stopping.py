@@ -42,6 +42,11 @@ class StopRequests:
     ) -> None:
         self._restore()
 
+    @property
+    def asked(self) -> bool:
+        """Whether this rank was asked to stop; others may not know yet."""
+        return self._asked
+
     def agreed(self, step: int, iteration_s: float = 0.0) -> Vote:
         """Whether any rank was asked to stop, and how long the step took on the slowest one.
 

@@ -85,11 +85,16 @@ class Trainer:
             config.parallel, info.world_size, info.rank, config.moe.num_experts, node_size
         )
         check_layouts(self.layout, config.data.batch_per_device, control)
-        batch, there = config.data.batch_per_device, device_bytes(device)
-        sharded = config.optimizer.sharded is not False  # it may be
-        again = config.plan.may_repeat_blocks
-        sizes = config.model, config.moe, batch, self.layout
-        check_memory(*sizes, there_bytes=there, sharded=sharded, again=again)
+        check_memory(
+            config.model,
+            config.moe,
+            config.data.batch_per_device,
+            self.layout,
+            there_bytes=device_bytes(device),
+            shared_copies=config.optimizer.shared_copies,
+            separate_documents=config.data.separate_documents,
+            again=config.plan.may_repeat_blocks,
+        )
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
         self.on_step = on_step
         self.source = open_source(config, self.layout, control, scans=info.local_rank == 0, say=say)

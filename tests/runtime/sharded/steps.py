@@ -39,7 +39,7 @@ class Habits:
 
     clips: by a norm that is small. in_backward: updates are tasks of the backward pass. passes: backward
     passes per step. freezes: gates and norms, in the second step. evaluates, replans: between steps, the
-    latter with gradients in pieces of another size.
+    latter with gradients in pieces of another size. releases: gradients are given up once they are summed.
     """
 
     clips: bool = True
@@ -48,6 +48,7 @@ class Habits:
     freezes: bool = False
     evaluates: bool = False
     replans: bool = False
+    releases: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,9 @@ class Trained:
 def config_of(case: Case, habits: Habits, *, sharded: bool) -> RunConfig:
     """The case's, with its optimiser."""
     config = case.config
-    clip = CLIP if habits.clips else None
-    return replace(config, optimizer=replace(config.optimizer, sharded=sharded, clip_grad_norm=clip))
+    clip, releases = CLIP if habits.clips else None, sharded and habits.releases
+    optimizer = replace(config.optimizer, sharded=sharded, shard_gradients=releases, clip_grad_norm=clip)
+    return replace(config, optimizer=optimizer)
 
 
 def build(

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from penstock.config import ConfigError
 from penstock.decision import Decision
 from penstock.runtime import ShardedAdamW, clip_grad_norm_
 from penstock.schedule import plan_step, unit_cost
-from penstock.train.optimizer import build_adamw
+from penstock.train.optimizer import OptimizerConfig, build_adamw
 from tests.runtime.sharded.steps import Habits, build, go_on, loss_of
 from tests.support.layouts import layout_case
-from tests.support.parity import check_close
+from tests.support.parity import Case, check_close
+from tests.support.ranks import Pools
 
 CASE = layout_case((1, 1, 1, 1), "flowmoe", "gather")
 
@@ -48,6 +51,47 @@ def test_gradients_in_shares_are_not_clipped_or_added_to_from_outside() -> None:
     parameter.grad = torch.zeros_like(parameter)
     with pytest.raises(RuntimeError, match=r"has a gradient.*optimizer\.sharded=false"):
         loss_of(stack, 0, CASE, 0).backward()
+
+
+def released_early(rank: int, case: Case) -> list[int]:
+    """The highest layer of which a parameter still has a gradient, whenever one of layer 0 gets one."""
+    habits = Habits(releases=True)
+    stack, _ = build(rank, case, habits, sharded=True)
+    seen: list[int] = []
+
+    def look(gradient: Tensor) -> None:
+        del gradient
+        shared = [stack.parts.replicated_parameters(layer) for layer in range(case.model.num_layers)]
+        seen.append(max(n for n, each in enumerate(shared) if any(p.grad is not None for p in each)))
+
+    stack.parts.parts[0].attention.qkv.weight.register_hook(look)  # type: ignore[attr-defined]
+    loss_of(stack, rank, case, 0).backward()
+    assert all(parameter.grad is None for parameter in stack.parameters())
+    return seen
+
+
+def refused_hook(rank: int, case: Case) -> str:
+    stack, _ = build(rank, case, Habits(releases=True), sharded=True)
+    stack.parts.replicated_parameters(0)[0].register_post_accumulate_grad_hook(lambda _: None)
+    try:
+        loss_of(stack, rank, case, 0).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_that_are_summed_are_given_up_and_not_to_be_looked_at(ranks: Pools) -> None:
+    case = layout_case((2, 1, 1, 1), "flowmoe", "gather", num_layers=4)
+    for seen in ranks(2).run(released_early, case):
+        assert seen and max(seen) <= 1, "those of two layers at a time"
+    for said in ranks(2).run(refused_hook, case):
+        assert "register_post_accumulate_grad_hook" in said and "optimizer.shard_gradients=false" in said
+
+
+def test_shares_of_gradients_need_shares_of_the_optimiser() -> None:
+    with pytest.raises(ConfigError, match=r"Set optimizer\.sharded=true"):
+        OptimizerConfig(shard_gradients=True)
+    assert OptimizerConfig(shard_gradients=True, sharded="auto").settled(sharded=False).shared_copies == 0
 
 
 def test_a_stack_of_another_kind_is_refused() -> None:
@@ -91,7 +135,7 @@ def test_narrow_weights_move_as_their_float32_masters_do() -> None:
             narrow = stack.model.get_parameter(name)
             found = optimizer.updates.share_of(narrow)
             assert found is not None, name
-            summed = [found[1].gradient(run) for _, run in found[1].runs_of(narrow)]
+            summed = [found[1].gradient(*each) for each in found[1].runs_of(narrow)]
             parameter.grad = torch.cat(summed).float().view(parameter.shape)
         clip = min(1.0, 0.05 / (_norm(twin) + 1e-6))
         for parameter in twin.model.parameters():

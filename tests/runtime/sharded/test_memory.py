@@ -1,8 +1,9 @@
-"""A model that does not fit with AdamW trains with shares of it: ranks under a limit of the system."""
+"""A model that does not fit trains with shares of AdamW, or of gradients, too: ranks under a limit."""
 
 from __future__ import annotations
 
 import resource
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from penstock.autopilot.run_problem import assumed_problem
 from penstock.config import load
-from penstock.plan import estimate_memory
+from penstock.plan import MemoryEstimate, estimate_memory
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack
 from penstock.train.config import RunConfig
@@ -35,9 +36,16 @@ SETTINGS = (
 )
 """About 100 MiB of weights in matrices of 4 MiB at most; hardly any activations."""
 
+WHOLE, MOMENTS, GRADIENTS = (
+    (),
+    ("optimizer.sharded=true",),
+    ("optimizer.sharded=true", "optimizer.shard_gradients=true"),
+)
+"""What ranks have shares of, nothing first."""
 
-def config_of(sharded: bool) -> RunConfig:
-    return load(RunConfig, None, [*SETTINGS, f"optimizer.sharded={str(sharded).lower()}"])
+
+def config_of(shares: tuple[str, ...]) -> RunConfig:
+    return load(RunConfig, None, [*SETTINGS, *shares])
 
 
 def data_bytes() -> int:
@@ -46,12 +54,12 @@ def data_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
 
 
-def trained(rank: int, sharded: bool, room_bytes: int | None) -> int | str:
+def trained(rank: int, shares: tuple[str, ...], room_bytes: int | None) -> int | str:
     """Bytes that this rank has more after some steps, or what was said when there was no more memory.
 
     room_bytes: how many more it may have; None = as many as it likes.
     """
-    config = config_of(sharded)
+    config = config_of(shares)
     layout = Layout.build(config.parallel, 2, rank, 2)
     machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
     before = data_bytes()
@@ -71,33 +79,42 @@ def trained(rank: int, sharded: bool, room_bytes: int | None) -> int | str:
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def on_two_ranks(sharded: bool, room_bytes: int | None) -> list[int | str]:
+def on_two_ranks(shares: tuple[str, ...], room_bytes: int | None) -> list[int | str]:
     """In processes of their own, which have kept no memory of what ran before."""
     pool = RankPool(2)
     try:
-        return pool.run(trained, sharded, room_bytes)
+        return pool.run(trained, shares, room_bytes)
     finally:
         pool.close()
 
 
-def test_a_model_that_does_not_fit_trains_with_a_sharded_optimizer() -> None:
-    """The room lies in the middle between what both need, and that differs by what the planner says."""
-    needs = {}
-    for sharded in (False, True):
-        found = on_two_ranks(sharded, None)
+def test_a_model_that_does_not_fit_trains_in_shares() -> None:
+    """The room lies in the middle between what two need, and that differs by what the planner says.
+
+    It counts whole gradients of two layers, the most that may wait for their sums; here they wait for less.
+    """
+    needs: dict[tuple[str, ...], int] = {}
+    for shares in (WHOLE, MOMENTS, GRADIENTS):
+        found = on_two_ranks(shares, None)
         assert all(isinstance(each, int) for each in found), found
-        needs[sharded] = max(int(each) for each in found)
-    layout = Layout(world_size=2, ep_size=2, rank=0)
-    planned = {
-        sharded: estimate_memory(
-            assumed_problem(config_of(sharded), layout),
-            config_of(sharded).schedule.decision("flat"),
-        ).total_bytes
-        for sharded in (False, True)
-    }
-    saved = needs[False] - needs[True]
-    assert saved == pytest.approx(planned[False] - planned[True], rel=0.2)
-    room_bytes = needs[True] + saved // 2
-    assert all(isinstance(each, int) for each in on_two_ranks(True, room_bytes))
-    refused = on_two_ranks(False, room_bytes)
-    assert all(isinstance(each, str) and "memory" in each for each in refused), refused
+        needs[shares] = max(int(each) for each in found)
+    whole, moments, gradients = (planned(shares) for shares in needs)
+    waiting_bytes = gradients.gradients_bytes - moments.optimizer_bytes // 2
+    assert needs[WHOLE] - needs[MOMENTS] == pytest.approx(whole.total_bytes - moments.total_bytes, rel=0.2)
+    saved = moments.total_bytes - gradients.total_bytes
+    assert 0.8 * saved < needs[MOMENTS] - needs[GRADIENTS] < 1.2 * (saved + waiting_bytes)
+    assert all(isinstance(each, int) for each in on_two_ranks(GRADIENTS, _between(needs, MOMENTS, GRADIENTS)))
+    for more, less in ((WHOLE, MOMENTS), (MOMENTS, GRADIENTS)):
+        refused = on_two_ranks(more, _between(needs, more, less))
+        assert all(isinstance(each, str) for each in refused), refused
+        assert any("memory" in str(each) for each in refused), refused  # another rank may miss it instead
+
+
+def planned(shares: tuple[str, ...]) -> MemoryEstimate:
+    """What the planner thinks that a rank needs."""
+    config, layout = config_of(shares), Layout(world_size=2, ep_size=2, rank=0)
+    return estimate_memory(assumed_problem(config, layout), config.schedule.decision("flat"))
+
+
+def _between(needs: Mapping[tuple[str, ...], int], more: tuple[str, ...], less: tuple[str, ...]) -> int:
+    return (needs[more] + needs[less]) // 2

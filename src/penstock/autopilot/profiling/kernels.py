@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.autopilot.profiling.sample import Action, Budget, measure_sizes
+from penstock.autopilot.profiling.sample import Action, Asked, Budget, measure_sizes, never
 from penstock.cost import ClusterConfig
 from penstock.cost.cluster_file import PRODUCT, Fit, KernelModel
 from penstock.cost.fit import fit_line
@@ -39,9 +39,11 @@ class Kernel:
         return tuple(dict.fromkeys(max(1, self.size // pieces) for pieces in PIECES))
 
 
-def measure_kernels(config: RunConfig, machinery: Machinery, budget_s: float) -> tuple[KernelModel, ...]:
-    """The same on all ranks, which must call this together."""
-    budget = Budget(machinery.control, budget_s)
+def measure_kernels(
+    config: RunConfig, machinery: Machinery, budget_s: float, asked: Asked = never
+) -> tuple[KernelModel, ...]:
+    """The same on all ranks, which must call this together. asked: as of `Budget`."""
+    budget = Budget(machinery.control, budget_s, asked)
     kernels = list(_kernels(config, machinery))
     found = []
     for left, kernel in zip(range(len(kernels), 0, -1), kernels, strict=True):

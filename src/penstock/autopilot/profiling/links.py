@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.autopilot.profiling.pair import make_pair
-from penstock.autopilot.profiling.sample import Action, Budget, measure_sizes
+from penstock.autopilot.profiling.sample import Action, Asked, Budget, ignore, measure_sizes, never
 from penstock.cost.cluster_file import PAIR, Fit, LinkModel
 from penstock.cost.fit import fit_line
 from penstock.dispatch import DISPATCHES, Dispatch, Place
@@ -26,6 +26,7 @@ from penstock.runtime import Machinery
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.legs import send_out
 from penstock.topology import Layout
+from penstock.words import counted
 
 SIZES_BYTES = tuple(1 << power for power in (18, 20, 14, 22, 16, 12, 24))
 """In the order of their worth: two give a line, those at the ends tell its start-up from its slope."""
@@ -63,12 +64,18 @@ class Probe:
 
 
 def measure_links(
-    machinery: Machinery, dispatches: Iterable[str], budget_s: float, *, used_only: bool = False
+    machinery: Machinery,
+    dispatches: Iterable[str],
+    budget_s: float,
+    *,
+    used_only: bool = False,
+    say: Callable[[str], None] = ignore,
+    asked: Asked = never,
 ) -> tuple[LinkModel, ...]:
     """Lines of all collectives; the same on all ranks, which must call this together. None for one rank.
 
     dispatches: names of hierarchical ones whose legs are measured, too. used_only: leave out what no plan
-    rests on.
+    rests on. say: told what is measured now; asked: as of `Budget`.
 
     The time goes to what plans rest on first; what is left over pays for two sizes of everything else at
     least. Groups with the same members are measured once.
@@ -77,7 +84,7 @@ def measure_links(
         return ()
     probes = sorted(_probes(machinery, dispatches), key=lambda probe: not probe.used)
     probes = [probe for probe in probes if probe.used or not used_only]
-    budget = Budget(machinery.control, budget_s)
+    budget = Budget(machinery.control, budget_s, asked)
     waiting = {each.wire: USED_WEIGHT if each.used else WEIGHT for each in reversed(probes)}
     known: dict[tuple[object, ...], LinkModel] = {}
     found = []
@@ -85,6 +92,11 @@ def measure_links(
         if probe.wire not in known:
             weight = waiting.pop(probe.wire)
             share_s = budget.left_s * weight / (weight + sum(waiting.values()))
+            done = len(known) + 1
+            ranks = counted(len(probe.members), "rank")
+            say(
+                f"link {done} of {done + len(waiting)}: {probe.collective} {probe.op}".rstrip() + f", {ranks}"
+            )
             known[probe.wire] = _measure(probe, budget, share_s, machinery.device)
         found.append(replace(known[probe.wire], group=Group.name(probe.group)))
     mine = tuple(found)

@@ -8,10 +8,12 @@ from dataclasses import replace
 from penstock.autopilot.profiling.kernels import measure_kernels, rates_of
 from penstock.autopilot.profiling.links import measure_links
 from penstock.autopilot.profiling.machine import memory_bytes
+from penstock.autopilot.profiling.sample import Asked, ignore, never
 from penstock.autopilot.profiling.tasks import measure_tasks
 from penstock.autopilot.run_problem import hierarchical_among
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import LinkModel
+from penstock.cost.doubts import STOPPED
 from penstock.decision import ScheduleConfig
 from penstock.dispatch import DISPATCHES
 from penstock.runtime import Machinery
@@ -34,22 +36,24 @@ def profile_run(
     machinery: Machinery,
     *,
     budget_s: float = BUDGET_S,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = ignore,
     name: str = "this cluster",
+    asked: Asked = never,
 ) -> ClusterFile:
     """Measure links and computation for a resolved configuration; the same file on every rank.
 
     All ranks must call this together, and nothing else may use the machinery meanwhile. say: told what is
-    being measured.
+    being measured, case by case. asked: whether this rank is to end as soon as it has the least that a file
+    needs; the file says so among its doubts.
     """
-    layout, say = machinery.layout, say or _say_nothing
+    layout = machinery.layout
     links_s = LINKS_SHARE * budget_s if layout.world_size > 1 else 0.0
     if layout.world_size > 1:
         say(f"measuring links between {layout.world_size} ranks, about {links_s:.0f} s")
-    file = _with_links(config, machinery, links_s, used_only=False)
+    file = _with_links(config, machinery, links_s, used_only=False, say=say, asked=asked)
     say(f"measuring computation on all ranks at once, about {budget_s - links_s:.0f} s")
     kernels_s = KERNELS_SHARE * (budget_s - links_s)
-    kernels = measure_kernels(config, machinery, kernels_s)
+    kernels = measure_kernels(config, machinery, kernels_s, asked)
     file = replace(
         file,
         name=name,
@@ -58,7 +62,10 @@ def profile_run(
         memory_bytes=memory_bytes(machinery.control, machinery.device),
         source=_source(config, layout),
     )
-    return measure_tasks(config, machinery, budget_s - links_s - kernels_s, file)
+    left_s = budget_s - links_s - kernels_s
+    file = measure_tasks(config, machinery, left_s, file, say=say, asked=asked)
+    stopped = machinery.control.any(asked(), "agreeing whether measuring was stopped")
+    return replace(file, doubts=(STOPPED, *file.doubts)) if stopped else file
 
 
 def profile_layout(
@@ -102,11 +109,13 @@ def _with_links(
     *,
     used_only: bool,
     dispatches: Sequence[str] = (),
+    say: Callable[[str], None] = ignore,
+    asked: Asked = never,
 ) -> ClusterFile:
     layout = machinery.layout
-    asked = [name for name in dispatches if DISPATCHES[name].needs_table]
-    legs_of = dict.fromkeys([*hierarchical_among(config, layout), *asked])
-    links = measure_links(machinery, legs_of, budget_s, used_only=used_only)
+    legged = [name for name in dispatches if DISPATCHES[name].needs_table]
+    legs_of = dict.fromkeys([*hierarchical_among(config, layout), *legged])
+    links = measure_links(machinery, legs_of, budget_s, used_only=used_only, say=say, asked=asked)
     return ClusterFile(
         name="this cluster",
         nodes=layout.nodes,
@@ -166,7 +175,3 @@ def _source(config: RunConfig, layout: Layout) -> str:
     if moe.order_name == "sort":
         text += "; dropless routing, computation measured with as many slots as choices"
     return text
-
-
-def _say_nothing(text: str) -> None:
-    del text

@@ -26,12 +26,26 @@ PURPOSE = "measuring the cluster"
 Action = Callable[[], None]
 """Something that all ranks do together; it has ended when it returns, on a GPU when the device is idle."""
 
+Asked = Callable[[], bool]
+"""Whether this rank was asked to measure no more than it must."""
+
+
+def ignore(text: str) -> None:
+    """Say nothing."""
+    del text
+
+
+def never() -> bool:
+    """Nobody asks for an end before the time."""
+    return False
+
 
 class Budget:
-    """Seconds that are left, as all ranks agree."""
+    """Seconds that are left, as all ranks agree; none once a rank is asked to end."""
 
-    def __init__(self, control: Control, budget_s: float) -> None:
+    def __init__(self, control: Control, budget_s: float, asked: Asked = never) -> None:
         self.control, self._end_s = control, time.perf_counter() + budget_s
+        self._asked = asked
         self.left_s = self.agree()
 
     def agree(self) -> float:
@@ -41,7 +55,8 @@ class Budget:
 
     @property
     def _mine_s(self) -> float:
-        return self._end_s - time.perf_counter()
+        left_s = self._end_s - time.perf_counter()
+        return min(0.0, left_s) if self._asked() else left_s
 
     def timed(self, action: Action, blocks: int, device: torch.device) -> list[float]:
         """Seconds per action, for every block the slowest rank's; all ranks start together.

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost, Workload
 from penstock.cost.cluster_file import LinkModel, StepFit, TaskModel
 from penstock.cost.company import ALONE, MOST_SCATTER, Company, Sighting, fit_company, fit_steps
+from penstock.cost.doubts import scattered
 from penstock.decision import Decision
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Task
@@ -191,7 +192,7 @@ class Fits:
     def _trusted(self, what: str, found: Company | None) -> Company | None:
         if found is None or not found.words:
             return found
-        self.doubts.append(f"real steps say nothing of {what}: {found.words}")
+        self.doubts.append(scattered(what, found.words))
         return None
 
 

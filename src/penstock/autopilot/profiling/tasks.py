@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.autopilot.profiling.machine import here
-from penstock.autopilot.profiling.sample import PURPOSE, Budget
+from penstock.autopilot.profiling.sample import PURPOSE, Asked, Budget, ignore, never
 from penstock.autopilot.profiling.steps import RealSteps, with_steps, worth_running
 from penstock.autopilot.run_problem import run_problem
 from penstock.cost import ClusterConfig, ClusterFile, StepCost
@@ -50,20 +50,22 @@ def measure_tasks(
     budget_s: float,
     file: ClusterFile,
     schedules: Sequence[ScheduleConfig] = (),
+    *,
+    say: Callable[[str], None] = ignore,
+    asked: Asked = never,
 ) -> ClusterFile:
     """The file with its compute tasks measured: lines over the work by its rates, of ranks of slowness 1; and
     what real steps say of them and of the links that it has.
 
     The same on all ranks, which must call this together. schedules: how steps are cut; none = in several
-    ways, so that the lines hold for any.
+    ways, so that the lines hold for any. say: told what is measured now; asked: as of `Budget`.
     """
-    budget = Budget(machinery.control, budget_s)
+    budget = Budget(machinery.control, budget_s, asked)
     sample = sample_of(config)
     stack = build_stack(sample, silent(machinery))
     try:
         runs = _Runs(sample, machinery, stack, schedules or cuts(sample))
-        rounds = _rounds(runs, budget)
-        slowness, alone = _apart(runs.measure(rounds))
+        slowness, alone = _apart(runs.measure(_rounds(runs, budget), budget, say))
     finally:
         stack.close()
     tasks = tuple(_models(runs, alone, file.rates))
@@ -98,7 +100,7 @@ def sample_of(config: RunConfig) -> RunConfig:
         placement=PlacementConfig(),
         model=two_layers(config.model),
         moe=_imitable(config.moe),
-        optimizer=replace(config.optimizer, sharded=False),  # tasks of the model are measured
+        optimizer=config.optimizer.settled(sharded=False),  # tasks of the model are measured
         schedule=replace(config.schedule, name="sequential"),
         data=replace(config.data, batch_per_device=max(2, config.data.batch_per_device)),
     )
@@ -166,13 +168,17 @@ class _Runs:
             parameter.grad = None
         return time.perf_counter() - start_s, stack.records()
 
-    def measure(self, rounds: int) -> list[Seconds]:
+    def measure(self, rounds: int, budget: Budget, say: Callable[[str], None]) -> list[Seconds]:
         """For every plan the seconds of its compute tasks without a network, [rank, round, task].
 
-        Real steps run in the same rounds, so that a machine that gets slower does not mislead.
+        Real steps run in the same rounds, so that a machine that gets slower does not mislead. Few rounds are
+        enough where the budget is used up, or somebody asks for an end.
         """
         mine: list[list[list[float]]] = [[] for _ in self.plans]
-        for _ in range(rounds):
+        for number in range(rounds):
+            if number >= LEAST_ROUNDS and budget.agree() <= 0:
+                break
+            say(f"steps of two layers, round {number + 1} of {rounds}")
             for plan, tasks, found in zip(self.plans, self.tasks, mine, strict=True):
                 _, records = self.step(plan, self.stack)
                 durations = {record.task: record.duration_s for record in records}

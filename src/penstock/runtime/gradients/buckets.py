@@ -50,6 +50,15 @@ class FlatGradients:
         Raises RuntimeError for a parameter that is of another type, shape or device than when the bucket was
         made, which is when the forward pass ran.
         """
+        self._check()
+        self._clear()
+        parts = zip(self.flat.split(self.sizes), self.parameters, strict=True)
+        self._views = [part.view(p.shape) for part, p in parts]
+        self._before = [p.grad for p in self.parameters]
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.grad = view
+
+    def _check(self) -> None:
         for parameter, kind in zip(self.parameters, self._kinds, strict=True):
             if (parameter.dtype, parameter.shape, parameter.device) != kind:
                 raise RuntimeError(
@@ -57,12 +66,6 @@ class FlatGradients:
                     f"{_words(parameter.dtype, parameter.shape, parameter.device)} in its backward pass: "
                     "convert a model between steps, and compute the loss again"
                 )
-        self._clear()
-        parts = zip(self.flat.split(self.sizes), self.parameters, strict=True)
-        self._views = [part.view(p.shape) for part, p in parts]
-        self._before = [p.grad for p in self.parameters]
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.grad = view
 
     def _clear(self) -> None:
         if self._flat is not None and _holders(self._flat) == self._idle:
@@ -111,11 +114,9 @@ class ScatteredGradients(FlatGradients):
     this rank has added in others.
     """
 
-    def begin(self) -> None:
-        """Point every `param.grad` at its zeroed part of the buffer.
-
-        Raises RuntimeError for a parameter that has a gradient already, or was frozen since the forward pass.
-        """
+    def _check(self) -> None:
+        """Raise RuntimeError for a gradient that is there, or a parameter frozen since forward, too."""
+        super()._check()
         for parameter in self.parameters:
             if parameter.grad is not None or not parameter.requires_grad:
                 problem = "has a gradient" if parameter.requires_grad else "was frozen after the forward pass"
@@ -124,7 +125,6 @@ class ScatteredGradients(FlatGradients):
                     "in shares, which a sharded optimizer keeps itself. Freeze parameters between steps, and "
                     "leave .grad alone, or use optimizer.sharded=false"
                 )
-        super().begin()
 
     def finish(self) -> list[nn.Parameter]:
         """Take the gradients away; returns parameters whose gradient is not in the buffer."""
@@ -133,6 +133,35 @@ class ScatteredGradients(FlatGradients):
             parameter.grad = None
         self._views, self._before = [], []
         return replaced
+
+
+class ReleasedGradients(ScatteredGradients):
+    """Gradients that are made while backward runs, and given up piece by piece once they are summed.
+
+    There is no buffer of all of them: a parameter has a gradient from the first task that adds to it to the
+    sum of the last piece that it is in.
+    """
+
+    def begin(self) -> None:
+        """Let autograd make every gradient.
+
+        Raises RuntimeError as `ScatteredGradients.begin` does, and for a parameter with a hook that would
+        look at its gradient.
+        """
+        self._check()
+        for parameter in self.parameters:
+            if getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise RuntimeError(
+                    f"a parameter of shape {list(parameter.shape)} has a hook on its gradient "
+                    "(register_post_accumulate_grad_hook), which is in parts, and given up while backward "
+                    "runs: remove the hook, or use optimizer.shard_gradients=false"
+                )
+
+    def finish(self) -> list[nn.Parameter]:
+        """Take away what no sum has given up."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        return []
 
 
 class GradientBucket:

@@ -10,10 +10,17 @@ import torch
 from torch import nn
 
 from penstock.decision import GradientBytes
+from penstock.ops.sums import REDUCTIONS
 from penstock.runtime.checks.marks import Entry, Marks, value_marks
 from penstock.runtime.checks.snapshot import Snapshot
 from penstock.runtime.gradients.assignment import Assignment, Layers, assign, names_of, sizes_bytes
-from penstock.runtime.gradients.buckets import Buckets, FlatGradients, GradientBucket, ScatteredGradients
+from penstock.runtime.gradients.buckets import (
+    Buckets,
+    FlatGradients,
+    GradientBucket,
+    ReleasedGradients,
+    ScatteredGradients,
+)
 from penstock.runtime.parts import ModelParts
 from penstock.sharding import sharding_of
 from penstock.step import StepShape
@@ -145,13 +152,21 @@ class Gradients:
 
     def _fill(self, replicated: Layers, experts: Layers, partial: Layers, at_once: frozenset[int]) -> None:
         reduced = experts if self._sums_experts else ((),) * len(experts)
-        flat = FlatGradients if self._base.updating is None else ScatteredGradients
+        whole, parts, own = (self._kept(op) for op in REDUCTIONS)
         self.buckets = Buckets(
-            replicated=[GradientBucket(_trained(layer), flat=flat) for layer in replicated],
-            experts=[GradientBucket(_trained(layer), flat=flat) for layer in reduced],
-            partial=[GradientBucket(_trained(layer), self._shares, flat) for layer in partial],
+            replicated=[GradientBucket(_trained(layer), flat=whole) for layer in replicated],
+            experts=[GradientBucket(_trained(layer), flat=own) for layer in reduced],
+            partial=[GradientBucket(_trained(layer), self._shares, parts) for layer in partial],
             at_once=at_once,
         )
+
+    def _kept(self, op: str) -> type[FlatGradients]:
+        """What a rank keeps of gradients that this op would reduce. The only owner keeps all."""
+        updating, mesh = self._base.updating, self._layout.mesh
+        if updating is None:
+            return FlatGradients
+        owners = mesh.size(REDUCTIONS[op].axes_of(sharing=self._layout.mp_size > 1))
+        return ReleasedGradients if updating.releases and owners > 1 else ScatteredGradients
 
     def _take_up(self, parameters: Sequence[nn.Parameter]) -> None:
         names, known = self._names, self._known

@@ -6,6 +6,7 @@ a parameter may be several short runs of it, or none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -107,9 +108,25 @@ class Share:
         begin = self.places[piece] + run.place - self.pieces[piece].share(self.place).start
         return self.states[name].narrow(0, begin, run.length)
 
-    def gradient(self, run: Run) -> Tensor:
-        """The gradients of a run, in the buffer."""
-        return self.flat.flat.narrow(0, run.place, run.length)
+    def rows(self, piece: int) -> Tensor:
+        """What this rank has added to the gradients of a piece, flat."""
+        run = self.pieces[piece].run
+        return self.flat.flat.narrow(0, run.start, len(run))
+
+    def take(self, piece: int, total: Tensor) -> None:
+        """Keep the sum of what all ranks have added to this rank's part of a piece."""
+        mine = self.owned(piece)
+        if total.data_ptr() != mine.data_ptr():
+            mine.copy_(total)
+        if self.flat.share != 1.0:
+            mine.mul_(self.flat.share)
+        if self.held is not None:
+            mine.add_(self.held.narrow(0, self.places[piece], len(mine)))
+
+    def gradient(self, piece: int, run: Run) -> Tensor:
+        """The sums of an owned run."""
+        begin = run.place - self.pieces[piece].share(self.place).start
+        return self.owned(piece).narrow(0, begin, run.length)
 
     def weights(self, piece: int, run: Run) -> Tensor:
         """What AdamW changes: the parameter's own numbers, or those here that it has in float32.
@@ -122,15 +139,11 @@ class Share:
         changed = master.to(self.kind) != run.values
         return master.copy_(torch.where(changed, run.values.to(self.wide), master))
 
-    def keep(self) -> None:
-        """Put aside what this rank owns of the sums, before the buffer is used for the next pass."""
-        self.held = torch.cat([self.owned(piece) for piece in range(len(self.pieces))])
-
-    def held_of(self, piece: int) -> Tensor | None:
-        """What was put aside of a piece."""
-        if self.held is None:
-            return None
-        return self.held.narrow(0, self.places[piece], self.pieces[piece].sizes[self.place])
+    def begin(self, *, adds: bool) -> None:
+        """Before a backward pass. adds: to the sums that there are, which are put aside here."""
+        self.held = None
+        if adds:
+            self.held = torch.cat([self.owned(piece) for piece in range(len(self.pieces))])
 
     def runs_of(self, parameter: nn.Parameter) -> Iterator[tuple[int, Run]]:
         """Every run of a parameter that this rank owns, with the number of its piece."""
@@ -148,3 +161,51 @@ class Share:
             ]
             for place in range(self.owners)
         ]
+
+
+class ReleasingShare(Share):
+    """A share whose sums are all that is kept of gradients.
+
+    Each is given up with the last piece that it is in. One that no task has added to is not there: zero.
+    """
+
+    def __init__(self, flat: FlatGradients, parts: Sequence[int], owners: int, place: int) -> None:
+        super().__init__(flat, parts, owners, place)
+        self._sums = torch.zeros(self.places[-1], dtype=self.kind, device=flat.parameters[0].device)
+        self._adds = False
+        self._left: Counter[nn.Parameter] = Counter()
+
+    def begin(self, *, adds: bool) -> None:
+        self._adds = adds
+        self._left = Counter(run.parameter for runs in self.spread for run in runs)
+
+    def owned(self, piece: int) -> Tensor:
+        """The sums of a piece that are this rank's."""
+        return self._sums.narrow(0, self.places[piece], self.pieces[piece].sizes[self.place])
+
+    def rows(self, piece: int) -> Tensor:
+        parts = [_added(run) for run in self.spread[piece]]
+        return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+    def take(self, piece: int, total: Tensor) -> None:
+        mine, total = self.owned(piece), total.to(self.kind)
+        if self.flat.share != 1.0:
+            total = total * self.flat.share
+        mine.add_(total) if self._adds else mine.copy_(total)
+        for run in self.spread[piece]:
+            self._left[run.parameter] -= 1
+            if not self._left[run.parameter]:
+                _give_up(run.parameter)
+
+
+def _added(run: Run) -> Tensor:
+    gradient = run.parameter.grad
+    if gradient is None:
+        return run.parameter.new_zeros(run.length)
+    return gradient.reshape(-1).narrow(0, run.first, run.length)
+
+
+def _give_up(parameter: nn.Parameter) -> None:
+    if parameter.grad is not None and parameter.grad.is_cuda:  # this stream may still read it
+        parameter.grad.record_stream(torch.cuda.current_stream(parameter.device))
+    parameter.grad = None

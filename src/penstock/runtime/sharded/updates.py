@@ -13,8 +13,8 @@ from penstock.graph import Graph, Lane, Name, Task
 from penstock.mesh import Axes, Group
 from penstock.ops.optimizer import KINDS, of_optimizer
 from penstock.ops.sums import REDUCTIONS
-from penstock.runtime.gradients.buckets import Buckets, FlatGradients
-from penstock.runtime.sharded.share import MASTER, MOMENTS, Share
+from penstock.runtime.gradients.buckets import Buckets, FlatGradients, ReleasedGradients
+from penstock.runtime.sharded.share import MASTER, MOMENTS, ReleasingShare, Share
 from penstock.runtime.transport import Transport, Transports
 from penstock.sharding import sharding_of
 from penstock.step import StepShape
@@ -127,7 +127,8 @@ class Updates:
 
     def _share(self, kind: str, flat: FlatGradients, parts: Sequence[int]) -> Share:
         axes, mesh = self._axes(kind), self._layout.mesh
-        return Share(flat, parts, mesh.size(axes), mesh.place(self._layout.rank, axes))
+        share = ReleasingShare if isinstance(flat, ReleasedGradients) else Share
+        return share(flat, parts, mesh.size(axes), mesh.place(self._layout.rank, axes))
 
     def _put_to_sleep(self, made: Shares) -> Shares:
         """Shares of what the optimiser still has and no step trains now, each by itself."""
@@ -202,10 +203,7 @@ class Updates:
         self.settle(buckets, shape)
         self.judged = None
         for share in self._all:
-            if self.has_sums:
-                share.keep()
-            else:
-                share.held = None
+            share.begin(adds=self.has_sums)
 
     def scatter(self, task: Task, transport: Transport) -> None:
         """Sum a piece of gradients over its ranks; of the sum this rank has its share, the rest is rubbish.
@@ -214,16 +212,12 @@ class Updates:
         """
         assert task.piece is not None, task
         for share in self._of(task):
-            piece, mine = share.pieces[task.piece], share.owned(task.piece)
+            rows, sizes = share.rows(task.piece), share.pieces[task.piece].sizes
             if share.owners > 1:
-                rows = share.flat.flat[piece.run.start : piece.run.stop]
-                came = transport.all_to_all(rows, piece.sizes, [len(mine)] * share.owners, task.axes)
-                mine.copy_(came.view(share.owners, len(mine)).sum(0, dtype=share.wide))
-            if share.flat.share != 1.0:
-                mine.mul_(share.flat.share)
-            held = share.held_of(task.piece)
-            if held is not None:
-                mine.add_(held)
+                each = sizes[share.place]
+                came = transport.all_to_all(rows, sizes, [each] * share.owners, task.axes)
+                rows = came.view(share.owners, each).sum(0, dtype=share.wide)
+            share.take(task.piece, rows)
 
     def judge(self, task: Task, transport: Transport, loss: Tensor) -> None:
         """Take the norm of all gradients, each counted once, and decide by it what updates do.
@@ -268,7 +262,7 @@ class Updates:
         beta1, beta2 = group["betas"]
         torch._fused_adamw_(
             weights,
-            [share.gradient(run).to(share.wide) for run in runs],
+            [share.gradient(piece, run).to(share.wide) for run in runs],
             [share.state(MOMENTS[0], piece, run) for run in runs],
             [share.state(MOMENTS[1], piece, run) for run in runs],
             [],
@@ -357,8 +351,8 @@ class Updates:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for (kind, _), shares in self._shares.items():
             for share in shares:
-                runs = (run for of_piece in share.runs for run in of_piece)
-                found = [share.gradient(run) for run in runs if self._counts(kind, run.parameter)]
+                runs = ((piece, run) for piece, of_piece in enumerate(share.runs) for run in of_piece)
+                found = [share.gradient(*each) for each in runs if self._counts(kind, each[1].parameter)]
                 if found:
                     norms = torch._foreach_norm(found, 2.0, dtype=share.wide)
                     total = total + torch.stack(list(norms)).double().square().sum()

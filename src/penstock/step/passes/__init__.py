@@ -5,6 +5,7 @@ from penstock.step.passes.chunks import Chunks
 from penstock.step.passes.expert_shards import DealtSlots, FusedShards, GatheredShards, RepeatedRows
 from penstock.step.passes.gathered_loads import GatheredLoads
 from penstock.step.passes.gradient_pieces import GradientPieces
+from penstock.step.passes.gradient_room import GradientRoom
 from penstock.step.passes.guests import GuestGradients, Guests, PlannedGuests
 from penstock.step.passes.hierarchical import Hierarchical
 from penstock.step.passes.microbatches import Microbatches
@@ -25,6 +26,7 @@ __all__ = [
     "GatheredLoads",
     "GatheredShards",
     "GradientPieces",
+    "GradientRoom",
     "GuestGradients",
     "Guests",
     "Hierarchical",

@@ -1,0 +1,13 @@
+"""Checks of a cluster before a job: what every rank finds about itself, clocks and links between them.
+
+Ranks meet at the store of their launcher alone, with a deadline for everything, so a rank that never comes is
+named instead of waited for. `facts.py` looks at one machine, `meeting.py` brings ranks together, `wire.py`
+measures between two of them, `examine.py` does it all in turn, `checks.py` judges what was found.
+"""
+
+from penstock.doctor.checks import judge
+from penstock.doctor.examine import Examination, examine
+from penstock.doctor.facts import Facts
+from penstock.doctor.findings import Check, Finding, Wanted
+
+__all__ = ["Check", "Examination", "Facts", "Finding", "Wanted", "examine", "judge"]

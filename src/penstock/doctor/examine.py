@@ -1,0 +1,265 @@
+"""All that ranks do together to find out about their cluster; whoever does not answer is left behind."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any, Final, TypeVar
+
+import torch
+
+from penstock.config import ConfigError
+from penstock.doctor.facts import Facts, Folder, find_facts
+from penstock.doctor.meeting import Meeting, MeetingError
+from penstock.doctor.pairs import Pair, nodes_of, rounds_of
+from penstock.doctor.wire import (
+    PATIENCE_S,
+    STREAM_PATIENCE_S,
+    STREAM_S,
+    Address,
+    Clock,
+    Rates,
+    Server,
+    ask_clock,
+    ask_rates,
+)
+from penstock.topology import CommunicationError, Control, ProcessInfo, join, leave
+
+T = TypeVar("T")
+
+TURN_S: Final = 10.0
+"""What a short exchange may take on a slow or busy network."""
+
+ROUND_S: Final = 2 * (STREAM_S + STREAM_PATIENCE_S) + PATIENCE_S
+EXCHANGE_S: Final = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What was found between two ranks: rates, or the reason why there are none."""
+
+    pair: Pair
+    rates: Rates | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """What the ranks found.
+
+    size: of the whole. facts: of those that came. gone: of these, the ones that stopped answering.
+    reference: the rank with whose clock the others are compared. exchange: why a sum over all ranks failed,
+    "" if it worked, None if it was not tried. shared: by folder, the ranks that see what the reference rank
+    writes there.
+    """
+
+    size: int
+    reference: int
+    facts: Mapping[int, Facts]
+    clocks: Mapping[int, Clock]
+    links: Sequence[Link]
+    gone: tuple[int, ...]
+    exchange: str | None
+    shared: Mapping[str, tuple[int, ...]]
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that never came."""
+        return tuple(rank for rank in range(self.size) if rank not in self.facts)
+
+    @property
+    def nodes(self) -> Sequence[Sequence[int]]:
+        """The ranks of every node."""
+        return nodes_of({rank: each.local_rank for rank, each in self.facts.items()})
+
+
+def examine(
+    meeting: Meeting, info: ProcessInfo, towards: str, folders: Sequence[Path], wait_s: float
+) -> Examination | None:
+    """What was found, on the rank that is to report it; None on the others.
+
+    towards: the host at which ranks meet. wait_s: for ranks to come. Every rank must call it. Raises
+    MeetingError where the reporting rank has gone.
+    """
+    facts, token = find_facts(info, towards, folders), secrets.token_hex(16)
+    server = None
+    with suppress(OSError):  # said by the missing address
+        server = Server(facts.address, token) if facts.address else None
+    try:
+        until_s = time.monotonic() + wait_s
+        leads = info.rank == 0 and meeting.first("lead")
+        address = None if server is None else server.address
+        meeting.leave("facts", {"facts": asdict(facts), "address": address, "token": token})
+        came = meeting.hear("facts", range(meeting.size), until_s)
+        if info.rank != 0 and 0 not in came:
+            leads = meeting.first("lead")
+        doctor = _Doctor(meeting, info, facts, leads=leads)
+        return doctor.examine(came, until_s + wait_s)
+    finally:
+        if server is not None:
+            server.close()
+
+
+class _Doctor:
+    """One rank's part. leads: whether it decides who takes part, and hears everything."""
+
+    def __init__(self, meeting: Meeting, info: ProcessInfo, facts: Facts, *, leads: bool) -> None:
+        self._meeting, self._info, self._facts, self._leads = meeting, info, facts, leads
+        self._rank = info.rank
+
+    def examine(self, came: Mapping[int, Mapping[str, Any]], until_s: float) -> Examination | None:
+        if self._leads:
+            self._meeting.announce("present", {"ranks": sorted(came), "lead": self._rank})
+        present = self._meeting.told("present", until_s)
+        if present is None:
+            raise MeetingError("the rank that was to report has gone")
+        ranks, self._reference = tuple(present["ranks"]), int(present["lead"])
+        if self._rank not in ranks:
+            raise MeetingError("this rank came after the others had given up waiting for it")
+        known = {rank: came[rank] for rank in ranks if rank in came}
+        missing = [rank for rank in ranks if rank not in known]
+        known |= self._meeting.hear("facts", missing, time.monotonic() + TURN_S)
+        self._known = dict(sorted(known.items()))
+        self._gone: set[int] = set()
+        clocks = self._clocks()
+        shared = self._shared()
+        links = self._links()
+        exchange = self._exchange(links)
+        return self._found(clocks, shared, links, exchange) if self._leads else None
+
+    def _found(
+        self,
+        clocks: Mapping[int, Clock],
+        shared: Mapping[str, tuple[int, ...]],
+        links: Sequence[Link],
+        exchange: str | None,
+    ) -> Examination:
+        return Examination(
+            size=self._meeting.size,
+            reference=self._reference,
+            facts={rank: facts_of(said["facts"]) for rank, said in self._known.items()},
+            clocks=clocks,
+            links=sorted(links, key=lambda link: link.pair.nodes),
+            gone=tuple(sorted(self._gone)),
+            exchange=exchange,
+            shared=shared,
+        )
+
+    # ---- clocks --------------------------------------------------------------------------------------------
+
+    def _clocks(self) -> dict[int, Clock]:
+        found = self._all_do("clock", self._my_clock, TURN_S + PATIENCE_S)
+        return {rank: Clock(**said) for rank, said in found.items() if said}
+
+    def _my_clock(self) -> dict[str, Any]:
+        if self._rank == self._reference:
+            return {}
+        with suppress(OSError):  # links name who cannot be reached
+            return asdict(ask_clock(*self._reached_at(self._reference)))
+        return {}
+
+    # ---- folders -------------------------------------------------------------------------------------------
+
+    def _shared(self) -> dict[str, tuple[int, ...]]:
+        """Who sees a file that the reference rank makes in each folder, or in what is there of its path."""
+        marks: dict[str, str] = {}
+        made = []
+        if self._leads:
+            for folder in self._facts.folders:
+                with suppress(OSError):
+                    file = NamedTemporaryFile(dir=_there(folder), prefix=".penstock-doctor-")  # noqa: SIM115
+                    made.append(file)
+                    marks[folder.path] = file.name
+            self._meeting.announce("marks", marks)
+        told = self._meeting.told("marks", time.monotonic() + 2 * TURN_S) or {}
+        found = self._all_do("seen", lambda: {path: Path(name).exists() for path, name in told.items()})
+        for file in made:
+            file.close()
+        return {path: tuple(rank for rank, seen in found.items() if seen.get(path)) for path in told}
+
+    # ---- links ---------------------------------------------------------------------------------------------
+
+    def _links(self) -> list[Link]:
+        """Rates of some pairs after the others, so that no rank is in two of them at once."""
+        local_ranks = {rank: said["facts"]["local_rank"] for rank, said in self._known.items()}
+        found = []
+        for number, pairs in enumerate(rounds_of(nodes_of(local_ranks))):
+            mine = next((pair for pair in pairs if pair.asks == self._rank), None)
+            if mine is not None:
+                self._meeting.leave(f"round-{number}", self._measured(mine))
+            asking = {pair.asks: pair for pair in pairs if pair.asks not in self._gone}
+            said = self._meeting.hear(f"round-{number}", tuple(asking), time.monotonic() + ROUND_S)
+            self._gone |= asking.keys() - said.keys()
+            found += [_link(asking[rank], each) for rank, each in said.items()]
+        return found
+
+    def _measured(self, pair: Pair) -> dict[str, Any]:
+        try:
+            return {"rates": asdict(ask_rates(*self._reached_at(pair.answers)))}
+        except (OSError, ValueError) as error:
+            return {"problem": getattr(error, "strerror", None) or str(error) or "no answer"}
+
+    def _reached_at(self, rank: int) -> tuple[Address, str]:
+        said = self._known[rank]
+        if said["address"] is None:
+            raise ConnectionError(f"rank {rank} has no address to listen at")
+        host, port = said["address"]
+        return (host, port), said["token"]
+
+    # ---- an exchange ---------------------------------------------------------------------------------------
+
+    def _exchange(self, links: Sequence[Link]) -> str | None:
+        """A sum over all ranks, as training makes it; not where it is known to fail: that takes long."""
+        if self._leads:
+            whole = len(self._known) == self._meeting.size and not self._gone
+            fine = not any(link.problem for link in links)
+            fine &= not any(said["facts"]["problem"] for said in self._known.values())
+            self._meeting.announce("exchange", {"go": whole and fine})
+        go = self._meeting.told("exchange", time.monotonic() + ROUND_S)
+        if go is None or not go["go"]:
+            return None
+        found = self._all_do("exchanged", self._summed, 2 * EXCHANGE_S)
+        return "; ".join(dict.fromkeys(each["problem"] for each in found.values() if each["problem"]))
+
+    def _summed(self) -> dict[str, Any]:
+        try:
+            join(self._info, EXCHANGE_S, torch.device("cpu"))
+            Control(self._rank, self._info.world_size).any(False, "summing over all ranks")
+            leave()
+        except (CommunicationError, ConfigError, RuntimeError) as error:
+            return {"problem": str(error)}
+        return {"problem": ""}
+
+    # ---- together ------------------------------------------------------------------------------------------
+
+    def _all_do(
+        self, key: str, work: Callable[[], dict[str, Any]], within_s: float = TURN_S
+    ) -> dict[int, dict[str, Any]]:
+        """What every rank that still answers found; those that do not are gone."""
+        self._meeting.leave(key, work())
+        ranks = [rank for rank in self._known if rank not in self._gone]
+        found = self._meeting.hear(key, ranks, time.monotonic() + within_s)
+        self._gone |= set(ranks) - found.keys()
+        return found
+
+
+def facts_of(plain: Mapping[str, Any]) -> Facts:
+    """The facts that a rank has sent."""
+    folders = [Folder(**each) for each in plain["folders"]]
+    return Facts(**{**plain, "folders": folders, "open_files": tuple(plain["open_files"])})
+
+
+def _link(pair: Pair, said: Mapping[str, Any]) -> Link:
+    rates = said.get("rates")
+    return Link(pair=pair, rates=None if rates is None else Rates(**rates), problem=said.get("problem", ""))
+
+
+def _there(folder: Folder) -> Path:
+    """The folder, or the nearest above it that there is."""
+    path = Path(folder.path).absolute()
+    return next(each for each in (path, *path.parents) if each.exists())

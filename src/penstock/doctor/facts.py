@@ -1,0 +1,174 @@
+"""What one rank finds about itself and its machine: nothing here asks another rank."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import resource
+import shutil
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+import torch
+
+import penstock
+from penstock.topology import ProcessInfo
+from penstock.topology.cgroup import memory_limit
+from penstock.topology.local import Places
+
+PACKAGES: Final = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
+"""What computes, or reads and writes files that ranks share. One that is installed nowhere is no matter."""
+
+ABSENT: Final = "none"
+SIOCGIFADDR: Final = 0x8915  # from <linux/sockios.h>
+MEMORY = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """A folder that a run writes to: free bytes of its disk, and why nothing can be written, if so."""
+
+    path: str
+    free_bytes: int
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """One rank.
+
+    machine: the same for ranks that reach each other over the loopback interface. host: its name; host_ip:
+    what that resolves to here, "" if it does not. interface: GLOO_SOCKET_IFNAME or ""; address: of that
+    interface, or of the one towards rank 0; problem: why there is none. memory_bytes: free, of the machine
+    or the container. open_files: the soft and the hard limit.
+    """
+
+    rank: int
+    local_rank: int
+    host: str
+    machine: str
+    versions: Mapping[str, str]
+    host_ip: str
+    interface: str
+    address: str
+    problem: str
+    memory_bytes: int
+    folders: Sequence[Folder]
+    open_files: tuple[int, int]
+    cores: int
+    gpus: int
+
+
+def find_facts(info: ProcessInfo, towards: str, folders: Sequence[Path]) -> Facts:
+    """towards: the host of rank 0. folders: that a run would write to; none is made."""
+    address, problem = _address(towards)
+    places = Places.here()
+    return Facts(
+        rank=info.rank,
+        local_rank=info.local_rank,
+        host=platform.node(),
+        machine=_machine(),
+        versions=versions(),
+        host_ip=_resolved(platform.node()),
+        interface=os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        address=address,
+        problem=problem,
+        memory_bytes=free_memory_bytes(),
+        folders=[_folder(each) for each in folders],
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
+        cores=0 if places.gpus else places.number,
+        gpus=places.number if places.gpus else 0,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of every package that matters; of Penstock the source, too, since checkouts differ."""
+    found = {"penstock": penstock.__version__, "source": _source(), "python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    found["torch"] = torch.__version__
+    return found
+
+
+def free_memory_bytes() -> int:
+    """What new processes can have without anything being swapped out."""
+    with suppress(OSError, StopIteration):
+        line = next(line for line in MEMORY.read_text().splitlines() if line.startswith("MemAvailable:"))
+        free, limit = int(line.split()[1]) * 1024, memory_limit()
+        return free if limit is None else min(free, limit)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@cache
+def _source() -> str:
+    """A short digest of Penstock's own files."""
+    root, digest = Path(penstock.__file__).parent, hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _machine() -> str:
+    """The kernel that runs us and its network: containers and namespaces of one machine count as several."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+    return platform.node()
+
+
+def _resolved(name: str) -> str:
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return ""
+
+
+def _address(towards: str) -> tuple[str, str]:
+    """The address at which other ranks reach this one, and what is wrong with the interface."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not name:
+        return _route(towards), ""
+    there = sorted(each for _, each in socket.if_nameindex())
+    if name not in there:
+        return "", f"has no interface {name}; it has {', '.join(there)}"
+    found = _address_of(name)
+    return found, "" if found else f"has no IPv4 address on {name}"
+
+
+def _address_of(interface: str) -> str:
+    """The IPv4 address of an interface; "" if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
+        found = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
+        return socket.inet_ntoa(found[20:24])
+    return ""
+
+
+def _route(towards: str) -> str:
+    """The address from which this machine reaches a host; nothing is sent."""
+    with suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    return ""
+
+
+def _folder(path: Path) -> Folder:
+    """path: is made by the run; until then the folder above it counts."""
+    place = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    problem = ""
+    if not place.is_dir():
+        problem = f"{place} is a file"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        problem = f"{place} cannot be written"
+    return Folder(path=str(path), free_bytes=shutil.disk_usage(place).free, problem=problem)

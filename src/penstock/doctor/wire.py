@@ -1,0 +1,206 @@
+"""Between two ranks, over TCP on the interface that Gloo would use: the offset of clocks, delays and rates.
+
+Every rank serves; one of two asks. A request is a line of JSON, and every wait has an end.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final
+
+PINGS: Final = 20
+STREAM_S: Final = 0.6
+LEAD_S: Final = 0.15
+"""Of a stream: what fills buffers and opens TCP's window is not counted."""
+
+PATIENCE_S: Final = 5.0
+STREAM_PATIENCE_S: Final = 20.0
+"""For what a slow link still has in its buffers when a stream ends."""
+
+SEND_BUFFER_BYTES: Final = 1 << 19
+CHUNK: Final = bytes(1 << 18)
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """offset_s: how far the clock of the rank that asked is ahead. round_trip_s: of the quickest question;
+    the offset is wrong by half of it at most."""
+
+    offset_s: float
+    round_trip_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Bytes per second in both directions, one after the other; the median round trip."""
+
+    out_bytes_per_s: float
+    back_bytes_per_s: float
+    round_trip_s: float
+
+
+class Server:
+    """Answers other ranks until it is closed. host: the address to listen at; token: what they must know."""
+
+    def __init__(self, host: str, token: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
+        self._token = token
+        self._thread = threading.Thread(target=self._serve, name="penstock-doctor", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> Address:
+        host, port = self._listener.getsockname()[:2]
+        return host, port
+
+    def close(self) -> None:
+        """Answer no more."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._listener.close()
+        self._thread.join(PATIENCE_S)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError, ValueError):  # a stranger, or a rank that has gone
+            _prepare(connection)
+            with connection.makefile("rwb", buffering=0) as lines:
+                if json.loads(lines.readline(4096)).get("token") != self._token:
+                    return
+                while line := lines.readline(4096):
+                    _serve_one(connection, json.loads(line))
+
+
+def ask_clock(address: Address, token: str) -> Clock:
+    """Raises OSError where there is no answer."""
+    with _Asking(address, token) as asking:
+        rounds = [asking.ping() for _ in range(PINGS)]
+    offset_s, round_trip_s = min(rounds, key=lambda each: each[1])
+    return Clock(offset_s=offset_s, round_trip_s=round_trip_s)
+
+
+def ask_rates(address: Address, token: str) -> Rates:
+    """Takes about two `STREAM_S`; raises OSError where there is no answer."""
+    with _Asking(address, token) as asking:
+        round_trip_s = median(trip for _, trip in (asking.ping() for _ in range(PINGS)))
+        out = asking.stream_out()
+        back = asking.stream_back()
+    return Rates(out_bytes_per_s=out, back_bytes_per_s=back, round_trip_s=round_trip_s)
+
+
+def now_s() -> float:
+    """This machine's clock."""
+    return time.time()
+
+
+class _Asking:
+    """A connection to a server."""
+
+    def __init__(self, address: Address, token: str) -> None:
+        self._connection = socket.create_connection(address, timeout=PATIENCE_S)
+        _prepare(self._connection)
+        self._lines = self._connection.makefile("rwb", buffering=0)
+        self._say({"token": token})
+
+    def __enter__(self) -> _Asking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.close()
+        self._connection.close()
+
+    def ping(self) -> tuple[float, float]:
+        """How far our clock is ahead, and the round trip, both in seconds."""
+        began_s, tick_s = now_s(), time.monotonic()
+        self._say({"what": "ping"})
+        there_s = self._hear()["now_s"]
+        round_trip_s = time.monotonic() - tick_s
+        return began_s + round_trip_s / 2 - there_s, round_trip_s
+
+    def stream_out(self) -> float:
+        """Bytes per second towards the server."""
+        self._say({"what": "take"})
+        _pour(self._connection)
+        return float(self._hear()["rate"])
+
+    def stream_back(self) -> float:
+        """Bytes per second from the server."""
+        self._say({"what": "give"})
+        return _drain(self._connection)
+
+    def _say(self, words: Mapping[str, Any]) -> None:
+        self._connection.sendall(json.dumps(words).encode() + b"\n")
+
+    def _hear(self) -> dict[str, Any]:
+        line = self._lines.readline(4096)
+        if not line:
+            raise ConnectionError("the other rank has closed the connection")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def _prepare(connection: socket.socket) -> None:
+    connection.settimeout(STREAM_PATIENCE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+
+
+def _serve_one(connection: socket.socket, request: Mapping[str, Any]) -> None:
+    if request["what"] == "ping":
+        said: dict[str, Any] = {"now_s": now_s()}
+    elif request["what"] == "take":
+        said = {"rate": _drain(connection)}
+    else:
+        _pour(connection)
+        return
+    connection.sendall(json.dumps(said).encode() + b"\n")
+
+
+def _pour(connection: socket.socket) -> None:
+    """Chunks for `STREAM_S`, each after a byte that says whether it is the last one."""
+    until_s = time.monotonic() + STREAM_S
+    while time.monotonic() < until_s:
+        connection.sendall(b"\1" + CHUNK)
+    connection.sendall(b"\0" + CHUNK)
+
+
+def _drain(connection: socket.socket) -> float:
+    """Bytes per second of what comes until the last chunk, from `LEAD_S` on."""
+    frame = memoryview(bytearray(1 + len(CHUNK)))
+    began_s = time.monotonic()
+    counted, since_s, more = 0, 0.0, True
+    while more:
+        _fill(connection, frame)
+        at_s = time.monotonic()
+        if since_s:
+            counted += len(frame)
+        elif at_s > began_s + LEAD_S:
+            since_s = at_s
+        more = frame[0] == 1
+    taken_s = time.monotonic() - (since_s or began_s)
+    return (counted or len(frame)) / max(taken_s, 1e-9)
+
+
+def _fill(connection: socket.socket, frame: memoryview) -> None:
+    filled = 0
+    while filled < len(frame):
+        got = connection.recv_into(frame[filled:])
+        if not got:
+            raise ConnectionError("the other rank has closed the connection")
+        filled += got

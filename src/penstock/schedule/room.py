@@ -1,0 +1,51 @@
+"""Fixed orders in which gradients make room for others: sums are moved to where a task waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from penstock.graph import Graph, Lane, Name, Task
+from penstock.ops.sums import SCATTERS
+from penstock.schedule.schedule import Schedule
+from penstock.step.passes.gradient_room import ROOM
+
+
+def ordered(name: str, graph: Graph, lanes: Mapping[Lane, Sequence[Task]]) -> Schedule:
+    """The schedule of these orders; where no lane could go on, the sums that it waits for come first."""
+    found = {lane: tuple(order) for lane, order in lanes.items() if order}
+    if any(ROOM in task.inputs for task in graph.tasks):
+        found = _with_room(found)
+    return Schedule(name, found)
+
+
+def _with_room(lanes: Mapping[Lane, Sequence[Task]]) -> dict[Lane, tuple[Task, ...]]:
+    left = {lane: list(reversed(order)) for lane, order in lanes.items()}  # the next one stands last
+    made: dict[Lane, list[Task]] = {lane: [] for lane in lanes}
+    done: set[Name] = set()
+    while any(left.values()):
+        ready = [lane for lane, order in left.items() if order and _is_ready(order[-1], done)]
+        for lane in ready:
+            task = left[lane].pop()
+            made[lane].append(task)
+            done.add(task.name)
+        if not ready and not _make_room(left, done):
+            break  # a deadlock of another kind, which the schedule's check names
+    return {lane: (*made[lane], *reversed(left[lane])) for lane in lanes}
+
+
+def _make_room(left: Mapping[Lane, list[Task]], done: set[Name]) -> bool:
+    """Put the sums that some lane waits for, and that could run, at the front of theirs."""
+    wanted = {name for order in left.values() if order for name in order[-1].inputs.get(ROOM, ())}
+    moved = False
+    for order in left.values():
+        sums = [task for task in order if task.name in wanted and _is_ready(task, done)]
+        assert all(task.op in SCATTERS for task in sums), "sums make room"
+        for task in sums:
+            order.remove(task)
+            order.append(task)
+            moved = True
+    return moved
+
+
+def _is_ready(task: Task, done: set[Name]) -> bool:
+    return all(name in done for name in task.sources())

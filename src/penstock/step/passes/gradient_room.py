@@ -1,0 +1,58 @@
+"""Room for whole gradients, where they are given up once they are summed: that of two layers, never more."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from penstock.graph import Graph, Name, Task
+from penstock.ops.names import Op
+from penstock.ops.sums import SCATTERS
+from penstock.step.stages import Stage
+
+LAYERS = 2
+"""One layer's gradients are made while those of the layer above are summed."""
+
+ROOM = "room"
+
+
+@dataclass(frozen=True)
+class GradientRoom:
+    """ZeRO's stage 2. Without it, sums on a slow network would wait, and all whole gradients with them.
+
+    before  L2.RA.p0, L2.RA.p1          L0.U.B ─rows─ L0.C.B
+    after   L2.RA.p0, L2.RA.p1 ─room─ L0.U.B ─rows─ L0.C.B
+
+    What first adds to a layer's gradients waits for the sums of the layer two above. replicas: whether
+    experts have any; without, their gradients are nobody else's and stay.
+    """
+
+    replicas: bool
+    name = "gradient_room"
+    stage = Stage.GRADIENTS
+
+    def __call__(self, graph: Graph) -> Graph:
+        freed: dict[int, list[Name]] = defaultdict(list)
+        for task in graph.tasks:
+            if task.op in SCATTERS and (self.replicas or task.op != Op.EXPERT_SCATTER):
+                freed[task.layer].append(task.name)
+        firsts = _first_to_add(graph)
+        return Graph.of([_waiting(task, freed) if task.name in firsts else task for task in graph.tasks])
+
+
+def _waiting(task: Task, freed: dict[int, list[Name]]) -> Task:
+    names = tuple(freed.get(task.layer + LAYERS, ()))
+    return task.reading({**task.inputs, ROOM: names}) if names else task
+
+
+def _first_to_add(graph: Graph) -> set[Name]:
+    """Tasks that add to gradients and before which, in their layer, no other does."""
+    after: set[Name] = set()
+    found: set[Name] = set()
+    for task in graph.tasks:
+        waits = any(name in after for name in task.sources() if name.layer == task.layer)
+        if waits or task.accumulates:
+            after.add(task.name)
+        if task.accumulates and not waits:
+            found.add(task.name)
+    return found

@@ -1,0 +1,98 @@
+"""What the control groups of this process allow it of processor time and memory, by cgroups version 1 or 2.
+
+A container sees all processors and all memory of its host; what it may use of them is said here alone. A
+group's limit holds for the groups below it, so the smallest one on the way up counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+ROOT = Path("/")
+LARGEST_BYTES = 1 << 60
+"""Version 1 says a number near the largest there is where it means no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mount:
+    """A mounted hierarchy. top: the group that is at `place`; controllers: of version 1, () in version 2."""
+
+    place: Path
+    top: PurePosixPath
+    controllers: tuple[str, ...]
+
+
+def cpu_limit(root: Path = ROOT) -> float | None:
+    """Processors' worth of time that this process may use; None without a limit.
+
+    root: of the file system, in which /proc and the mounted groups are read.
+    """
+    limits = [
+        *(_quota(*text.split()) for text in _read(root, "", "cpu.max") if len(text.split()) == 2),
+        *(
+            _quota(*both)
+            for both in zip(
+                _read(root, "cpu", "cpu.cfs_quota_us"), _read(root, "cpu", "cpu.cfs_period_us"), strict=True
+            )
+        ),
+    ]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def memory_limit(root: Path = ROOT) -> int | None:
+    """Bytes that this process and those in its groups may use; None without a limit."""
+    texts = [*_read(root, "", "memory.max"), *_read(root, "memory", "memory.limit_in_bytes")]
+    limits = [int(text) for text in texts if text.isdecimal()]
+    return min((limit for limit in limits if limit < LARGEST_BYTES), default=None)
+
+
+def _quota(quota_us: str, period_us: str) -> float | None:
+    """Version 1 writes -1 for no limit, version 2 `max`."""
+    is_limited = quota_us.isdecimal() and period_us.isdecimal() and int(period_us) > 0
+    return int(quota_us) / int(period_us) if is_limited else None
+
+
+def _read(root: Path, controller: str, name: str) -> list[str]:
+    """What the file `name` says in each of our groups, from ours upwards. controller: "" for version 2."""
+    files = (folder / name for folder in _folders(root, controller))
+    return [file.read_text().strip() for file in files if file.is_file()]
+
+
+def _folders(root: Path, controller: str) -> Iterator[Path]:
+    """Our group's folder, and those of the groups above it that are mounted here."""
+    own = _own_group(root, controller)
+    for mount in _mounts(root):
+        if own is None or (controller not in mount.controllers if controller else bool(mount.controllers)):
+            continue
+        # Where a container has mounted groups of its host, its own group may be outside of what it sees.
+        inside = own.relative_to(mount.top) if own.is_relative_to(mount.top) else PurePosixPath()
+        yield from (mount.place / each for each in (inside, *inside.parents))
+
+
+def _own_group(root: Path, controller: str) -> PurePosixPath | None:
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):  # version 2 has one line with none
+            return PurePosixPath(path)
+    return None
+
+
+def _mounts(root: Path) -> Iterator[_Mount]:
+    """Where groups are mounted; see proc(5), /proc/pid/mountinfo."""
+    for line in _lines(root / "proc/self/mountinfo"):
+        mounted, _, kind = line.partition(" - ")
+        fields, (system, *rest) = mounted.split(), kind.split()
+        if system in ("cgroup", "cgroup2"):
+            controllers = tuple(rest[-1].split(",")) if system == "cgroup" else ()
+            place = root / fields[4].lstrip("/")
+            yield _Mount(place=place, top=PurePosixPath(fields[3]), controllers=controllers)
+
+
+def _lines(file: Path) -> list[str]:
+    """None of them where the system has no such file, or forbids reading it."""
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []

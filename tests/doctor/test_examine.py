@@ -1,0 +1,62 @@
+"""What ranks find out together, as real processes: one that is hidden, dies, or is not like the others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.doctor.ranks import DIED, Disguise, doctor
+
+pytestmark = pytest.mark.slow
+
+
+def test_ranks_that_are_alike_have_nothing_to_mend() -> None:
+    told = doctor(2, "--json")
+    assert told.codes == {0: 0, 1: 0}, told.errors
+    found = json.loads(told.out)
+    assert found["ok"] and all(check["passed"] for check in found["checks"])
+    names = [check["name"] for check in found["checks"]]
+    assert names[:6] == ["ranks", "versions", "clocks", "interface", "host names", "links"]
+    assert names[6:] == ["memory", "disk", "open files", "exchange"]
+    (link,) = found["examination"]["links"]
+    assert link["pair"]["nodes"] == [0, 0] and link["rates"]["out_bytes_per_s"] > 1e6
+
+
+def test_a_version_and_a_clock_that_differ_are_named() -> None:
+    odd = Disguise(versions={"torch": "1.13.1", "penstock": "0.0.9"}, ahead_s=5.0, machine="another")
+    told = doctor(3, disguises={2: odd}, environ={"COLUMNS": "100"})
+    assert set(told.codes.values()) == {1}, told.errors
+    text = " ".join(told.out.split())
+    assert "Rank 2 (" in text and "has torch 1.13.1, and the rest 2." in text
+    assert "has penstock 0.0.9, and the rest 0." in text
+    assert "s ahead of that of rank 0: let all machines follow one time server" in text
+    assert "MEND" in text and max(map(len, told.out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("hidden", [0, 2])
+def test_a_rank_that_does_not_come_is_named_and_nobody_waits_for_it(hidden: int) -> None:
+    came = [rank for rank in range(3) if rank != hidden]
+    told = doctor(3, "--wait", "10", come=came)
+    assert told.codes == dict.fromkeys(came, 1), told.errors
+    assert f"Rank {hidden} has not come: look at the machine where it should run" in " ".join(
+        told.out.split()
+    )
+    assert told.out.count("2 of 3 came") == 1
+
+
+def test_a_rank_that_dies_after_it_came_is_named() -> None:
+    told = doctor(3, disguises={1: Disguise(dies=True)}, timeout_s=200)
+    assert told.codes == {0: 1, 1: DIED, 2: 1}, told.errors
+    text = " ".join(told.out.split())
+    assert "Rank 1 (" in text and "came and then did not answer: look for a process that was killed" in text
+
+
+def test_an_interface_that_is_not_there_is_named_and_nobody_waits_for_it() -> None:
+    told = doctor(2, environ={"GLOO_SOCKET_IFNAME": "ib7"})
+    assert told.codes == {0: 1, 1: 1}, told.errors
+    text = " ".join(told.out.split())
+    assert (
+        "has no interface ib7; it has " in text
+        and "name one that all others reach in GLOO_SOCKET_IFNAME" in text
+    )
