@@ -32,6 +32,22 @@ def _rates(rate: str, note: str, seconds: float) -> Run:
     return Run(name=f"2x1-{rate}", title=title, arguments=arguments, note=note, seconds=seconds)
 
 
+def _whole(rate: str, seconds: float) -> Run:
+    """Whole iterations of ours and of others, with AdamW and with its shares, each as shipped."""
+    ours = ("--schedules", "sequential,sequential+sharded,penstock,penstock+sharded,penstock+shard_gradients")
+    arguments = (*_cluster("2x1", rate), *ours, "--peers", "deepspeed,megatron", "compare.rounds=3")
+    return Run(
+        name=f"iterations-2x1-{rate}",
+        title=f"Whole iterations, {rate_text(parse_rate(rate))}",
+        arguments=arguments,
+        note="Clipping and the update included: `sequential` with plain AdamW first, then shares of it, then "
+        "shares of gradients, too; DeepSpeed with ZeRO stage 1, and Megatron-Core up to the sums of "
+        "gradients, as shipped `(gloo)` and on Penstock's all-to-all.",
+        seconds=seconds,
+        drawn=False,
+    )
+
+
 def _shared(shape: str, note: str) -> Run:
     """Four ranks that compute on the cores of two."""
     arguments = (*_cluster(shape, "400mbit"), *ENDS, "moe.num_experts=4", "compare.rounds=2")
@@ -157,6 +173,10 @@ SUITE: Final = (
         "around to run them on CPUs: [docs/peers.md](docs/peers.md).",
         seconds=140,
     ),
+    _whole("300mbit", 150),
+    _whole("400mbit", 140),
+    _whole("700mbit", 125),
+    _whole("2gbit", 115),
     _shared("2x2", "Two devices share each uplink, and four ranks share two cores."),
     _shared("4x1", "Four nodes with an uplink each; four ranks share two cores."),
     _virtual(

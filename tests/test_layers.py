@@ -18,6 +18,7 @@ import penstock
 PURE = (
     "config",
     "words",
+    "extras",
     "mesh",
     "placement",
     "placing",

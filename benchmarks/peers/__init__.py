@@ -10,7 +10,7 @@ for peer in (shipped, receiving):
 """
 
 from benchmarks.peers.build import build_peer
-from benchmarks.peers.entries import peer_entries, shipped_stack
+from benchmarks.peers.entries import peer_entries, peer_notes, shipped_stack
 from benchmarks.peers.installed import require
 from benchmarks.peers.peer import Batch, Peer, Work
 from benchmarks.peers.transport import receives_first
@@ -21,6 +21,7 @@ __all__ = [
     "Work",
     "build_peer",
     "peer_entries",
+    "peer_notes",
     "receives_first",
     "require",
     "shipped_stack",

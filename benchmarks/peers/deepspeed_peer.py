@@ -1,4 +1,4 @@
-"""DeepSpeed-MoE: its MoE layer and its engine (ZeRO stage 0) on the CPU accelerator.
+"""DeepSpeed-MoE: its MoE layer and its engine (ZeRO stage 0, or 1 where it updates) on the CPU accelerator.
 
 Shapes: T tokens, M hidden size, E experts of this rank, R rows of one expert.
 """
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from benchmarks.peers.frame import Frame, PeerLayer, Read
 from benchmarks.peers.peer import Peer, Work, exact_factor
 from benchmarks.peers.scoped import OwnGlobals, quiet, replaced
-from penstock.bench.config import BenchConfig
 from penstock.config import ConfigError
 from penstock.moe import MoEConfig, MoELayer
 from penstock.moe.build import build_experts
@@ -35,7 +34,8 @@ class DeepSpeedPeer(Peer):
         "Its shared-memory operator is not built: DeepSpeed compiles it with a C++ compiler when it first "
         "meets a process group, and uses it for inference only.",
         "LOCAL_RANK is set while it is built, because it insists on it, whatever started the processes.",
-        "The engine gets an SGD optimiser that never steps, because without one it refuses to run backward.",
+        "Where nothing is updated, the engine gets an SGD optimiser that never steps, because without one it "
+        "refuses to run backward.",
         "Its process groups are made with the run's timeout, because it gives them none and would notice a "
         "lost rank after half an hour.",
         "Its process groups are exchanged with each step, because it keeps them in variables of a module and "
@@ -66,7 +66,8 @@ class DeepSpeedPeer(Peer):
             self._state = OwnGlobals(import_module("deepspeed.utils.groups"))
             with self._inside():
                 frame = Frame(work.model, work.config, work.layout, lambda: DeepSpeedLayer(work))
-                self._engine = _engine(frame, work.config)
+                self._engine = _engine(frame, work)
+                self._updates = work.max_norm is not None
         return frame
 
     def _inside(self) -> AbstractContextManager[None]:
@@ -75,9 +76,13 @@ class DeepSpeedPeer(Peer):
     def _run(self) -> Tensor:
         loss: Tensor = self._engine(*self.batch)
         self._engine.backward(loss)
+        if self._updates:
+            self._engine.step()  # clips, updates this rank's shares, gathers parameters
         return loss
 
     def _clear(self) -> None:
+        if self._updates:
+            return  # its step has
         for parameter in self.frame.parameters():
             parameter.grad = None
 
@@ -175,17 +180,22 @@ def _nothing() -> None:
     """In the place of `build_shm_op`: there is none."""
 
 
-def _engine(frame: Frame, config: BenchConfig) -> Any:
+def _engine(frame: Frame, work: Work) -> Any:
     import deepspeed
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
 
     parameters = {"params": list(frame.parameters()), "name": "parameters"}
-    settings = {
-        "train_micro_batch_size_per_gpu": config.compare.batch_per_device,
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": work.config.compare.batch_per_device,
         "gradient_accumulation_steps": 1,
         "zero_optimization": {"stage": 0},
     }
-    optimizer = torch.optim.SGD(split(parameters), lr=0.0)
+    optimizer: torch.optim.Optimizer
+    if work.max_norm is None:
+        optimizer = torch.optim.SGD(split(parameters), lr=0.0)
+    else:
+        settings |= {"zero_optimization": {"stage": 1}, "gradient_clipping": work.max_norm}
+        optimizer = torch.optim.AdamW(split(parameters), lr=0.0, fused=True)
     engine, *_ = deepspeed.initialize(model=frame, optimizer=optimizer, config=settings)
     return engine
 

@@ -12,12 +12,16 @@ from benchmarks.peers.build import build_peer
 from benchmarks.peers.peer import Work
 from benchmarks.peers.shipped import ShippedTransport
 from penstock.bench.contender import Entry, TransportName
-from penstock.bench.scheduled import Scheduled, Stacks
+from penstock.bench.scheduled import Stacks
 from penstock.runtime import PipelinedStack
 from penstock.runtime.lanes import ThreadLanes
 from penstock.runtime.transport import Transports
 from penstock.topology import lane_groups
 
+UPDATING: Final = ("deepspeed",)
+"""Peers that clip and update in a comparison, with their own sharded optimiser."""
+
+END: Final = "clipping and update, since its distributed optimiser takes GPU tensors alone"
 TRANSPORTS: Final[tuple[TransportName, ...]] = ("penstock", "gloo")
 
 
@@ -27,10 +31,23 @@ def peer_entries(stacks: Stacks, entries: Sequence[Entry]) -> list[Entry]:
     Collective. Whoever asks for them closes their contenders.
     """
     found = [_shipped(stacks, entry) for entry in entries if entry.name == "sequential"]
-    work = Work(config=stacks.config, layout=stacks.layout, model=stacks.model, batch=stacks.batch)
+    work = Work(
+        config=stacks.config,
+        layout=stacks.layout,
+        model=stacks.model,
+        batch=stacks.batch,
+        max_norm=stacks.run_config.optimizer.clip_grad_norm,
+    )
     for name, transport in product(stacks.config.compare.peers, TRANSPORTS):
-        found.append(Entry(name=name, transport=transport, contender=build_peer(name, work, transport)))
+        own = work if name in UPDATING else replace(work, max_norm=None)
+        found.append(Entry(name=name, transport=transport, contender=build_peer(name, own, transport)))
     return found
+
+
+def peer_notes(names: Sequence[str]) -> tuple[str, ...]:
+    """What a table has to say of iterations that end early."""
+    early = [name for name in names if name not in UPDATING]
+    return tuple(f"{name}: its iterations end with the sums of gradients, without {END}" for name in early)
 
 
 def shipped_stack(stacks: Stacks) -> PipelinedStack:
@@ -44,5 +61,5 @@ def _shipped(stacks: Stacks, entry: Entry) -> Entry:
     """The same plan on Gloo's own all-to-all, whose speed is a matter of luck: nothing is predicted."""
     assert entry.plan is not None, "only a schedule has a plan"
     stack = shipped_stack(stacks)
-    contender = Scheduled(stack, stack.adopt(entry.plan), stacks.batch)
+    contender = stacks.of_stack(stack, entry.plan)
     return Entry(name=entry.name, transport="gloo", contender=contender, plan=entry.plan)

@@ -26,12 +26,17 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What every contender works on. model: whose weights to start from; it stays as it is."""
+    """What every contender works on. model: whose weights to start from; it stays as it is.
+
+    max_norm: whole iterations end with clipping to this norm and an update by the peer's own sharded AdamW,
+    with a learning rate of 0, as Penstock's do in a comparison; None = gradients are left where they are.
+    """
 
     config: BenchConfig
     layout: Layout
     model: GPT
     batch: Batch
+    max_norm: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -74,7 +79,9 @@ class Peer(ABC):
         self.clear()
 
     def step(self, number: int = 0) -> None:
-        """Forward, backward, and the peer's own synchronisation of gradients. Every rank must call it.
+        """Forward, backward, the peer's own synchronisation of gradients, and its update where it has one.
+
+        Every rank must call it.
 
         Gradients of an earlier step are cleared first, unless `clear` has been called since.
         """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 import penstock
 from penstock.adapt.trainer import ScheduledTrainer
-from tests.support.adapted import Batch, small, without_labels
+from tests.support.adapted import Batch, as_torchrun_starts_it, small, without_labels
 from tests.support.ranks import Pools
 
 STEPS, SAVED_AT, SAMPLES = 4, 2, 32
@@ -59,19 +57,6 @@ def trained(
     trainer.train(resume_from_checkpoint=resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return [*losses, trainer.evaluate(Samples())["eval_loss"]]
-
-
-@contextmanager
-def as_torchrun_starts_it(rank: int, world: int) -> Iterator[None]:
-    """Inside, accelerate sees the processes that have joined already."""
-    with pytest.MonkeyPatch.context() as environ:
-        told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
-        told |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 29500}
-        for name, value in told.items():
-            environ.setenv(name, str(value))
-        AcceleratorState._reset_state(True)
-        yield
-    AcceleratorState._reset_state(True)
 
 
 def train_on_ranks(rank: int, world: int, folder: str, resume: str | None) -> list[float]:

@@ -163,6 +163,19 @@ def test_a_step_sends_the_same_bytes_every_time(real: list[Compared]) -> None:
         assert all(sent == rounds[0] for sent in rounds)
 
 
+def test_iterations_end_with_an_update_whole_or_in_shares(ranks: Pools) -> None:
+    """Each kind of update has a limit of its own; the prediction is of the whole iteration."""
+    names = ("sequential", "sequential+sharded", "flowmoe+shard_gradients")
+    first, second = ranks(2).run(run_comparison, config_of(schedules=names), False)
+    assert first == second
+    assert first.labels == list(names)
+    assert list(first.compute_s) == ["", "+sharded", "+shard_gradients"]
+    assert all(seconds is not None and seconds > 0 for seconds in first.simulated_s)
+    whole, shares, _ = first.result.cases
+    assert whole.limit.device_bytes > 0 and shares.limit != whole.limit
+    assert "clipping, update" in render(first.result)
+
+
 # ---- virtual devices ---------------------------------------------------------------------------------------
 
 
@@ -273,7 +286,8 @@ def run_tuned(rank: int, config: BenchConfig, virtual: bool) -> list[Tuned]:
     for entry in field.entries:
         promised: dict[tuple[int, int], float | None] = {}
         for each in tried[entry.name]:  # of two sizes of chunks the better one counts
-            cut = each.plan.shape.microbatches, each.plan.shape.chunks
+            shape = each.candidate.plan.shape
+            cut = shape.microbatches, shape.chunks
             promised[cut] = min(promised.get(cut) or each.predicted_s, each.predicted_s)
         found.append(Tuned(cut_of(entry), entry.simulated_s, promised))
     field.close()

@@ -9,6 +9,7 @@ from penstock.bench.naming import Named
 from penstock.config import ConfigError
 from penstock.decision import PlacementConfig
 from penstock.moe import MoEConfig
+from penstock.train.optimizer import OptimizerConfig
 
 
 def test_a_name_says_what_moves() -> None:
@@ -44,3 +45,18 @@ def test_without_a_plus_everything_stays() -> None:
 def test_what_is_no_name_is_refused(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         CompareConfig(schedules=("sequential", name))
+
+
+def test_a_name_may_say_whose_updates() -> None:
+    plain, shares, gradients = map(
+        Named.of, ("penstock", "penstock+sharded", "penstock+node_once+shard_gradients")
+    )
+    settled = [each.optimizer(OptimizerConfig()) for each in (plain, shares, gradients)]
+    assert [(each.sharded, each.shard_gradients) for each in settled] == [
+        (False, False),
+        (True, False),
+        (True, True),
+    ]
+    assert [each.moves for each in (plain, shares, gradients)] == [False, False, True]
+    with pytest.raises(ConfigError, match="one owner"):
+        Named.of("penstock+sharded+shard_gradients")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here needs the network
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -254,3 +255,18 @@ def share_of(whole: Tensor, mine: Tensor, rank: int) -> Tensor:
 
 def without_labels(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: each for name, each in given.items() if name != "labels"}
+
+
+@contextmanager
+def as_torchrun_starts_it(rank: int, world: int) -> Iterator[None]:
+    """Inside, accelerate sees the processes that have joined already."""
+    from accelerate.state import AcceleratorState
+
+    with pytest.MonkeyPatch.context() as environ:
+        told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
+        told |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 29500}
+        for name, value in told.items():
+            environ.setenv(name, str(value))
+        AcceleratorState._reset_state(True)
+        yield
+    AcceleratorState._reset_state(True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from penstock.bench.config import CompareConfig
-from penstock.bench.contender import Entry, Sample, measure_peak, run_step
+from penstock.bench.contender import Entry, Sample, first_of_every_work, measure_peak, run_step
 from penstock.bench.field import Field
 from penstock.train.stopping import StopRequests
 
@@ -30,15 +30,6 @@ class Measurements:
     virtual: str | None
     layout: str = ""
     notes: tuple[str, ...] = ()
-
-
-def first_of_every_work(entries: Sequence[Entry]) -> dict[str, Entry]:
-    """By work, in the order of entries; peers have that of the first."""
-    found: dict[str, Entry] = {}
-    for entry in entries:
-        if entry.plan is not None:
-            found.setdefault(entry.work, entry)
-    return found
 
 
 def ignore(text: str) -> None:

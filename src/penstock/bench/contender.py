@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -20,7 +20,7 @@ TransportName = Literal["penstock", "gloo"]
 
 
 class Contender(Protocol):
-    """Runs whole steps: forward, backward, gradients synchronised."""
+    """Runs whole iterations: forward, backward, gradients synchronised, clipped and used."""
 
     def prepare(self, number: int) -> None:
         """What step `number` needs and a training loop would have had ready: not timed."""
@@ -67,6 +67,15 @@ class Entry:
     def label(self) -> str:
         """Unique in one comparison: `deepspeed`, and `deepspeed (gloo)` as shipped."""
         return self.name if self.transport == "penstock" else f"{self.name} (gloo)"
+
+
+def first_of_every_work(entries: Sequence[Entry]) -> dict[str, Entry]:
+    """By work, in the order of entries; peers have that of the first."""
+    found: dict[str, Entry] = {}
+    for entry in entries:
+        if entry.plan is not None:
+            found.setdefault(entry.work, entry)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

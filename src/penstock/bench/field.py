@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from penstock.autopilot.profiling import profile_run, profile_schedules
 from penstock.autopilot.run_problem import run_problem
 from penstock.bench import checkout
 from penstock.bench.config import BenchConfig
-from penstock.bench.contender import Entry
-from penstock.bench.naming import AUTO
-from penstock.bench.scheduled import Scheduled, Stacks, timed
+from penstock.bench.contender import Entry, first_of_every_work
+from penstock.bench.naming import AUTO, Named
+from penstock.bench.scheduled import Stacks, timed
 from penstock.bench.tune import variants
 from penstock.cost import ProfiledCluster
 from penstock.decision import ScheduleConfig
 from penstock.plan import Candidate, FoundPlan, Problem, evaluate, explain, find_plan
+from penstock.plan.optimizers import whole_s
+from penstock.plan.predict import interval_s
 from penstock.plan.published import PUBLISHED
 from penstock.topology import Control, Layout
 
@@ -27,6 +30,19 @@ BESIDE: Final = ("sequential", "pipemoe", "flowmoe", "fsmoe")
 """Published planners whose plans are measured, too; the first is the base of all ratios."""
 
 PLANNED: Final = "planned"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """A plan, and the problem that it is of, which says how the iteration ends."""
+
+    problem: Problem
+    candidate: Candidate
+
+    @property
+    def predicted_s(self) -> float:
+        """Of all of it, clipping and update included."""
+        return whole_s(self.problem, self.candidate)
 
 
 class Field(Protocol):
@@ -73,7 +89,7 @@ class RealField:
     def __init__(
         self,
         stacks: Stacks,
-        candidates: Mapping[str, Candidate],
+        candidates: Mapping[str, Iteration],
         *,
         notes: tuple[str, ...] = (),
         peers: Sequence[str] = (),
@@ -84,9 +100,16 @@ class RealField:
         self.layout = layout_words(stacks.layout)
         self.notes, self._stacks, self.control = notes, stacks, stacks.machinery.control
         entries = [_entry(stacks, *item) for item in candidates.items()]
+        self._alone = {
+            work: stacks.scheduled(entry.plan, sends=False)
+            for work, entry in first_of_every_work(entries).items()
+            if entry.plan is not None
+        }
         self._others: list[Entry] = []
         if peers:
-            self._others = checkout.peers(",".join(peers)).peer_entries(stacks, entries)
+            others = checkout.peers(",".join(peers))
+            self._others = others.peer_entries(stacks, entries)
+            self.notes += others.peer_notes(peers)
         self.entries = (*entries, *self._others)
 
     @property
@@ -94,8 +117,7 @@ class RealField:
         return self._stacks.machinery.transports.traffic
 
     def compute_alone_s(self, entry: Entry, number: int) -> float:
-        assert entry.plan is not None, "the entry is a schedule"
-        alone = Scheduled(self._stacks.of(entry.plan, sends=False), entry.plan, self._stacks.batch)
+        alone = self._alone[entry.work]
         alone.prepare(number)
         self.control.barrier("starting computation alone")
         return timed(alone.step, number)
@@ -106,17 +128,15 @@ class RealField:
         self._stacks.close()
 
 
-def _entry(stacks: Stacks, name: str, candidate: Candidate) -> Entry:
-    stack = stacks.of(candidate.plan)
-    stacks.of(candidate.plan, sends=False).adopt(candidate.plan)
-    contender = Scheduled(stack, stack.adopt(candidate.plan), stacks.batch)
+def _entry(stacks: Stacks, name: str, iteration: Iteration) -> Entry:
+    contender = stacks.scheduled(iteration.candidate.plan)
     return Entry(
         name=name,
         transport="penstock",
         contender=contender,
-        plan=candidate.plan,
-        simulated_s=candidate.predicted_s,
-        interval_s=candidate.interval_s,
+        plan=contender.plan,
+        simulated_s=iteration.predicted_s,
+        interval_s=interval_s(iteration.problem, iteration.predicted_s),
     )
 
 
@@ -140,15 +160,15 @@ def schedules_field(config: BenchConfig, layout: Layout) -> RealField:
 
 def _field_with_choice(stacks: Stacks) -> RealField:
     """The schedules, and the plan that the joint search chooses, all predicted from one profile."""
-    compare = stacks.config.compare
     problem = _profiled(stacks)
-    found, dispatch = chosen(problem, stacks.machinery.control), problem.workload.dispatch
-    best: dict[str, Candidate] = {}
-    for name in compare.schedules:
-        tried = [] if name == AUTO else variants(stacks.config, name)
-        best[name] = fastest([evaluate(problem, each.decision(dispatch)) for each in tried] or [found.best])
+    found = chosen(problem, stacks.machinery.control)
+    tried = predicted(stacks, problem)
+    best = {
+        name: fastest(tried[name]) if name in tried else Iteration(problem=problem, candidate=found.best)
+        for name in stacks.config.compare.schedules
+    }
     notes = (*explain(problem, found).lines, *_doubts(problem))
-    return RealField(stacks, best, notes=notes, peers=compare.peers)
+    return RealField(stacks, best, notes=notes, peers=stacks.config.compare.peers)
 
 
 def _profiled(stacks: Stacks) -> Problem:
@@ -173,8 +193,9 @@ def _doubts(problem: Problem) -> tuple[str, ...]:
 
 
 def _variants(stacks: Stacks) -> dict[str, tuple[ScheduleConfig, ...]]:
-    """Of every schedule that is compared."""
-    return {name: variants(stacks.config, name) for name in stacks.config.compare.schedules}
+    """Of every schedule that is compared by name."""
+    names = [name for name in stacks.config.compare.schedules if name != AUTO]
+    return {name: variants(stacks.config, name) for name in names}
 
 
 def profiled_for(stacks: Stacks) -> Problem:
@@ -185,18 +206,30 @@ def profiled_for(stacks: Stacks) -> Problem:
     return run_problem(stacks.run_config, stacks.layout, file)
 
 
-def predicted(stacks: Stacks, problem: Problem) -> dict[str, list[Candidate]]:
+def predicted(stacks: Stacks, problem: Problem) -> dict[str, list[Iteration]]:
     """Every variant of every schedule that is compared, all predicted from one profile of what they need."""
-    tried = _variants(stacks)
     return {
-        name: [evaluate(problem, variant.decision(problem.workload.dispatch)) for variant in several]
-        for name, several in tried.items()
+        name: [_predicted(_problem_of(stacks, problem, name), variant) for variant in several]
+        for name, several in _variants(stacks).items()
     }
 
 
-def fastest(candidates: Sequence[Candidate]) -> Candidate:
+def _predicted(problem: Problem, variant: ScheduleConfig) -> Iteration:
+    candidate = evaluate(problem, variant.decision(problem.workload.dispatch))
+    return Iteration(problem=problem, candidate=candidate)
+
+
+def _problem_of(stacks: Stacks, problem: Problem, name: str) -> Problem:
+    """The problem with the optimiser of this entry."""
+    assert isinstance(problem.cluster, ProfiledCluster), "it was profiled"
+    if not Named.of(name).shares:
+        return problem
+    return run_problem(stacks.run_of(name), stacks.layout, problem.cluster.file)
+
+
+def fastest(iterations: Sequence[Iteration]) -> Iteration:
     """The one with the least prediction."""
-    return min(candidates, key=lambda candidate: candidate.predicted_s)
+    return min(iterations, key=lambda iteration: iteration.predicted_s)
 
 
 def planned_field(config: BenchConfig, layout: Layout) -> RealField:
@@ -207,6 +240,7 @@ def planned_field(config: BenchConfig, layout: Layout) -> RealField:
     stacks = Stacks(config, layout)
     problem = _profiled(stacks)
     found = chosen(problem, stacks.machinery.control)
-    published = {name: evaluate(problem, PUBLISHED[name](problem)) for name in BESIDE}
+    plans = {name: evaluate(problem, PUBLISHED[name](problem)) for name in BESIDE} | {PLANNED: found.best}
+    iterations = {name: Iteration(problem=problem, candidate=plan) for name, plan in plans.items()}
     notes = (*explain(problem, found).lines, *_doubts(problem))
-    return RealField(stacks, {**published, PLANNED: found.best}, notes=notes)
+    return RealField(stacks, iterations, notes=notes)

@@ -1,4 +1,4 @@
-"""What is compared, by name: a schedule, what moves, how rows travel: `penstock+planned+node_once`."""
+"""What is compared, by name: a schedule, what moves, how rows travel, whose updates: `penstock+sharded`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from penstock.decision.moving import ExpertMoves, SampleMoves
 from penstock.dispatch import DISPATCHES
 from penstock.moe import MoEConfig
 from penstock.schedule import SCHEDULES
+from penstock.train.optimizer import OptimizerConfig
 
 AUTO: Final = "auto"
 """Among schedules: the plan that the joint search chooses, whatever schedule that has."""
@@ -20,13 +21,18 @@ SAMPLES: Final[tuple[SampleMoves, ...]] = tuple(name for name in get_args(Sample
 EXPERTS: Final[tuple[ExpertMoves, ...]] = tuple(name for name in get_args(ExpertMoves) if name != STAYS)
 
 
+SHARDED, GRADIENTS = "sharded", "shard_gradients"
+"""As section [optimizer] calls them: shares of the optimiser, and of gradients, too."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Named:
     """One contender by its name. samples, experts: as section [placement] calls them. dispatch: none = as
-    section [moe] says."""
+    section [moe] says. shares: what of the update ranks have shares of; "" = nothing."""
 
     schedule: str
     dispatch: str | None = None
+    shares: str = ""
     samples: SampleMoves = STAYS
     experts: ExpertMoves = STAYS
 
@@ -42,6 +48,15 @@ class Named:
             found = found._with(move, name)
         return found
 
+    @property
+    def moves(self) -> bool:
+        """Whether something moves, or rows travel in a way of their own."""
+        return (self.dispatch, self.samples, self.experts) != (None, STAYS, STAYS)
+
+    def optimizer(self, given: OptimizerConfig) -> OptimizerConfig:
+        """Section [optimizer], but for who updates."""
+        return replace(given, sharded=self.shares != "", shard_gradients=self.shares == GRADIENTS)
+
     def placement(self, given: PlacementConfig) -> PlacementConfig:
         """Section [placement], but for what moves."""
         return replace(given, samples=self.samples, experts=self.experts)
@@ -53,14 +68,20 @@ class Named:
     def _with(self, move: str, name: str) -> Named:
         if move in DISPATCHES and self.dispatch is None:
             return replace(self, dispatch=move)
+        if move in (SHARDED, GRADIENTS) and not self.shares:
+            return replace(self, shares=move)
         for samples in SAMPLES:
             if samples == move and self.samples == STAYS:
                 return replace(self, samples=samples)
         for experts in EXPERTS:
             if experts == move and self.experts == STAYS:
                 return replace(self, experts=experts)
-        if move in (*SAMPLES, *EXPERTS, *DISPATCHES):
-            why = "samples can be moved in one way only, experts too, and rows have one dispatch"
+        known = (*SAMPLES, *EXPERTS, *DISPATCHES, SHARDED, GRADIENTS)
+        if move in known:
+            why = (
+                "samples can be moved in one way only, experts too, rows have one dispatch, "
+                "and updates one owner"
+            )
             raise ConfigError("schedules", name, why, "Name one of each at most.")
-        hint = f"After a + use one of {', '.join((*SAMPLES, *EXPERTS, *DISPATCHES))}."
+        hint = f"After a + use one of {', '.join(known)}."
         raise ConfigError("schedules", name, f"nothing is moved by {move!r}", hint)

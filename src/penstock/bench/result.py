@@ -52,10 +52,12 @@ class CaseResult:
     """One schedule or peer.
 
     schedule: its name. transport: whose all-to-all. label: both, unique in a comparison.
-    iteration_s: forward, backward and gradient synchronisation, the slowest rank of each round.
+    iteration_s: forward, backward, gradient synchronisation, clipping and update, the slowest rank of each
+    round.
     speedup: round by round against the first schedule of the run. limit: of its work, which is another in
     every form of the MoE part where ranks share attention or experts.
     overlap_efficiency: limit_s / iteration_s_median. exposed_communication_s: on the slowest rank.
+    beyond_share: of the iteration, what it takes longer than the computation alone of its work.
     overhead_s: time in which the compute lane stood still although its next task was ready.
     peak_memory_bytes: highest resident memory of any rank above what it held before its step.
     simulated_s: predicted from costs that were measured apart from this schedule's own run;
@@ -94,6 +96,17 @@ class CaseResult:
         return None if self.simulated_s is None else self.iteration_s.median / self.simulated_s - 1
 
     @property
+    def exposed_share(self) -> float | None:
+        """Of the iteration."""
+        exposed_s = self.exposed_communication_s
+        return None if exposed_s is None else exposed_s / self.iteration_s.median
+
+    @property
+    def beyond_share(self) -> float:
+        """Known of peers, too, whose computation is that of the first entry."""
+        return max(0.0, 1 - self.limit.compute_s / self.iteration_s.median)
+
+    @property
     def overhead_share(self) -> float | None:
         """Of the iteration."""
         return None if self.overhead_s is None else self.overhead_s / self.iteration_s.median
@@ -106,6 +119,8 @@ class CaseResult:
             "speedup": self.speedup.median,
             "speedup_interval": [self.speedup.low, self.speedup.high],
             "overlap_efficiency": self.overlap_efficiency,
+            "exposed_share": self.exposed_share,
+            "beyond_share": self.beyond_share,
             "overhead_share": self.overhead_share,
             "simulation_error": self.simulation_error,
         }

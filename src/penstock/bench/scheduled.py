@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.bench.config import BenchConfig
 from penstock.bench.naming import Named
 from penstock.data import DataConfig
+from penstock.models import GPT
 from penstock.moe.build import dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.transport.silent import silent
@@ -20,17 +23,29 @@ from penstock.schedule import StepPlan
 from penstock.step.shape import ExpertForm
 from penstock.topology import Layout
 from penstock.trace import TaskRecord
-from penstock.train.assemble import build_machinery, first_plan, model_of
+from penstock.train.assemble import (
+    build_machinery,
+    build_optimizer,
+    build_stack,
+    first_plan,
+    model_of,
+)
 from penstock.train.config import OutputConfig, RunConfig, TrainConfig
+from penstock.train.optimizer import build_adamw, initialise_state, set_learning_rate
+from penstock.train.update import Update, build_update
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """Steps of one stack by one plan. Gradients are dropped after every step."""
+    """Whole iterations of one stack by one plan, clipping and update included.
+
+    The learning rate is 0: an update costs what it always does, and weights stay those that all entries have.
+    """
 
     stack: PipelinedStack
     plan: StepPlan
     batch: tuple[Tensor, Tensor]
+    update: Update
 
     def prepare(self, number: int) -> None:
         del number  # the same batch every time: all entries do the same work
@@ -38,9 +53,8 @@ class Scheduled:
 
     def step(self, number: int) -> None:
         self.prepare(number)
-        self.stack(*self.batch).backward()
-        for parameter in self.stack.model.parameters():
-            parameter.grad = None
+        self.update.backward(self.stack(*self.batch), number + 1)
+        self.update.apply(accepted=True)
 
     def records(self) -> list[TaskRecord]:
         return self.stack.records()
@@ -49,19 +63,71 @@ class Scheduled:
         self.stack.close()
 
 
+class _Alone:
+    """The end of an iteration without a network: nothing is summed, so ranks are not compared."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None) -> None:
+        self.optimizer = optimizer
+        self._parameters, self._max_norm = list(model.parameters()), max_norm
+
+    def backward(self, loss: Tensor, step: int) -> Tensor:
+        del step
+        loss.backward()
+        limit = math.inf if self._max_norm is None else self._max_norm
+        return nn.utils.clip_grad_norm_(self._parameters, limit)
+
+    def apply(self, *, accepted: bool) -> None:
+        del accepted
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+
 class Stacks:
-    """One model on this rank, as the stacks that share it: with a network and without."""
+    """One model on this rank, as the stacks that share it, with its optimiser; and a copy without a network.
+
+    A stack whose steps update parameters themselves has a model of its own, with shares as its steps are cut.
+    """
 
     def __init__(self, config: BenchConfig, layout: Layout) -> None:
         self.run_config = run_config_of(config)
         self.config, self.layout = config, layout
         self.machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
+        self.silent_machinery = silent(self.machinery)
         self.model = model_of(config.model, config.moe, layout)
         self.model.initialise(config.compare.seed)
         self.batch = batch_of(config, layout)
         self.real = self.build(self.machinery)
-        self.silent = self.build(silent(self.machinery))
+        self._alone = copy.deepcopy(self.model)
+        self.silent = self.build(self.silent_machinery, self._alone)
+        self._optimizers = {
+            id(model): _still(_adamw(model, self.run_config)) for model in (self.model, self._alone)
+        }
         self._by_form: dict[tuple[bool, ExpertForm], PipelinedStack] = {}
+
+    def run_of(self, name: str) -> RunConfig:
+        """The training run whose iterations an entry of this name has."""
+        return replace(self.run_config, optimizer=Named.of(name).optimizer(self.run_config.optimizer))
+
+    def scheduled(self, plan: StepPlan, *, sends: bool = True) -> Scheduled:
+        """Iterations by a plan. sends: with a network. All ranks must call it."""
+        if (updating := plan.shape.updating) is None:
+            return self.of_stack(self.of(plan, sends=sends), plan)
+        shares = replace(self.run_config.optimizer, sharded=True, shard_gradients=updating.releases)
+        config = replace(self.run_config, optimizer=shares)
+        stack = build_stack(config, self.machinery if sends else self.silent_machinery, plan=plan)
+        optimizer = _still(build_optimizer(stack, config.optimizer))
+        return Scheduled(stack, plan, self.batch, build_update(stack, optimizer, config.optimizer))
+
+    def of_stack(self, stack: PipelinedStack, plan: StepPlan) -> Scheduled:
+        """Iterations of a stack that shares its model with others, by a plan that it adopts."""
+        optimizer, config = self._optimizers[id(stack.model)], self.run_config.optimizer
+        update: Update = _Alone(stack.model, optimizer, config.clip_grad_norm)
+        if stack.machinery is not self.silent_machinery:
+            update = build_update(stack, optimizer, config)
+        return Scheduled(stack, stack.adopt(plan), self.batch, update)
 
     def of(self, plan: StepPlan, *, sends: bool = True) -> PipelinedStack:
         """The stack that runs a plan; sends: with a network.
@@ -74,17 +140,30 @@ class Stacks:
             return first
         key = sends, plan.shape.expert_form
         if key not in self._by_form:
-            self._by_form[key] = self.build(first.machinery)
+            self._by_form[key] = self.build(first.machinery, self.model if sends else self._alone)
         return self._by_form[key]
 
     def close(self) -> None:
         self.real.close()
         self.silent.close()
 
-    def build(self, machinery: Machinery) -> PipelinedStack:
-        """The model on this machinery."""
+    def build(self, machinery: Machinery, model: GPT | None = None) -> PipelinedStack:
+        """The model on this machinery, or another one."""
         make_plan = partial(first_plan, self.run_config, self.layout)
-        return PipelinedStack(self.model, self.model, self.config.moe, machinery, make_plan)
+        model = model or self.model
+        return PipelinedStack(model, model, self.config.moe, machinery, make_plan)
+
+
+def _adamw(model: GPT, config: RunConfig) -> torch.optim.Optimizer:
+    optimizer = build_adamw(model.named_parameters(), config.optimizer)
+    initialise_state(optimizer)
+    return optimizer
+
+
+def _still(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same with a learning rate of 0."""
+    set_learning_rate(optimizer, 0.0)
+    return optimizer
 
 
 def run_config_of(config: BenchConfig) -> RunConfig:

@@ -14,6 +14,7 @@ HEAD = (
     "speed-up [95 %]",
     "efficiency",
     "exposed ms",
+    "beyond compute",
     "compute ms",
     "inter ms",
     "overhead",
@@ -65,6 +66,7 @@ def _limits(result: BenchResult) -> list[str]:
         rate = f"{result.intra_rate_bit_per_s / 1e6:.0f} Mbit/s inside"
         size = f"{result.limit.device_bytes / 1e6:.1f} MB over the busiest device's link"
         lines.append(f"{rate}: {size} take {1e3 * result.limit.device_s:.0f} ms")
+    lines.append("an iteration: forward, backward, sums of gradients, clipping, update")
     whose = f" of {result.cases[0].label}" if result.works_differ else ""
     lines.append(f"physical limit{whose} {1e3 * result.limit_s:.0f} ms")
     return lines
@@ -84,7 +86,11 @@ def _row(case: CaseResult) -> tuple[str, ...]:
         + (f" [{1e3 * spread.low:.0f}, {1e3 * spread.high:.0f}]" if several else ""),
         f"{speedup.median:.2f}" + (f" [{speedup.low:.2f}, {speedup.high:.2f}]" if several else ""),
         f"{case.overlap_efficiency:.2f}",
-        _or_dash(case.exposed_communication_s, lambda s: f"{1e3 * s:.0f}"),
+        _or_dash(
+            case.exposed_communication_s,
+            lambda s: f"{1e3 * s:.0f} ({100 * s / spread.median:.1f} %)",
+        ),
+        f"{100 * case.beyond_share:.1f} %",
         _or_dash(case.busy_s.get("compute"), lambda s: f"{1e3 * s:.0f}"),
         _or_dash(case.busy_s.get("inter"), lambda s: f"{1e3 * s:.0f}"),
         _or_dash(case.overhead_share, lambda share: f"{100 * share:.1f} %"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from penstock.cost import ProfiledCluster, RoutedCost
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.plan import explain
 from penstock.plan.memory import estimate_memory
+from penstock.plan.predict import closing_s
 from penstock.schedule import SCHEDULES, StepPlan
 from penstock.simulate import simulate
 from penstock.topology import Layout
@@ -28,15 +30,17 @@ from penstock.trace import TaskRecord
 from penstock.train.assemble import base_shape, build_machinery, first_plan
 from penstock.train.config import RunConfig
 from penstock.virtual import VirtualStack, build_virtual
+from penstock.virtual.handlers import sleep_until
 
 
 @dataclass(frozen=True)
 class Slept:
-    """Steps of one virtual device by one plan."""
+    """Iterations of one virtual device by one plan. closing_s: how long it clips and updates."""
 
     stack: VirtualStack
     plan: StepPlan
     placement: PlacementConfig
+    closing_s: float
 
     def prepare(self, number: int) -> None:
         self.stack.use(self.plan, self.placement)
@@ -44,6 +48,7 @@ class Slept:
 
     def step(self, number: int) -> None:
         self.stack.step(number)
+        sleep_until(time.perf_counter() + self.closing_s)
 
     def records(self) -> list[TaskRecord]:
         return self.stack.records()
@@ -68,6 +73,7 @@ class VirtualField:
         self._links = with_virtual_steps(self._config, config.virtual, machinery, links)
         self._cluster = self._stack.links = ProfiledCluster.build(self._links)
         self._first_measured = config.compare.warmup
+        self._closing_s = closing_s(run_problem(self._config, layout, self._links))
         self.entries = tuple(self._entry(name) for name in config.compare.schedules)
         if any(entry.plan and entry.plan.shape.moves for entry in self.entries):
             self.notes += tuple(self._loads_of(entry) for entry in self.entries)
@@ -82,7 +88,7 @@ class VirtualField:
         assert entry.plan is not None, "every entry is a schedule"
         self._stack.use(entry.plan, self._placement(entry.name))
         alone_s = self._stack.cost(number).alone_s(entry.plan.graph.tasks)
-        return float(alone_s[self._layout.rank])
+        return float(alone_s[self._layout.rank]) + self._closing_s
 
     def close(self) -> None:
         self._stack.close()
@@ -163,11 +169,11 @@ class VirtualField:
         cost = self._cost(name, plan)
         simulated_s = simulate(plan.schedule, plan.graph, cost, self._layout.mesh).iteration_s
         steps = self._links.steps
-        predicted_s = (steps.ratio if steps else 1.0) * simulated_s
+        predicted_s = (steps.ratio if steps else 1.0) * simulated_s + self._closing_s
         return Entry(
             name=name,
             transport="penstock",
-            contender=Slept(self._stack, plan, self._placement(name)),
+            contender=Slept(self._stack, plan, self._placement(name), self._closing_s),
             plan=plan,
             simulated_s=predicted_s,
             interval_s=steps.around(predicted_s) if steps else None,

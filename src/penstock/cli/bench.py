@@ -15,6 +15,7 @@ import torch
 from penstock.bench import BenchConfig, BenchResult, checkout
 from penstock.bench.compare import compare
 from penstock.bench.field import Field, planned_field, schedules_field
+from penstock.bench.naming import Named
 from penstock.bench.summarise import summarise
 from penstock.bench.table import render
 from penstock.bench.virtual_field import VirtualField
@@ -77,9 +78,13 @@ def _check_together(config: BenchConfig, wanted: Wanted) -> None:
         why = "computation alone, without a network, has no routing to go by"
         hint = "Give a capacity factor such as 1.25, or use --virtual."
         raise ConfigError("moe.capacity_factor", "none", why, hint)
-    if not wanted.virtual and (moving := [name for name in config.compare.schedules if "+" in name]):
+    named = {name: Named.of(name) for name in config.compare.schedules}
+    if not wanted.virtual and (moving := [name for name, each in named.items() if each.moves]):
         why = "what moves, and how rows travel, is compared on virtual devices only"
         raise ConfigError("--schedules", moving[0], why, "Add --virtual, or leave out what moves.")
+    if wanted.virtual and (shared := [name for name, each in named.items() if each.shares]):
+        why = "updates in shares are compared with real computation only"
+        raise ConfigError("--schedules", shared[0], why, "Leave --virtual out, or the shares.")
     for name in names:
         checkout.peers(name).require(name)
     if wanted.plot is not None:

@@ -73,7 +73,9 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "parallelism and sharded experts: penstock train configs/tiny.toml parallel.mp_size=2 "
         "parallel.esp_size=2. docs/training.md lists all settings.",
     )
-    train.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file such as configs/tiny.toml")
+    train.add_argument(
+        "config", type=Path, metavar="CONFIG", help="a TOML file, or tiny: the one that is shipped"
+    )
     train.add_argument(
         "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
     )

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.cli.codes import BAD_USAGE, FAILED
+from penstock.extras import install, needs
 
 CHECKPOINT = "an output folder or a checkpoint of penstock train, or a folder of transformers"
-MISSING = "this command needs transformers 5: pip install 'penstock[transformers]'"
+MISSING = f"this command {needs('transformers')}. {install('transformers')}"
 
 
 def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

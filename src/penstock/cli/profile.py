@@ -22,6 +22,7 @@ from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of
 from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterFile
 from penstock.emulate import EmulateConfig
+from penstock.extras import install, is_there, needs
 from penstock.report.profile import profile_text
 from penstock.report.profile_figure import draw_profile
 from penstock.topology import Control, Layout, ProcessInfo, detect
@@ -56,6 +57,8 @@ class Wanted:
     json: bool
 
     def __post_init__(self) -> None:
+        if self.plot is not None and not is_there("matplotlib"):
+            raise ConfigError("--plot", str(self.plot), needs("matplotlib"), install("matplotlib"))
         if not 0 < self.budget_s < math.inf:
             raise ConfigError("--budget", self.budget_s, "measuring takes some time, and must end", "Use 60.")
 

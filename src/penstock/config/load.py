@@ -27,8 +27,14 @@ from penstock.config.table import Table
 T = TypeVar("T")
 
 
+SHIPPED = Path(__file__).parent / "shipped"
+"""Configurations that are installed with the package; `configs/` of the source code is a link to them."""
+
+
 def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
     """Build `cls` from the TOML file at `path` (None: defaults alone), then `section.key=value` overrides.
+
+    A name without a dot or a folder, such as `tiny`, is a file here or else a configuration that is shipped.
 
     An override's value is read as TOML where that fits the field, as bare text otherwise; of two overrides of
     one key the later counts. Raises `ConfigError` with the full dotted key for anything that does not fit.
@@ -71,6 +77,9 @@ def to_toml(config: object) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     """The table in the TOML file at `path`; `ConfigError` says what stops it from being read."""
+    shipped = SHIPPED / f"{path}.toml"
+    if not path.exists() and len(path.parts) == 1 and shipped.is_file():
+        path = shipped
     text = read_text(path, str(path), "Give the path of a readable TOML file.", MOST_TOML_BYTES)
     try:
         return parse_toml(text)

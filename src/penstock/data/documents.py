@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from penstock.config import ConfigError, open_regular
 from penstock.data.files import HINT, TextError
 from penstock.data.record import Position
+from penstock.extras import install, needs
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -144,8 +145,7 @@ def _table(file: Path, field: str) -> pyarrow.parquet.ParquetFile:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        hint = "Install it: pip install 'penstock[parquet]'."
-        raise ConfigError("path", str(file), "needs the package pyarrow", hint) from None
+        raise ConfigError("path", str(file), needs("pyarrow"), install("pyarrow")) from None
     with open_regular(file, "path", HINT, str(file)):
         pass
     try:

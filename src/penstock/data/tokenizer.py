@@ -13,6 +13,7 @@ from penstock.config import ConfigError, open_regular
 from penstock.data.files import TextError
 from penstock.data.listing import expanded
 from penstock.data.text import BYTES
+from penstock.extras import install, needs
 
 if TYPE_CHECKING:
     import tokenizers
@@ -127,8 +128,7 @@ def _loaded(path: str, data: bytes) -> tokenizers.Tokenizer:
     try:
         import tokenizers
     except ImportError:
-        hint = "Install it: pip install 'penstock[tokenizers]'."
-        raise ConfigError("tokenizer", path, "needs the package tokenizers", hint) from None
+        raise ConfigError("tokenizer", path, needs("tokenizers"), install("tokenizers")) from None
     try:
         return tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # its own errors are bare `Exception`

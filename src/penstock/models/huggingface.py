@@ -25,14 +25,19 @@ from penstock.moe import (
     SwiGLUExperts,
     TokenGate,
 )
+from penstock.moe.exchange import Exchange
+from penstock.placement import ExpertPlacement
 
 AS_IN = "it must be as in transformers 5.23"
 SILU = ("SiLU", "SiLUActivation")
 """Classes of the activation that SwiGLU experts have: torch's and transformers'."""
 
 
-def layer_from_hugging_face(block: nn.Module) -> MoELayer:
-    """A layer that computes what `block` does: same mathematics, copied weights, all experts on this rank.
+def layer_from_hugging_face(block: nn.Module, *, exchange: Exchange | None = None) -> MoELayer:
+    """A layer that computes what `block` does: same mathematics, copied weights.
+
+    exchange: `penstock.ExpertParallel`, whose ranks share the experts: each copies its part of the block's.
+    Every rank must have the same block. Without it all experts are on this rank.
 
     Supported are the blocks of Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3. Taken over are the router (top_k,
     renormalisation, scaling factor, groups, correction bias), the experts and the shared experts, each with
@@ -58,8 +63,9 @@ def layer_from_hugging_face(block: nn.Module) -> MoELayer:
     layer = MoELayer(
         gate=kind.gate(source),
         order=SortOrder(len(source.gate.weight)),
-        expert=_experts(source.experts),
+        expert=_experts(source.experts, exchange),
         shared=_shared(source.shared_experts) if hasattr(source, "shared_experts") else None,
+        exchange=exchange,
     )
     return layer.train(block.training)
 
@@ -121,17 +127,25 @@ def _bias(value_E: Tensor) -> ExpertBias:
 # ---- experts -----------------------------------------------------------------------------------------------
 
 
-def _experts(source: Any) -> SwiGLUExperts:
-    """transformers stacks gate and up, [E, 2H, M], and has down as [E, M, H]."""
+def _experts(source: Any, exchange: Exchange | None) -> SwiGLUExperts:
+    """transformers stacks gate and up, [E, 2H, M], and has down as [E, M, H]. Those of this rank."""
     _check_activation(source)
     experts, hidden, width = source.down_proj.shape
+    mine = _share(experts, exchange)
     with torch.device("meta"):
-        made = SwiGLUExperts(hidden, width, experts)
-    gate_EHM, up_EHM = source.gate_up_proj.chunk(2, dim=1)
+        made = SwiGLUExperts(hidden, width, mine.stop - mine.start)
+    gate_EHM, up_EHM = source.gate_up_proj[mine].chunk(2, dim=1)
     made.w_gate = _copy(gate_EHM.transpose(1, 2), source.gate_up_proj)
     made.w_up = _copy(up_EHM.transpose(1, 2), source.gate_up_proj)
-    made.w_down = _copy(source.down_proj.transpose(1, 2), source.down_proj)
+    made.w_down = _copy(source.down_proj[mine].transpose(1, 2), source.down_proj)
     return made
+
+
+def _share(experts: int, exchange: Exchange | None) -> slice:
+    """The numbers of the experts that this rank holds, consecutive ones in the order of ranks."""
+    ranks, rank = (1, 0) if exchange is None else (exchange.ep_size, exchange.ep_rank)
+    held = ExpertPlacement.even(experts, ranks).held(rank)
+    return slice(held[0], held[-1] + 1)
 
 
 def _shared(source: Any) -> SharedExpert:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -59,6 +59,13 @@ class Exchange(Protocol):
         """Sum over all ranks that train together, not differentiable."""
         ...
 
+    def sum_of_alike(self, tensor: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+        """The same, float64 [N], in training; parameters: those that all these ranks should hold alike.
+
+        Raises ValueError if they do not.
+        """
+        ...
+
     @property
     def data_parallel_size(self) -> int:
         """How many ranks train together."""
@@ -99,4 +106,8 @@ class Alone:
         return function(rows)
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def sum_of_alike(self, tensor: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+        del parameters
         return tensor

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from penstock.dispatch import Dispatch, find_dispatch
 from penstock.moe.balance import BALANCES
@@ -207,7 +208,16 @@ class MoELayer(nn.Module):
         it, in evaluation too. A checkpoint with use_reentrant=True gives gradients only to what its function
         returns: let it return the losses, too. Raises ValueError for shapes that do not fit, and for
         shards of experts.
+
+        Inside `torch.compile` the layer runs as it is, between compiled parts: row counts are other ones in
+        every pass, and all ranks must exchange in one order. Its experts may be compiled:
+        `layer.experts.compile(dynamic=True)`.
         """
+        if torch.compiler.is_compiling():
+            return _uncompiled(self, x, valid)
+        return self._forward(x, valid)
+
+    def _forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         if self.exchange is None or self._maker is None:
             raise RuntimeError(
                 f"experts are spread over {self.ep_size} ranks: give the layer an exchange "
@@ -278,11 +288,17 @@ class MoELayer(nn.Module):
         chosen_E, total = sums.chosen_E.double(), here
         ranks = self.exchange.data_parallel_size
         if ranks > 1:
-            known = self.exchange.sum_over_ranks(torch.cat([chosen_E, here.view(1)]))
+            known = self.exchange.sum_of_alike(torch.cat([chosen_E, here.view(1)]), self.gate.parameters())
             chosen_E, total = known[:-1], known[-1]
         total = total.clamp(min=1) / ranks
         slope_BE = self.balance.slope(sums.chosen_BE, chosen_E.unsqueeze(0), 0, total)
         return LayerLosses((slope_BE * sums.probability_BE).sum(), sums.z / total)
+
+
+@_disable_dynamo
+def _uncompiled(layer: MoELayer, x: Tensor, valid: Tensor | None) -> Tensor:
+    """The marker that does not load the compiler before it is wanted, which takes seconds."""
+    return layer._forward(x, valid)
 
 
 class _Hold(torch.autograd.Function):

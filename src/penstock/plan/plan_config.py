@@ -9,6 +9,7 @@ from typing import Annotated, Literal, get_args
 
 from penstock.config import ConfigError, Within, check_bounds
 from penstock.config.bounds import MOST_STEPS
+from penstock.extras import install, is_there, needs
 from penstock.plan.effort import MOST_BUDGET
 from penstock.plan.tuner import TunerName
 from penstock.step.shape import Recompute
@@ -84,6 +85,9 @@ class PlanConfig:
         if not self.source:
             raise ConfigError("source", self.source, "names nothing", "Use given, auto, or a plan file.")
         check_bounds(self)
+        if self.tuner == "bayesian" and not is_there("bayes_opt"):
+            instead = f"{install('bayes_opt')} Or use grid or random."
+            raise ConfigError("tuner", self.tuner, needs("bayes_opt"), instead)
         if self.layout == AUTO and self.source != AUTO:
             why = (
                 f"a layout is chosen together with a plan, and plan.source = {self.source} searches for none"

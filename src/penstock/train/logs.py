@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.config import to_dict
+from penstock.extras import is_there
 from penstock.train.config import RunConfig
 from penstock.train.curves import ScalarLog, TensorBoard
 from penstock.train.wandb_sink import open_wandb
@@ -16,7 +17,7 @@ def open_logs(config: RunConfig, layers: Sequence[int], first: int) -> list[Scal
     Raises ConfigError if one of them cannot be opened.
     """
     output, logs = config.output, list[ScalarLog]()
-    if output.tensorboard:
+    if output.tensorboard and is_there("tensorboard"):
         logs.append(TensorBoard(output.dir, first, layers))
     if config.metrics.wandb:
         logs.append(open_wandb(config.metrics, output.dir, to_dict(config), layers, resumes=first > 0))

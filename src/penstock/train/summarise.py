@@ -12,6 +12,7 @@ from penstock.runtime import PipelinedStack
 from penstock.runtime.gradients.assignment import assign
 from penstock.sharding import shardings_of
 from penstock.train.config import RunConfig
+from penstock.train.curves import TENSORBOARD_FOLDER
 from penstock.train.metrics import StepMetrics
 from penstock.train.output import CLUSTER_FILE, PLAN_FILE
 from penstock.train.source import Source
@@ -63,7 +64,7 @@ def summarise(
         checkpoint=checkpoint,
         metrics=str(output.dir / "metrics.jsonl"),
         trace=str(output.dir / "trace.json") if output.trace_steps else None,
-        tensorboard=str(output.dir / "tensorboard") if output.tensorboard else None,
+        tensorboard=_if_there(output.dir / TENSORBOARD_FOLDER) if output.tensorboard else None,
         simulated_iteration_s=analysis.simulated_s,
         interrupted=last.step < config.train.steps,
         plan=_if_there(output.dir / PLAN_FILE) if config.plan.is_saved else None,

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 
 from penstock.config import ConfigError, to_dict, to_toml
+from penstock.extras import install, is_there, needs
 from penstock.moe import update_expert_biases
 from penstock.report import RunSummary
 from penstock.report.loads import draw_loads
@@ -144,7 +145,9 @@ class Trainer:
             analysis = self._analyse()
         self.stack.close()
         course = self.loads.course(self.moe_layers)
-        picture = None if course is None else draw_loads(course, self.config.output.dir)
+        picture = None
+        if course is not None and is_there("matplotlib"):
+            picture = draw_loads(course, self.config.output.dir)
         checkpoint = str(self.saved) if self.saved else None
         summary = summarise(
             self.config,
@@ -307,6 +310,9 @@ class Trainer:
             raise problem
         if not self.leader:
             return None
+        for setting, module in (("tensorboard", "tensorboard"), ("loads", "matplotlib")):
+            if getattr(self.config.output, setting) and not is_there(module):
+                self.progress.say(f"output.{setting} {needs(module)} and is left out. {install(module)}")
         return closing.enter_context(MetricsWriter(self.config.output.dir, first, logs))
 
     @property

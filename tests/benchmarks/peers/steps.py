@@ -98,6 +98,29 @@ def both_columns(rank: int, name: str, case: Case) -> tuple[Column, Column]:
         return Column(losses[0], shipped.gradients()), Column(losses[1], receiving.gradients())
 
 
+def updates(rank: int, name: str, case: Case) -> tuple[list[float], list[float], bool]:
+    """Losses of whole iterations in both columns, and whether weights are afterwards what they were."""
+    work = replace(work_of(rank, case), max_norm=1.0)
+    shipped, receiving = (build_peer(name, work, transport) for transport in ("gloo", "penstock"))
+    before = {key: weight.clone() for key, weight in shipped.frame.as_penstock(_weight).items()}
+    try:
+        losses: tuple[list[float], list[float]] = ([], [])
+        for number in range(3):
+            for found, peer in zip(losses, (shipped, receiving), strict=True):
+                peer.prepare(number)
+                peer.step(number)
+                found.append(peer.loss)
+        after = shipped.frame.as_penstock(_weight)
+        return *losses, all(torch.equal(before[key], weight) for key, weight in after.items())
+    finally:
+        shipped.close()
+        receiving.close()
+
+
+def _weight(parameter: torch.nn.Parameter) -> Tensor:
+    return parameter.detach()
+
+
 # ---- against Penstock --------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from benchmarks.peers.entries import UPDATING, peer_notes
 from penstock.bench.contender import TransportName
 from penstock.cost.workload import capacity_slots
 from penstock.topology import ParallelConfig
@@ -27,6 +28,17 @@ def test_both_columns_do_the_same(peer_ranks: Pools, peer: str, ep_size: int) ->
         assert shipped.gradients.keys() == receiving.gradients.keys()
         for name, gradient in shipped.gradients.items():
             assert torch.equal(gradient, receiving.gradients[name]), name
+
+
+def test_whole_iterations_leave_weights_where_they_are(peer_ranks: Pools, peer: str) -> None:
+    """A learning rate of 0: every round does the same work, with the peer's own sharded optimiser."""
+    if peer not in UPDATING:
+        assert peer in peer_notes([peer])[0]
+        return
+    case = steps.case_of(num_experts=4, capacity_factor=1.25)
+    for shipped, receiving, same in peer_ranks(2).run(steps.updates, peer, case):
+        assert len(set(shipped)) == 1 and shipped == receiving and math.isfinite(shipped[0])
+        assert same
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])

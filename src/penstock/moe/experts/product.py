@@ -30,9 +30,17 @@ def grouped_product(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -
     Equal sizes become one batched product, uneven ones PyTorch's grouped product; only what that does not
     take (float64, rows that are not a multiple of 16 bytes) is multiplied expert by expert. On a CPU large
     products go expert by expert, too: each by the fastest library, and with a weight cast while in the cache.
-    The result has the type of the rows, under autocast autocast's.
+    The result has the type of the rows, under autocast autocast's. To `torch.compile` all of that is one
+    operator, for any number of rows.
     """
     rows_RM = autocast(rows_RM)
+    if torch.compiler.is_compiling():
+        compiled_RH: Tensor = _as_operator(rows_RM, weight_EMH, list(sizes))
+        return compiled_RH
+    return _multiplied(rows_RM, weight_EMH, sizes)
+
+
+def _multiplied(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
     if _expert_by_expert(rows_RM, weight_EMH, sizes):
         out_RH: Tensor = _ExpertByExpert.apply(rows_RM, weight_EMH, sizes)
         return out_RH
@@ -102,6 +110,63 @@ class _ExpertByExpert(torch.autograd.Function):
             grad_weight = torch.empty_like(weight_EMH)
             weight_gradient(rows_RM, grad_RH, ctx.sizes, grad_weight, add=False)
         return grad_rows, grad_weight, None
+
+
+# What the compiler sees: it knows neither grouped products of float32 nor which library is the fastest here.
+
+
+@torch.library.custom_op(
+    "penstock::grouped_product",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor weight, SymInt[] sizes) -> Tensor",
+)
+def _as_operator(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
+    return _multiplied(rows_RM, weight_EMH, sizes)
+
+
+@torch.library.custom_op(
+    "penstock::grouped_weight_gradient",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor grad, Tensor weight, SymInt[] sizes) -> Tensor",
+)
+def _weight_gradient_as_operator(
+    rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]
+) -> Tensor:
+    made_EMH = torch.empty_like(weight_EMH, memory_format=torch.contiguous_format)
+    weight_gradient(rows_RM, grad_RH, sizes, made_EMH, add=False)
+    return made_EMH
+
+
+@_as_operator.register_fake
+def _product_like(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
+    del sizes
+    return rows_RM.new_empty(rows_RM.shape[0], weight_EMH.shape[2])
+
+
+@_weight_gradient_as_operator.register_fake
+def _gradient_like(rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
+    del rows_RM, grad_RH, sizes
+    return torch.empty_like(weight_EMH, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Sequence[int]], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs[:2])
+    ctx.sizes = inputs[2]
+
+
+def _gradients(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    rows_RM, weight_EMH = ctx.saved_tensors
+    grad_RH = grad_RH.contiguous()
+    grad_rows = grad_weight = None
+    if ctx.needs_input_grad[0]:
+        grad_rows = _as_operator(grad_RH, weight_EMH.transpose(1, 2), ctx.sizes)
+    if ctx.needs_input_grad[1]:
+        grad_weight = _weight_gradient_as_operator(rows_RM, grad_RH, weight_EMH, ctx.sizes)
+    return grad_rows, grad_weight, None
+
+
+_as_operator.register_autograd(_gradients, setup_context=_save)
 
 
 def _expert_by_expert(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from penstock.moe.layer import MoELayer
 from penstock.moe.node_routes import route_maker
 from penstock.moe.orders.base import Order, OrderPlan
 from penstock.moe.routes import ChunkRoute, RouteMaker, Routes
+from penstock.runtime.expert_parallel.alike import fingerprint, require_alike
 from penstock.runtime.expert_parallel.guard import ExpertGuard
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of
 from penstock.runtime.gradients.clip import mark_all
@@ -120,6 +121,14 @@ class ExpertParallel:
         total = tensor.detach().clone()
         self._transport.all_reduce(total, Group.WORLD)
         return total
+
+    def sum_of_alike(self, tensor: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+        """Compared where no device has to be waited for: on a GPU `clip_grad_norm_` finds most of it."""
+        if self._device.type == "cuda" or not torch.is_grad_enabled():
+            return self.sum_over_ranks(tensor)
+        total = self.sum_over_ranks(torch.cat([tensor, fingerprint(parameters)]))
+        require_alike(total[-2:], self.layout.world_size)
+        return total[:-2]
 
     def finish_gradient(self, gradient: Tensor) -> Tensor:
         """An expert's gradient, averaged as replicated parameters' are: summed over replicas, by ranks."""

@@ -1,0 +1,31 @@
+"""Packages that Penstock can do without: which extra of the installation brings them, in one sentence."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Final
+
+EXTRAS: Final = {
+    "bayes_opt": ("bayesian-optimization", "tuning"),
+    "matplotlib": ("matplotlib", "plots"),
+    "pyarrow": ("pyarrow", "parquet"),
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "tokenizers": ("tokenizers", "tokenizers"),
+    "transformers": ("transformers 5", "transformers"),
+}
+"""Module: the package's name, and the extra of pyproject.toml."""
+
+
+def is_there(module: str) -> bool:
+    """Whether a package is installed; it is not loaded."""
+    return find_spec(module) is not None
+
+
+def needs(module: str) -> str:
+    """`needs the package matplotlib`: the end of a sentence about what does."""
+    return f"needs the package {EXTRAS[module][0]}"
+
+
+def install(module: str) -> str:
+    """What to do about it, as a sentence."""
+    return f"Install it: pip install 'penstock[{EXTRAS[module][1]}]'."

@@ -1,0 +1,43 @@
+"""Whether what all ranks should hold alike is alike: it rides on a sum that every forward makes anyway.
+
+Ranks drift apart without a word where something scales or updates the parameters that they share differently:
+a norm of the gradients that a rank holds, averages that were left out. Losses look plausible for long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+MODULUS = 1_048_573
+"""A prime below 2^20: sums of squares of what is left stay exact in float64 on millions of ranks."""
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+DIFFERENT = (
+    "the gate's parameters differ between ranks that train them together: their gradients were not averaged, "
+    "or were scaled differently. Average them (DistributedDataParallel(penstock.ignore_experts(model)), and "
+    "call what it returns; or fully_shard), and clip with penstock.clip_grad_norm_(model, ...): "
+    "torch.nn.utils.clip_grad_norm_ finds another norm on every rank. Trainer of Hugging Face calls that by "
+    "default: set max_grad_norm=0 and clip in a callback, as docs/integrations.md shows"
+)
+
+
+@torch.no_grad()
+def fingerprint(parameters: Iterable[Tensor]) -> Tensor:
+    """Of all bits, in whatever order they are added: a number below `MODULUS` and its square, float64 [2]."""
+    found = [p.detach() for p in parameters if not isinstance(p, DTensor)]
+    sums = [p.contiguous().view(BITS[p.element_size()]).sum(dtype=torch.int64) for p in found]
+    if not sums:
+        return torch.zeros(2, dtype=torch.float64)
+    mark = torch.stack(sums).cumsum(0).sum().remainder(MODULUS).double()  # cumsum: their order counts
+    return torch.stack([mark, mark.square()])
+
+
+def require_alike(total: Tensor, ranks: int) -> None:
+    """total: the sum of the fingerprints of all ranks. Raises ValueError, on all of them, if they differ."""
+    mark, square = (int(number) for number in total.tolist())
+    if mark**2 != square * ranks:
+        raise ValueError(DIFFERENT)
