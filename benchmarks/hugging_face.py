@@ -7,9 +7,11 @@ forward and backward pass, with every gradient synchronised; nothing is updated.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Final
@@ -128,7 +130,8 @@ def _model(bench: BenchConfig) -> Any:
 
 
 def _scheduled(model: Any, layout: Layout, plan: str) -> Step:
-    penstock.parallelize(model, ep_size=layout.ep_size, plan=plan)
+    with redirect_stdout(sys.stderr):  # a plan is told on standard output, which is the result's
+        penstock.parallelize(model, ep_size=layout.ep_size, plan=plan)
     return lambda tokens_BL: _step(model, tokens_BL)
 
 

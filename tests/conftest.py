@@ -27,7 +27,7 @@ settings.register_profile(
         HealthCheck.function_scoped_fixture,
     ],
 )
-EXAMPLES = {"quick": 10, "test": 25, "soak": 400}
+EXAMPLES = {"quick": 10, "test": 16, "soak": 400}
 """How often `make quick`, `make test` and `make soak` try a property; see also tests/support/draws.py."""
 
 

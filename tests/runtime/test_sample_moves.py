@@ -183,7 +183,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @pytest.mark.slow
 def test_any_case(ranks: Pools) -> None:
-    @draws(60)
+    @draws(40)
     @given(case=cases())
     def check(case: Case) -> None:
         check_parity(ranks, case)
