@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from penstock.adapt import FAMILIES
 from tests.support.adapted import (
     MODELS,
     Batch,
+    DrawnFromScores,
     choices,
     distance,
     exactly,
@@ -26,7 +28,8 @@ from tests.support.ranks import Pools
 
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-10}
 RANDOM = "phimoe"
-"""Draws experts by chance in training: with numbers from one generator for all tokens of a layer."""
+"""Draws experts by chance in training, with numbers from one generator for all tokens of a layer; here with
+numbers that a token's scores say."""
 
 OWN = "granitemoeshared"
 """The family that the documentation adds."""
@@ -45,8 +48,13 @@ def clear_seed(family: str, given: Any) -> int:
     raise AssertionError(f"{family}: choices are close with all seeds")
 
 
-def agreement(rank: int, world: int, family: str, plan: str, dtype: torch.dtype) -> dict[str, float]:
-    """Relative distances of losses, all gradients, their norm and logits, on this rank."""
+def agreement(
+    rank: int, world: int, family: str, plan: str, dtype: torch.dtype, *, again: bool = False
+) -> dict[str, float]:
+    """Relative distances of losses, all gradients, their norm and logits, on this rank.
+
+    again: layers are computed again in backward.
+    """
     batch = Batch(padded=True)
     everything = batch.inputs()
     sizes = [batch.samples - world + 1, *[1] * (world - 1)]  # ranks have different numbers of samples
@@ -55,9 +63,11 @@ def agreement(rank: int, world: int, family: str, plan: str, dtype: torch.dtype)
     seed = clear_seed(family, without_labels(everything))
     options = {"output_router_logits": True} if family in BALANCED else {}
     found: dict[str, float] = {}
-    with exactly(dtype):
+    with exactly(dtype), DrawnFromScores() if family == RANDOM else nullcontext():
         wanted, model = (small(family, seed=seed, dtype=dtype) for _ in range(2))
         penstock.parallelize(model, ep_size=world, plan=plan)
+        if again:
+            model.gradient_checkpointing_enable()
         theirs, ours = wanted(**everything, **options), model(**mine, **options)
         theirs.loss.backward()
         ours.loss.backward()
@@ -84,6 +94,28 @@ def all_agreements(rank: int, world: int, families: list[str], plan: str) -> dic
         for dtype in LIMITS
         for found in [agreement(rank, world, family, plan, dtype)]
     }
+
+
+def agreements_again(rank: int, world: int, pairs: list[tuple[str, str]]) -> dict[str, float]:
+    """The largest distance for every family and schedule where layers are computed again."""
+    return {
+        f"{family} {plan}": max(agreement(rank, world, family, plan, torch.float64, again=True).values())
+        for family, plan in pairs
+    }
+
+
+@pytest.mark.slow
+def test_layers_that_are_computed_again(ranks: Pools) -> None:
+    """Dense layers, shared experts, groups of experts, sinks and states of Mamba among them."""
+    pairs = [
+        ("qwen3_moe", "sequential"),
+        ("deepseek_v3", "flowmoe"),
+        ("gpt_oss", "fsmoe"),
+        ("qwen2_moe", "penstock"),
+        ("jamba", "moe_pipeline"),
+    ]
+    for found in ranks(2).run(agreements_again, 2, pairs):
+        assert max(found.values()) < LIMITS[torch.float64], found
 
 
 def test_every_family_has_a_model_here() -> None:
@@ -140,7 +172,7 @@ def test_a_plan_of_expert_parallelism_says_where_experts_are(monkeypatch: pytest
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.soak) for world in (1, 4))])
 def test_a_step_is_that_of_transformers(ranks: Pools, world: int) -> None:
-    families = sorted(FAMILIES.keys() - {RANDOM})
+    families = sorted(FAMILIES)
     plan = "penstock" if world == 2 else "flowmoe"
     for found in ranks(world).run(all_agreements, world, families, plan, timeout_s=600):
         assert max(found.values()) < 1, {name: value for name, value in found.items() if value >= 1}

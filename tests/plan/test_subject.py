@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -93,7 +94,7 @@ def one_rank() -> ClusterFile:
         ("GPT2-Tiny-MoE", {"num_experts": 7}, ("--ep-size", "7 experts")),
     ],
 )
-def test_what_does_not_fit_is_named(name: str, given: dict[str, int], words: tuple[str, ...]) -> None:
+def test_what_does_not_fit_is_named(name: str, given: dict[str, Any], words: tuple[str, ...]) -> None:
     file = replace(CLUSTER_1, nodes=4, ranks_per_node=2) if name == "GPT2-Tiny-MoE" else TESTBED_B
     with pytest.raises(ConfigError) as caught:
         published_problem(name, file, Overrides(**given))

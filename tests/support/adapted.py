@@ -174,6 +174,20 @@ class InFloat64(TorchFunctionMode):
         return func(*args, **{key: torch.float64 if each is torch.float32 else each for key, each in items})
 
 
+class DrawnFromScores(TorchFunctionMode):
+    """What Phi-3.5-MoE draws for a token follows from the token's scores, on any rank, in any microbatch."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is torch.empty_like:
+            return args[0].detach().clone()
+        if func is torch.Tensor.exponential_:
+            return args[0].copy_(0.05 + (7 * args[0].nan_to_num(neginf=0.0)).sin().square())
+        if func is torch.rand_like:
+            return (7 * args[0]).sin().square()
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass(frozen=True)
 class Batch:
     """Samples of all ranks. padded: the last sample has padding at its beginning, as fine-tuning has it."""

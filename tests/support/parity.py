@@ -16,11 +16,12 @@ from penstock.decision.moving import Prediction
 from penstock.mesh import Group, Mesh, holders
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
+from penstock.plan.plan_config import PlanConfig
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.sample_moving import Placer, SampleMoving
 from penstock.schedule import StepPlan
 from penstock.sharding import Sharding, shardings_of
-from penstock.step.shape import FORM_TOKENS, TokenLayout
+from penstock.step.shape import FORM_TOKENS, Recompute, TokenLayout
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack, first_plan
 from penstock.train.clip import clip_grad_norm
@@ -50,8 +51,8 @@ class Case:
     are on the ranks in another order than that of their numbers, in every layer another. tokens: what ranks
     of an mp group hold between blocks; the form of the MoE part is the schedule's. placer, prediction: how
     samples get their homes, where they move. carried: rows then bring their residual stream. sharded: the
-    optimiser is, and clips nothing. packed: samples have several documents each, which do not attend to each
-    other.
+    optimiser is, and clips nothing. recompute: what runs again before its backward. packed: samples have
+    several documents each, which do not attend to each other.
     """
 
     world_size: int
@@ -77,6 +78,7 @@ class Case:
     prediction: Prediction = "next_gate"
     carried: bool = True
     sharded: bool = False
+    recompute: Recompute = "none"
     packed: bool = False
 
     @property
@@ -155,6 +157,7 @@ class Case:
             ),
             train=TrainConfig(seed=self.seed),
             placement=PlacementConfig(samples="none" if self.placer is None else "netmoe"),
+            plan=PlanConfig(recompute=self.recompute),
             output=OutputConfig(loads=False),
         )
 
@@ -328,7 +331,7 @@ def reference_case(case: Case) -> Case:
     if case.gate_shares == 1:
         groups = case.mesh.size(Group.DATA)
         alone = replace(alone, world_size=groups, mp_size=1)
-    return replace(alone, schedule=_pieces(case))
+    return replace(alone, schedule=_pieces(case), recompute="none")
 
 
 def _pieces(case: Case) -> ScheduleConfig:

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.adapt.weights import refuse_misfits
+from penstock.adapt.described import empty_model, quiet, read_config
+from penstock.adapt.weights import refuse_misfits, stored_tensors
 from penstock.train.checkpoint import complete_checkpoints
 from penstock.train.storage.record import RECORD
 
@@ -126,8 +127,6 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
     tokenizer: a tokenizer.json; None = that of a folder of transformers, or bytes. Raises ValueError for any
     other path, and where tokens are not bytes and there is no tokenizer.
     """
-    from transformers import AutoTokenizer
-
     from penstock.adapt.own import from_checkpoint
 
     checkpoint = find_checkpoint(path)
@@ -145,13 +144,29 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
     if tokenizer is not None:
         words = FileWords(tokenizer, size)
     elif checkpoint is None and any((path / name).exists() for name in TOKENIZERS):
-        words = AutoTokenizer.from_pretrained(path)
+        words = _tokenizer_of(path)
     elif not _reads_bytes(size, model.config.model_type):
         raise ValueError(
             f"{path} has no tokenizer ({TOKENIZERS[0]}), and its vocabulary of {size} is not that of bytes: "
             "name the one it was trained with (--tokenizer)"
         )
     return Opened(model.eval(), words)
+
+
+def _tokenizer_of(folder: Path) -> Words:
+    """That of a folder of transformers. Raises ValueError, naming its files, where it is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        with quiet():
+            words: Words = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of several libraries, and some of them bare `Exception`
+        files = " or ".join(str(folder / name) for name in TOKENIZERS if (folder / name).exists())
+        raise ValueError(
+            f"{files} cannot be read as a tokenizer ({type(error).__name__}: {error}). Copy it again, or "
+            "name another with --tokenizer"
+        ) from error
+    return words
 
 
 def _reads_bytes(vocabulary: int, kind: str) -> bool:
@@ -168,7 +183,13 @@ def read_whole(folder: Path) -> Any:
 
     import penstock.adapt.own  # noqa: F401  # makes its kind known
 
-    model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    config = read_config(folder)
+    empty_model(folder, config)
+    stored_tensors(folder)  # transformers would not say which file is damaged
+    with quiet():
+        model, told = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     refuse_misfits(folder, told)
     return model
 

@@ -22,10 +22,11 @@ class BalanceOverLayers(GlobalBalance):
     def __init__(self, top_k: int) -> None:
         self._top_k = top_k
 
-    def total(self, pieces: Tensor, chosen_YE: Tensor, probability_YE: Tensor, tokens: Tensor) -> Tensor:
-        del pieces, tokens
-        products = chosen_YE.sum(0) * probability_YE.sum(0)
-        return chosen_YE.shape[-1] * products.sum() / self._rows(chosen_YE) ** 2
+    def by_layer(self, pieces_Y: Tensor, chosen_YE: Tensor, probability_YE: Tensor, tokens: Tensor) -> Tensor:
+        """Every layer's part of the one loss of all, [Y]."""
+        del pieces_Y, tokens
+        products_Y = (chosen_YE.sum(0) * probability_YE).sum(dim=1)
+        return chosen_YE.shape[-1] * products_Y / self._rows(chosen_YE) ** 2
 
     def slope(self, chosen_BE: Tensor, chosen_YE: Tensor, layer: int, tokens: Tensor) -> Tensor:
         del layer, tokens

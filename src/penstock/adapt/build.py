@@ -17,7 +17,6 @@ from penstock.adapt.families import family_of
 from penstock.adapt.family import Family
 from penstock.adapt.guess import check, guess
 from penstock.adapt.look import Found, look
-from penstock.adapt.memory import Memory
 from penstock.adapt.planning import planner_of
 from penstock.adapt.scheduled import schedule
 from penstock.config import ConfigError
@@ -85,7 +84,9 @@ def scheduled(found: Found, machinery: Machinery, parallel: ParallelConfig, plan
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     if recomputes:
         model.gradient_checkpointing_disable()  # layers by themselves would recompute what they send
-    schedule(model, _engine(found, machinery, parallel, plan)).memory.recomputes = recomputes
+    engine = schedule(model, _engine(found, machinery, parallel, plan))
+    if recomputes:
+        engine.recompute("blocks")
     return model
 
 
@@ -100,8 +101,8 @@ def _found(model: Any, ep_plan: EpPlan | None) -> Found:
             check_spread(ep_plan, model, found.experts)
         return found
     found = look(model, guess(model, ep_plan or brought_by(model)))
-    cuts, calls, memory = _cuts(found), Calls(), Memory()
-    layers = _layers(found, cuts, calls, memory)
+    cuts, calls = _cuts(found), Calls()
+    layers = _layers(found, cuts, calls)
     try:
         check(model, Decoder(model, found.family, layers, calls, type(model).forward))
     finally:
@@ -122,8 +123,8 @@ def machinery_for(parallel: ParallelConfig, num_experts: int, device: torch.devi
 def _engine(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: str | Decision) -> Engine:
     layout, calls = machinery.layout, Calls()
     planner = planner_of(plan, found.sizes, layout, parallel)
-    memory, cuts = Memory(), _cuts(found)
-    layers = _layers(found, cuts, calls, memory, layout.ep_size, layout.ep_rank)
+    cuts = _cuts(found)
+    layers = _layers(found, cuts, calls, layout.ep_size, layout.ep_rank)
     decoder = Decoder(found.model, found.family, layers, calls, type(found.model).forward)
     stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first)
     stack.mark_experts()
@@ -133,7 +134,7 @@ def _engine(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: 
             moe = layers[layer].moe
             assert moe is not None
             cut.spread = Spread(machinery, moe)
-    return Engine(stack, decoder, planner, memory)
+    return Engine(stack, decoder, planner)
 
 
 def _cuts(found: Found) -> dict[int, Cut]:
@@ -156,7 +157,6 @@ def _layers(
     found: Found,
     cuts: Mapping[int, Cut],
     calls: Calls,
-    memory: Memory,
     ep_size: int = 1,
     ep_rank: int = 0,
 ) -> Layers:
@@ -166,18 +166,18 @@ def _layers(
     for number, (layer, block) in enumerate(zip(found.layers, found.blocks, strict=True)):
         cut = cuts.get(number)
         if cut is None:
-            layers.append(WholeLayer(layer, number, calls, memory))
+            layers.append(WholeLayer(layer, number, calls))
             continue
         moe = MoELayer(
             gate=CutGate(found.num_experts, cut),
             order=SortOrder(found.num_experts),
-            expert=ModelExperts(found.experts_of(block), placement.slots, found.family.form, memory),
+            expert=ModelExperts(found.experts_of(block), placement.slots, found.family.form),
             shared=None if found.shared_of(block) is None else SharedPart(block, found.family),
             ep_size=ep_size,
             ep_rank=ep_rank,
             placement=placement,
         )
-        layers.append(CutLayer(layer, number, moe, cut, calls, found.family, memory))
+        layers.append(CutLayer(layer, number, moe, cut, calls, found.family))
     return layers
 
 

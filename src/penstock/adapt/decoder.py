@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from penstock.adapt.cut import Caught, Cut
 from penstock.adapt.family import Family
-from penstock.adapt.memory import Memory
 from penstock.moe import MoELayer, SampleKeys
 
 
@@ -93,11 +92,8 @@ class CutLayer:
 
     row_norm = None
 
-    def __init__(
-        self, layer: Any, index: int, moe: MoELayer, cut: Cut, calls: Calls, family: Family, memory: Memory
-    ) -> None:
+    def __init__(self, layer: Any, index: int, moe: MoELayer, cut: Cut, calls: Calls, family: Family) -> None:
         self.layer, self.index, self.cut, self._calls, self._family = layer, index, cut, calls, family
-        self._memory = memory
         self.moe: MoELayer | None = moe
 
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
@@ -108,16 +104,11 @@ class CutLayer:
             self.cut.put(Caught(x_TM, none_Tk.long(), none_Tk, x_TM.new_empty(0, self.moe.num_experts)))
             return h_BLM, x_TM
         call = self._calls.of(keys, self.index)
-
-        def up_to_experts(h_BLM: Tensor) -> tuple[Tensor, ...]:
-            with self.cut.open():
-                residual_BLM = _run(self.layer, h_BLM, call)
-            caught = self.cut.take()
-            return residual_BLM, caught.x_TM, caught.weights_Tk, caught.logits_TE, caught.experts_Tk
-
-        residual_BLM, x_TM, weights_Tk, logits_TE, experts_Tk = self._memory.run(up_to_experts, h_BLM)
-        self.cut.put(Caught(x_TM, experts_Tk, weights_Tk, logits_TE, self._calls.attended(keys)))
-        return residual_BLM, x_TM
+        with self.cut.open():
+            residual_BLM = _run(self.layer, h_BLM, call)
+        caught = self.cut.take()
+        self.cut.put(replace(caught, attended_T=self._calls.attended(keys)))
+        return residual_BLM, caught.x_TM
 
     def here(self) -> Tensor:
         """What the experts make of the tokens that `attend` has brought to them, all on this rank, [T, M]."""
@@ -145,14 +136,14 @@ class WholeLayer:
     moe: MoELayer | None = None
     row_norm = None
 
-    def __init__(self, layer: Any, index: int, calls: Calls, memory: Memory) -> None:
-        self.layer, self.index, self._calls, self._memory = layer, index, calls, memory
+    def __init__(self, layer: Any, index: int, calls: Calls) -> None:
+        self.layer, self.index, self._calls = layer, index, calls
 
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
         out_BLM = h_BLM
         if len(h_BLM):
             call = self._calls.of(keys, self.index)
-            (out_BLM,) = self._memory.run(lambda h_BLM: (_run(self.layer, h_BLM, call),), h_BLM)
+            out_BLM = _run(self.layer, h_BLM, call)
         return out_BLM, out_BLM.flatten(0, 1)
 
     def dense(self, x_TM: Tensor) -> Tensor:

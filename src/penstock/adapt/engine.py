@@ -16,13 +16,13 @@ from penstock.adapt.balance import BalanceOverLayers
 from penstock.adapt.cut import CutGate
 from penstock.adapt.decoder import Decoder, Inputs
 from penstock.adapt.intact import check_intact
-from penstock.adapt.memory import Memory
 from penstock.adapt.planning import Planner
 from penstock.dispatch import find_dispatch
 from penstock.moe import MoEConfig, MoELayer, RouteMaker
 from penstock.moe.orders.sort import SortOrder
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.transport.legs import exchange_counts, send_home, send_out
+from penstock.step.shape import Recompute
 from penstock.topology import Layout
 
 NO_LABEL = -100
@@ -66,8 +66,9 @@ class Engine:
     and when something is trained that was frozen then, for which the plan has no reduction.
     """
 
-    def __init__(self, stack: PipelinedStack, decoder: Decoder, planner: Planner, memory: Memory) -> None:
-        self.stack, self.decoder, self._planner, self.memory = stack, decoder, planner, memory
+    def __init__(self, stack: PipelinedStack, decoder: Decoder, planner: Planner) -> None:
+        self.stack, self.decoder, self._planner = stack, decoder, planner
+        self._recompute: Recompute | None = None
         self._balance = BalanceOverLayers(stack.moe.top_k)
         self._planned = False
         self._first = 0
@@ -75,6 +76,11 @@ class Engine:
     @property
     def layout(self) -> Layout:
         return self.stack.machinery.layout
+
+    def recompute(self, what: Recompute) -> None:
+        """Let this be computed again in backward from the next step on, whatever the plan said of it."""
+        self._planned = self._planned and self._recompute == what
+        self._recompute = what
 
     def step(self, given: StepInputs, *, training: bool) -> tuple[Tensor, Tensor | None]:
         """The loss of the whole batch of all ranks, and the balance loss, which is part of it."""
@@ -106,7 +112,8 @@ class Engine:
         stack.compute_in(_autocast_dtype(stack.machinery.device))
         if stack.training and not (self._planned and self._reduces_all()):
             sizes = stack.machinery.control.largest(given.tokens_BL.shape, "comparing the sizes of batches")
-            stack.adopt(self._planner.of(stack, *map(int, sizes)))
+            batch, length = map(int, sizes)
+            stack.adopt(self._planner.of(stack, batch, length, self._recompute))
             self._planned = True
 
     def _reduces_all(self) -> bool:

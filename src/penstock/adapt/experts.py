@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.adapt.forms import ExpertForm
-from penstock.adapt.memory import Memory
 from penstock.moe.experts.base import Experts, StackedExperts
 from penstock.moe.experts.product import Product, grouped_product
 
@@ -22,17 +21,13 @@ class ModelExperts(StackedExperts):
     source: the module; its parameters stay where they are and keep their names. form: how they multiply.
     """
 
-    def __init__(self, source: nn.Module, num_local_experts: int, form: ExpertForm, memory: Memory) -> None:
+    def __init__(self, source: nn.Module, num_local_experts: int, form: ExpertForm) -> None:
         super().__init__(num_local_experts)
         self.source: Any = source
-        self.form, self.memory = form, memory
+        self.form = form
 
     def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:
-        def compute(rows_RM: Tensor) -> tuple[Tensor, ...]:
-            return (self.form.compute(self.source, rows_RM, sizes, product),)
-
-        (out_RM,) = self.memory.run(compute, rows_RM)
-        return out_RM
+        return self.form.compute(self.source, rows_RM, sizes, product)
 
     def guests(self, slots: int) -> Experts:
         if any(len(parameter) != self.num_local_experts for parameter in self.parameters()):

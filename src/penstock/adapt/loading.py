@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from penstock.adapt.build import machinery_for, scheduled
+from penstock.adapt.described import empty_model, quiet, read_config
 from penstock.adapt.experts import keep_shares
 from penstock.adapt.families import FAMILIES, family_of
 from penstock.adapt.family import Family
@@ -76,21 +77,14 @@ def reload(model: Any, folder: str | Path) -> None:
 
 def _skeleton(folder: Path) -> tuple[Found, Any]:
     """The parts of the model in a folder, without its numbers, and its configuration."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{folder} holds no config.json. Give a folder that save_pretrained has written, or download the "
-            "model's files first: hf download NAME --local-dir FOLDER"
-        )
-    config = AutoConfig.from_pretrained(folder)
+    config = read_config(folder)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             f"{folder} holds quantized numbers (quantization_config), which cannot be trained: load it with "
             "from_pretrained, dequantized, and call parallelize or save it"
         )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = empty_model(folder, config)
+    config = model.config  # of a model that also sees or hears, the text part
     family = family_of(model)
     if family is None:
         raise ValueError(
@@ -115,7 +109,7 @@ def _filled(
 
     plain = type(found.model)
     folder = next(iter(tensors.values())).file.parent
-    with _one_after_the_other():
+    with _one_after_the_other(), quiet():
         model, told = _small_class(plain, found.family, held).from_pretrained(
             None,
             config=config,

@@ -44,20 +44,32 @@ class PenstockConfig(PreTrainedConfig):
 
     def __init__(
         self,
-        sections: Mapping[str, Mapping[str, Any]] | None = None,
+        sections: Any = None,
         *,
         use_cache: bool = False,
         **named: Any,
     ) -> None:
-        tables = sections or {}
+        tables = {} if sections is None else sections
+        if not isinstance(tables, Mapping) or not all(isinstance(each, Mapping) for each in tables.values()):
+            raise ValueError(
+                f"sections = {sections!r}: write the settings of [model] and [moe] as two tables"
+            )
         self.sections = {
             "model": to_dict(from_dict(ModelConfig, dict(tables.get("model", {})), "model")),
             "moe": to_dict(from_dict(MoEConfig, dict(tables.get("moe", {})), "moe")),
         }
         model = self.model_section
-        self.hidden_size, self.num_attention_heads = model.hidden_size, model.num_heads
-        self.num_hidden_layers, self.vocab_size = model.num_layers, model.vocab_size
-        self.max_position_embeddings = model.seq_len
+        told = {
+            "hidden_size": model.hidden_size,
+            "num_attention_heads": model.num_heads,
+            "num_hidden_layers": model.num_layers,
+            "vocab_size": model.vocab_size,
+            "max_position_embeddings": model.seq_len,
+        }
+        for name, value in told.items():
+            if (given := named.pop(name, value)) != value:
+                raise ValueError(f"{name} = {given}, and sections say {value}: change sections alone")
+            setattr(self, name, value)
         named["tie_word_embeddings"] = model.tie_word_embeddings
         super().__init__(use_cache=use_cache, **named)
 

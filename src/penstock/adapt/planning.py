@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, get_args
 
 from penstock.autopilot.deciding import Beat, decided_slowly
 from penstock.autopilot.planned import Order
 from penstock.autopilot.profiling import profile_run
 from penstock.autopilot.start import find
-from penstock.cost import ClusterConfig, ProfiledCluster, StepCost, Workload
+from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost, Workload
 from penstock.data import DataConfig
 from penstock.decision import Decision, GradientBytes, PlacementConfig, ScheduleConfig
 from penstock.models import ModelConfig
@@ -19,6 +19,7 @@ from penstock.plan import Problem
 from penstock.runtime import PipelinedStack
 from penstock.schedule import StepPlan, plan_step
 from penstock.step import StepShape
+from penstock.step.shape import Recompute
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.config import RunConfig
 from penstock.words import folded
@@ -97,8 +98,13 @@ class Planner(Protocol):
         """A plan before any step, and whenever the stack itself asks for one."""
         ...
 
-    def of(self, stack: PipelinedStack, batch: int, length: int) -> StepPlan:
-        """The plan for steps of these samples on every rank. All ranks call it, and get the same."""
+    def of(
+        self, stack: PipelinedStack, batch: int, length: int, recompute: Recompute | None = None
+    ) -> StepPlan:
+        """The plan for steps of these samples on every rank. All ranks call it, and get the same.
+
+        recompute: what is computed again before its backward; None = as the plan says.
+        """
         ...
 
 
@@ -111,14 +117,19 @@ class GivenPlan:
     layout: Layout
 
     def first(self, shape: StepShape, gradients: GradientBytes) -> StepPlan:
-        return self._made(shape, gradients, 1, FIRST_LENGTH)
+        return self._made(self.choice, shape, gradients, 1, FIRST_LENGTH)
 
-    def of(self, stack: PipelinedStack, batch: int, length: int) -> StepPlan:
-        return self._made(stack.base_shape, stack.gradients.sizes_bytes, batch, length)
+    def of(
+        self, stack: PipelinedStack, batch: int, length: int, recompute: Recompute | None = None
+    ) -> StepPlan:
+        choice = self.choice if recompute is None else replace(self.choice, recompute=recompute)
+        return self._made(choice, stack.base_shape, stack.gradients.sizes_bytes, batch, length)
 
-    def _made(self, shape: StepShape, gradients: GradientBytes, batch: int, length: int) -> StepPlan:
+    def _made(
+        self, choice: Decision, shape: StepShape, gradients: GradientBytes, batch: int, length: int
+    ) -> StepPlan:
         workload = self.sizes.workload(self.layout, gradients, batch, length)
-        return plan_step(self.choice, shape, gradients, lambda cut: StepCost(cut, workload, ClusterConfig()))
+        return plan_step(choice, shape, gradients, lambda cut: StepCost(cut, workload, ClusterConfig()))
 
 
 @dataclass(frozen=True)
@@ -126,26 +137,30 @@ class SearchedPlan:
     """The best plan for the cluster as it is measured at the first step.
 
     Links are measured as they are; computation on a decoder of Penstock's own with the sizes of the model.
-    say: told, on rank 0, what is measured and chosen.
+    say: told, on rank 0, what is measured and chosen. measured: clusters by the sizes of the steps that they
+    were measured with.
     """
 
     meanwhile: GivenPlan
     parallel: ParallelConfig
     say: Callable[[str], None]
+    measured: dict[object, ClusterFile] = field(default_factory=dict)
 
     def first(self, shape: StepShape, gradients: GradientBytes) -> StepPlan:
         return self.meanwhile.first(shape, gradients)
 
-    def of(self, stack: PipelinedStack, batch: int, length: int) -> StepPlan:
+    def of(
+        self, stack: PipelinedStack, batch: int, length: int, recompute: Recompute | None = None
+    ) -> StepPlan:
         sizes, layout, machinery = self.meanwhile.sizes, self.meanwhile.layout, stack.machinery
         gradients, shape = stack.gradients.sizes_bytes, stack.base_shape
-        stand_in = sizes.stand_in(shape, self.parallel, batch, length)
-        file = profile_run(stand_in, machinery, budget_s=PROFILE_S)
+        file = self._cluster(stack, batch, length)
         problem = Problem(
             shape=shape,
             workload=sizes.workload(layout, gradients, batch, length),
             cluster=ProfiledCluster.build(file),
             slowness=file.slowness,
+            recompute=get_args(Recompute) if recompute is None else (recompute,),
         )
 
         def decide(beat: Beat) -> tuple[Order, tuple[str, ...]]:
@@ -156,6 +171,14 @@ class SearchedPlan:
         if layout.rank == 0:
             self.say("\n".join(lines))
         return order.plan
+
+    def _cluster(self, stack: PipelinedStack, batch: int, length: int) -> ClusterFile:
+        sizes, shape = self.meanwhile.sizes, stack.base_shape
+        key = shape, batch, length
+        if key not in self.measured:
+            stand_in = sizes.stand_in(shape, self.parallel, batch, length)
+            self.measured[key] = profile_run(stand_in, stack.machinery, budget_s=PROFILE_S)
+        return self.measured[key]
 
 
 def planner_of(plan: str | Decision, sizes: ModelSizes, layout: Layout, parallel: ParallelConfig) -> Planner:

@@ -196,16 +196,17 @@ def _recompute(
     every_n_layers: int = 1,
     offload: bool = False,
 ) -> None:
-    """Compute again in backward what layers and experts need there; no rows are sent a second time.
+    """Compute layers and experts again before their backward; no rows are sent a second time.
 
-    Also what `activation_checkpointing_enable` calls. Raises ValueError for what is not done.
+    The next step is planned so, whatever its plan was. `activation_checkpointing_enable` calls this, too.
+    Raises ValueError for what is not done.
     """
     del gradient_checkpointing_kwargs  # how torch does it is decided here
     if every_n_layers != 1 or offload:
         raise ValueError("a scheduled model computes all of its layers again, and moves nothing to the host")
-    engine_of(self).memory.recomputes = True
+    engine_of(self).recompute("blocks")
 
 
 def _keep(self: Any) -> None:
     """Keep what backward needs."""
-    engine_of(self).memory.recomputes = False
+    engine_of(self).recompute("none")

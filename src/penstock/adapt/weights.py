@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,15 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from penstock.adapt.described import CONFIG, COPY, read_table
+
+TEXT = "language_model."
+BESIDE_TEXT = ("vision_model.", "vision_tower.", "multi_modal_projector.", "audio_tower.")
+"""How names begin in a model that also sees or hears: those of its text part, and others."""
+
+MOST_NAMED = 4
+"""Tensors that a message names."""
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -38,15 +46,21 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a folder, by name. Raises ValueError if it holds no complete set of safetensors."""
+    """All tensors of a folder, by name; of a model that also sees or hears, those of its text part.
+
+    Raises ValueError if it holds no complete set of safetensors.
+    """
     files = _files(folder)
     found: dict[str, StoredTensor] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
-                found |= {name: StoredTensor(file, name) for name in opened.keys()}  # noqa: SIM118  # no mapping
+                names = [name for name in opened.keys() if not name.startswith(BESIDE_TEXT)]  # noqa: SIM118
+                found |= {name.removeprefix(TEXT): StoredTensor(file, name) for name in names}
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{file} cannot be read as safetensors: {error}. Copy it again") from error
+            raise ValueError(f"{file} cannot be read as safetensors: {error}. {COPY}") from error
+    if not found:
+        raise ValueError(f"{', '.join(map(str, files))}: no tensors are in there. {COPY}")
     return found
 
 
@@ -60,7 +74,9 @@ def _files(folder: Path) -> list[Path]:
             f"{folder} holds neither {ONE} nor {INDEX}. Give a folder that save_pretrained has written, or "
             "download the model's files first: hf download NAME --local-dir FOLDER"
         )
-    listed: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+    listed = read_table(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(n, str) for n in listed.values()):
+        raise ValueError(f"{index} has no weight_map that says which file holds each tensor. {COPY}")
     return [folder / name for name in sorted(set(listed.values()))]
 
 
@@ -97,10 +113,21 @@ def share_of_experts(
 
 def refuse_misfits(folder: Path, told: Mapping[str, Any]) -> None:
     """Raise ValueError if transformers tells of tensors that are missing, unexpected or misshapen."""
-    problems = [
-        f"{what.replace('_', ' ')}: {', '.join(sorted(map(str, told[what])))}"
-        for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        if told[what]
+    misshapen = [
+        f"{name} ({list(stored)} there, {list(wanted)} by {CONFIG})"
+        for name, stored, wanted in told["mismatched_keys"]
     ]
+    unexpected = [name for name in told["unexpected_keys"] if not name.startswith(BESIDE_TEXT)]
+    found = {"missing": told["missing_keys"], "unexpected": unexpected, "misshapen": misshapen}
+    problems = [f"{what}: {_some(sorted(map(str, names)))}" for what, names in found.items() if names]
     if problems:
-        raise ValueError(f"{folder} does not hold the model of its config.json: {'; '.join(problems)}")
+        raise ValueError(
+            f"{folder} does not hold the model of its {CONFIG}: {'; '.join(problems)}. Copy the weights and "
+            f"{CONFIG} from one place"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few of them."""
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

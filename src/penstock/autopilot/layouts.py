@@ -87,6 +87,7 @@ def check_some_layout(config: RunConfig, processes: int, there_bytes: int | None
                 sharing=processes,
                 shared_copies=config.optimizer.shared_copies,
                 separate_documents=config.data.separate_documents,
+                again=config.plan.may_repeat_blocks,
             )
         except ConfigError as error:
             last = error

@@ -155,7 +155,7 @@ def with_choice(config: RunConfig, choice: Decision) -> RunConfig:
         schedule=config.schedule.saying(choice),
         placement=config.placement.saying(choice),
         moe=_chosen_moe(config.moe, choice),
-        plan=replace(config.plan, lossy=False),  # the model is built for it
+        plan=replace(config.plan, lossy=False, recompute=choice.recompute),  # the model is built for it
     )
 
 

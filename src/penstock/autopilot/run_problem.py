@@ -59,6 +59,7 @@ def _problem(
         compressions=_compressions(config, layout),
         slowness=slowness,
         movable=config.placement.movable,
+        recompute=config.plan.open_recompute,
     )
 
 

@@ -99,7 +99,8 @@ def _asked(config: RunConfig, machinery: Machinery) -> tuple[Problem, Decision]:
     asked: list[tuple[float, Problem, Decision]] = []
     for run in open_runs(config):
         problem = assumed_problem(run, machinery.layout)
-        choice = in_effect(problem, run.schedule.decision(problem.workload.dispatch, run.placement))
+        given = run.schedule.decision(problem.workload.dispatch, run.placement, run.plan.given_recompute)
+        choice = in_effect(problem, given)
         asked.append((whole_s(problem, evaluate(problem, choice)), problem, choice))
     _, problem, choice = min(asked, key=lambda each: each[0])
     return problem, choice

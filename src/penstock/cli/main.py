@@ -20,7 +20,7 @@ from penstock.cli.run import exit_code, parse
 from penstock.config import ConfigError
 from penstock.decision.moving import ExpertMoves, SampleMoves
 from penstock.schedule import SCHEDULES
-from penstock.step.shape import FORM_TOKENS
+from penstock.step.shape import FORM_TOKENS, Recompute
 
 MOST_PIECES = 64
 
@@ -157,6 +157,12 @@ def _add_moving(schedule: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="experts of other ranks that a rank hosts per MoE layer, where experts move (1)",
+    )
+    schedule.add_argument(
+        "--recompute",
+        choices=get_args(Recompute),
+        default="none",
+        help="what is computed again before its backward, to save memory (none)",
     )
 
 

@@ -63,6 +63,7 @@ SEARCHED = (
     "imbalance",
     "routing",
     "budget",
+    "recompute",
     *SIZES,
 )
 """Options that belong to a search."""
@@ -125,6 +126,12 @@ def _add_choices(plan: argparse.ArgumentParser) -> None:
         "--layout",
         choices=("given", "auto"),
         help="auto: also choose which ranks share attention and experts (default: given)",
+    )
+    plan.add_argument(
+        "--recompute",
+        choices=("auto", "none", "experts", "blocks"),
+        help="what is computed again before its backward, to save memory; auto: what has to be for a plan to "
+        "fit (default: auto)",
     )
     plan.add_argument(
         "--imbalance",
@@ -247,7 +254,8 @@ def _subject(options: argparse.Namespace) -> Subject:
         if options.overrides:
             why = "is a setting of a configuration, and --model has none"
             raise ConfigError(options.overrides[0], UNSET, why, "Use options such as --batch 8.")
-        sizes = Overrides(**{name: getattr(options, name) for name in SIZES})
+        again = None if options.recompute in (None, AUTO) else options.recompute
+        sizes = Overrides(**{name: getattr(options, name) for name in SIZES}, recompute=again)
         if options.layout != "auto":
             return _shared(published_problem(options.model, file, sizes), options)
         found = find_layouts(options.model, file, sizes, _memory(options.memory_gib, file.memory_bytes))
@@ -296,7 +304,7 @@ def _routed(subject: Subject, options: argparse.Namespace) -> Problem:
 
 def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
     """The problem of a training run on this cluster's ranks."""
-    for name in (*SIZES, "sharded_optimizer", "shard_gradients"):
+    for name in (*SIZES, "sharded_optimizer", "shard_gradients", "recompute"):
         if getattr(options, name) is not None:
             why = "is an option for --model; a configuration has settings"
             raise ConfigError(_option(name), getattr(options, name), why, "Write it as section.key=value.")

@@ -31,6 +31,7 @@ def print_schedule(options: argparse.Namespace) -> int:
         placement=PlacementConfig(
             samples=options.samples, experts=options.experts, guest_slots=options.guest_slots
         ),
+        recompute=options.recompute,
         sharded_optimizer=options.sharded_optimizer,
         shard_gradients=options.shard_gradients,
         width=terminal_width(),

@@ -116,6 +116,7 @@ def _check_layout(config: RunConfig, processes: int) -> None:
             sharing=processes,
             shared_copies=config.optimizer.shared_copies,
             separate_documents=config.data.separate_documents,
+            again=config.plan.may_repeat_blocks,
         )
 
 

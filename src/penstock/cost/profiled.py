@@ -88,7 +88,9 @@ class ProfiledCluster(ClusterConfig):
         return alone_s * (1 + self.company * (model.beside - 1))
 
     def _task(self, op: str, phase: Phase) -> TaskModel | None:
-        return next((x for x in self.file.tasks if (x.op, x.phase) == (op, phase)), None)
+        """The model of an op's tasks; what runs again takes as long as it took at first."""
+        wanted = Phase.FORWARD if phase is Phase.AGAIN else phase
+        return next((x for x in self.file.tasks if (x.op, x.phase) == (op, wanted)), None)
 
     def _of_size(
         self, by_rates: Callable[[Any], AlphaBeta], group: Span | int, links: Sequence[LinkModel]

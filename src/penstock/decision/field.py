@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from penstock.step import StepShape
-from penstock.step.shape import ExpertForm
+from penstock.step.shape import ExpertForm, Recompute
 from penstock.step.stages import Pass
 
 PartialByForm = tuple[tuple[ExpertForm, tuple[int, ...]], ...]
@@ -85,6 +85,11 @@ class Asked(Protocol):
     @property
     def movable(self) -> Movable: ...
 
+    @property
+    def recompute(self) -> tuple[Recompute, ...]:
+        """What may be computed again, that which takes least time first."""
+        ...
+
 
 class Reader(Protocol):
     """What a schedule declares: which fields of a decision it reads, and how many chunks it usually has.
@@ -103,6 +108,10 @@ class Reader(Protocol):
 
     @property
     def expert_form(self) -> ExpertForm | None: ...
+
+
+READERS: dict[str, Reader] = {}
+"""The schedules, as far as decisions go; `schedule.SCHEDULES` is the same table with what each does."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from penstock.config import ConfigError, Items, Table, Within, check_bounds, check_name, check_value
 from penstock.config.bounds import Steps, bounded_fields
-from penstock.decision.field import Asked, Field, Reader
+from penstock.decision.field import READERS, Asked, Field
 from penstock.decision.moving import (
     EXPERTS,
     GUEST_SLOTS,
@@ -24,16 +24,13 @@ from penstock.decision.moving import (
     GuestSlots,
     PlacementConfig,
     SampleMoves,
-    must_move,
 )
 from penstock.decision.partition import Partition
+from penstock.decision.rows import COMPRESSION, DISPATCH, EXPERT_FORM, expert_forms
 from penstock.dispatch import DISPATCHES
-from penstock.step.shape import ExpertForm
+from penstock.step.shape import ExpertForm, Recompute
 from penstock.step.stages import Pass
 from penstock.words import counted, mib
-
-READERS: dict[str, Reader] = {}
-"""The schedules, as far as decisions go; `schedule.SCHEDULES` is the same table with what each does."""
 
 MOST_PIECES = 256
 MOST_SLICES = 64
@@ -69,35 +66,10 @@ ORDERS = {
 }
 
 
-def _forms(asked: Asked, dispatches: Sequence[str]) -> tuple[ExpertForm, ...]:
-    """The forms of experts' shards that differ here. All but the first send rows to all shards at once."""
-    shared = any(asked.shape.moe_layers) and "flat" in dispatches and not must_move(asked)
-    return asked.shape.sharing.forms if shared else ("gather",)
-
-
 def _schedules(asked: Asked, choice: Decision) -> Sequence[str]:
     del choice
-    tried = (None, *_forms(asked, asked.dispatches))
+    tried = (None, *expert_forms(asked, asked.dispatches))
     return [name for name, reader in READERS.items() if reader.expert_form in tried]
-
-
-def _dispatches(asked: Asked, choice: Decision) -> Sequence[str]:
-    if READERS[choice.schedule].expert_form not in (None, "gather"):
-        return ("flat",)
-    may_stay = "none" in asked.movable.samples  # a row for several experts is of no sample's home
-    fitting = [name for name in asked.dispatches if may_stay or not DISPATCHES[name].joins_rows]
-    return fitting or asked.dispatches
-
-
-def _compressions(asked: Asked, choice: Decision) -> Sequence[str]:
-    joined = DISPATCHES[choice.dispatch].joins_rows  # numbers beside a row would be rounded with it
-    return ("none",) if joined or not any(asked.shape.moe_layers) else asked.compressions
-
-
-def _expert_forms(asked: Asked, choice: Decision) -> Sequence[ExpertForm | None]:
-    if asked.shape.sharing.is_none or not any(asked.shape.moe_layers):
-        return (None,)
-    return _forms(asked, (choice.dispatch,))
 
 
 def _microbatches(asked: Asked, choice: Decision) -> Sequence[int]:
@@ -156,25 +128,11 @@ ALL_REDUCE = Field(
     cuts=True,
     always=False,
 )
-DISPATCH = Field(
-    values=_dispatches,
-    words=lambda d: f"{d.dispatch.replace('_', ' ')} dispatch",
-    head="dispatch",
-    cell=lambda d: d.dispatch.replace("_", " "),
-)
-COMPRESSION = Field(
-    values=_compressions,
-    words=lambda d: "" if d.compression == "none" else f"rows as {d.compression}",
-    head="rows",
-    cell=lambda d: "-" if d.compression == "none" else d.compression,
-    may_be_left_out=True,
-)
-EXPERT_FORM = Field(
-    values=_expert_forms,
-    words=lambda d: "" if d.expert_form is None else f"expert form {d.expert_form}",
-    head="form",
-    cell=lambda d: d.expert_form or "-",
-    always=False,
+RECOMPUTE = Field(
+    values=lambda asked, choice: asked.recompute,
+    words=lambda d: "" if d.recompute == "none" else f"{d.recompute} computed again",
+    head="again",
+    cell=lambda d: "-" if d.recompute == "none" else d.recompute,
     may_be_left_out=True,
 )
 PRIORITY = Field(
@@ -201,6 +159,8 @@ class Decision:
     compression: as what rows travel; none = as section [moe] says. Others only where plan.lossy allows it.
     expert_form: how rows meet all shards of their experts, where ranks share those or attention; none = as
         the schedule usually has it, which is `gather`. All others need a flat dispatch.
+    recompute: what runs a second time before its backward, so that memory need not hold until then what it
+        saves; no rows are sent again.
     priority: by which rule penstock orders; `search` starts from the others and is the best and the slowest.
     partition: which gradients go into which gap, for fsmoe; none = all of a layer's into the next gap below.
     samples, experts: what moves samples, and experts. guest_slots: experts of other ranks that a rank has
@@ -216,6 +176,7 @@ class Decision:
     dispatch: Annotated[str, DISPATCH] = "flat"
     compression: Annotated[RowForm, COMPRESSION] = "none"
     expert_form: Annotated[ExpertForm | None, EXPERT_FORM] = None
+    recompute: Annotated[Recompute, RECOMPUTE] = "none"
     priority: Annotated[PriorityName, PRIORITY] = "search"
     samples: Annotated[SampleMoves, SAMPLES] = "none"
     experts: Annotated[ExpertMoves, EXPERTS] = "none"
@@ -320,7 +281,8 @@ def _crumbles(forward: int, backward: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Decision):
-    """Section `[schedule]`: a decision without what is said elsewhere (`[moe]`, `[placement]`) or not at all.
+    """Section `[schedule]`: a decision without what is said elsewhere (`[moe]`, `[placement]`, `[plan]`) or
+    nowhere.
 
     name: the schedule. refine_after: the number of steps after which the schedule is re-ordered by measured
     durations; 0 = never.
@@ -337,6 +299,7 @@ class ScheduleConfig(Decision):
     samples: SampleMoves = given(default="none", init=False)
     experts: ExpertMoves = given(default="none", init=False)
     guest_slots: int = given(default=1, init=False)
+    recompute: Recompute = given(default="none", init=False)
     partition: Partition | None = given(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -344,13 +307,14 @@ class ScheduleConfig(Decision):
         object.__setattr__(self, "schedule", self.name)
         self.check()
 
-    def decision(self, dispatch: str, placement: PlacementConfig | None = None) -> Decision:
+    def decision(
+        self, dispatch: str, placement: PlacementConfig | None = None, recompute: Recompute = "none"
+    ) -> Decision:
         """The same as a plan has it: every number is there. Without `placement` nothing moves."""
         said = {name: getattr(self, name) for name in bounded_fields(Decision)}
         chunks, backward_chunks = self.degrees
-        found = Decision(
-            **{**said, "dispatch": dispatch, "chunks": chunks, "backward_chunks": backward_chunks}
-        )
+        elsewhere = {"dispatch": dispatch, "recompute": recompute}
+        found = Decision(**{**said, **elsewhere, "chunks": chunks, "backward_chunks": backward_chunks})
         return found if placement is None else placement.applied(found)
 
     def saying(self, choice: Decision) -> Self:

@@ -43,19 +43,23 @@ class Lane(StrEnum):
 
 
 class Phase(StrEnum):
-    """F forward, B backward; where a backward is split, I makes the input gradients, W the weights'."""
+    """F forward, B backward; where a backward is split, I makes the input gradients, W the weights'.
+
+    R computes a forward task again, just before its backward, for what that one has not kept.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT = "I"
     WEIGHT = "W"
+    AGAIN = "R"
 
     __hash__ = str.__hash__  # Enum's own is Python code, and a plan hashes tasks by the million
 
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _TEXT = re.compile(
-    rf"L{_NUMBER}\.([A-Z][A-Z0-9]*)(?:\.m{_NUMBER})?(?:\.c{_NUMBER})?(?:\.p{_NUMBER})?\.([FBIW])"
+    rf"L{_NUMBER}\.([A-Z][A-Z0-9]*)(?:\.m{_NUMBER})?(?:\.c{_NUMBER})?(?:\.p{_NUMBER})?\.([FBIWR])"
 )
 
 
@@ -217,7 +221,10 @@ class Task:
 
     @property
     def symbol(self) -> str:
-        """The letters that pictures show: the op, and W for weight gradients made separately."""
+        """The letters that pictures show: the op, in lower case where it is computed again, and W for weight
+        gradients made separately."""
+        if self.phase is Phase.AGAIN:
+            return self.op.lower()
         return "W" if self.phase is Phase.WEIGHT else self.op
 
     @property

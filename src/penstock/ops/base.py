@@ -44,6 +44,8 @@ class OpSpec:
     (a gather's is a reduce-scatter). given: roles that are not differentiated; the backward of an op that
     saves nothing reads them again. indices: axes that its names carry, out of `mcp`. gradients: state that
     its backward adds to, `{layer}` for the layer's number; a task that reads other parameters adds to theirs.
+    again: whether a plan may let it run a second time before its backward, which saves what it keeps for that
+    beyond its inputs. Then its handler must leave the same at both times, and change nothing else.
     """
 
     name: str
@@ -55,6 +57,7 @@ class OpSpec:
     given: frozenset[str] = frozenset()
     indices: str = "m"
     gradients: str | tuple[str, ...] = ""
+    again: bool = False
 
     @property
     def saves(self) -> bool:

@@ -79,8 +79,16 @@ register(
         work=_attention,
         given=frozenset({"passengers"}),
         gradients=REPLICATED,
+        again=True,
     ),
-    OpSpec(name=Op.SHARED, title="shared experts", kind=Kind.COMPUTE, work=_shared, gradients=REPLICATED),
+    OpSpec(
+        name=Op.SHARED,
+        title="shared experts",
+        kind=Kind.COMPUTE,
+        work=_shared,
+        gradients=REPLICATED,
+        again=True,
+    ),
     OpSpec(
         name=Op.EXPERTS,
         title="expert computation",
@@ -89,6 +97,7 @@ register(
         given=frozenset({"route", "guests"}),
         indices="mc",
         gradients=EXPERTS,
+        again=True,
     ),
     OpSpec(
         name=Op.UNORDER,

@@ -124,9 +124,13 @@ def _around(what: str, ways: Ways) -> list[OpSpec]:
     return [spec for spec in specs if spec.name]
 
 
-def _computed(name: str, title: str, work: WorkOf, gradients: str | tuple[str, ...]) -> OpSpec:
+def _computed(
+    name: str, title: str, work: WorkOf, gradients: str | tuple[str, ...], *, again: bool = True
+) -> OpSpec:
     given = frozenset({"passengers"})
-    return OpSpec(name=name, title=title, kind=Kind.COMPUTE, work=work, gradients=gradients, given=given)
+    return OpSpec(
+        name=name, title=title, kind=Kind.COMPUTE, work=work, gradients=gradients, given=given, again=again
+    )
 
 
 register(
@@ -138,8 +142,8 @@ register(
     _computed(Op.GATE, "residual, norm, router and order", _gate, REPLICATED),
     _computed(Op.DENSE_NORM, "residual and norm of a dense block", _passing, REPLICATED),
     _computed(Op.DENSE, "this rank's part of a dense feed-forward part", _dense, REPLICATED),
-    _computed(Op.DENSE_ADD, "output of a dense block", _passing, ""),
-    _computed(Op.LOGITS, "final norm, logits of this rank's vocabulary", _logits, BOTH),
+    _computed(Op.DENSE_ADD, "output of a dense block", _passing, "", again=False),
+    _computed(Op.LOGITS, "final norm, logits of this rank's vocabulary", _logits, BOTH, again=False),
     OpSpec(
         name=Op.PEAKS,
         title="what all shards of the vocabulary know of a token's logits",

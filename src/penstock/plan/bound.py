@@ -125,6 +125,7 @@ class QuickBounds:
             cut.moves_samples,
             cut.residual_in_rows,
             cut.guest_slots,
+            cut.recompute,
             choice.samples,
             choice.experts,
             choice.dispatch,

@@ -14,6 +14,7 @@ from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
 from penstock.plan.predict import alone, step_ratio
 from penstock.plan.problem import Problem
+from penstock.plan.room import again_words, by_rule
 from penstock.plan.search import FoundPlan
 from penstock.plan.wire import row_words
 from penstock.simulate import lane_work
@@ -39,7 +40,7 @@ MOST_TASKS = 20_000
 class Explanation:
     """A plan and the reasons for it. busy: work over step time, by lane. faster: by the resource that is
     twice as fast, the predicted step time over the present one, both ordered by the same rules. rows: what
-    rounded ones save."""
+    rounded ones save. again: what computing again saves and takes."""
 
     best: Candidate
     next_best: Candidate | None
@@ -50,6 +51,7 @@ class Explanation:
     budget: MemoryBudget | None
     lower_bound_s: float
     rows: str = ""
+    again: str = ""
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -57,7 +59,7 @@ class Explanation:
         return (
             f"Plan     {self.best.choice.words}{self.rows}",
             f"Time     {self._time()}",
-            f"Limit    {self._limit()}; memory: {self._memory()}",
+            f"Limit    {self._limit()}; memory: {self._memory()}{self.again}",
             f"Next     {self._next()}",
             f"What if  {self._faster()}",
         )
@@ -131,6 +133,7 @@ def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
         budget=memory,
         lower_bound_s=found.lower_bound_s,
         rows=row_words(problem, best.choice, best.plan),
+        again=again_words(problem, best),
     )
 
 
@@ -170,7 +173,7 @@ def _faster(problem: Problem, found: FoundPlan, *, intra: bool) -> dict[str, flo
     tasks = accumulate(len(candidate.plan.graph.tasks) for candidate in near)
     fits = [so_far <= MOST_TASKS for so_far in tasks]
     tried = [found.best, *(each for each, fit in zip(near[1:], fits[1:], strict=True) if fit)]
-    choices = [_by_rule(candidate.choice) for candidate in tried]
+    choices = [by_rule(candidate.choice) for candidate in tried]
     cluster = problem.cluster
     nodes = cluster.file.nodes if isinstance(cluster, ProfiledCluster) else problem.workload.nodes
     link = "inter-node bandwidth" if nodes > 1 else "bandwidth between ranks"
@@ -186,12 +189,6 @@ def _faster(problem: Problem, found: FoundPlan, *, intra: bool) -> dict[str, flo
         what: min(1.0, _best_s(replace(problem, cluster=problem.cluster.faster(**how)), choices) / now_s)
         for what, how in parts.items()
     }
-
-
-def _by_rule(choice: Decision) -> Decision:
-    """The choice with a quick rule instead of a search, so that like is compared with like."""
-    searched = choice.reads("priority") and choice.priority == "search"
-    return replace(choice, priority="critical_path") if searched else choice
 
 
 def _best_s(problem: Problem, choices: list[Decision]) -> float:

@@ -20,6 +20,7 @@ from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.memory import MemoryBudget
 from penstock.plan.problem import Problem
 from penstock.plan.published import parm_choice
+from penstock.plan.room import Room
 from penstock.plan.starts import first_choices
 from penstock.plan.subject import Overrides, Subject, published_problem
 from penstock.step.shape import TokenLayout
@@ -156,9 +157,9 @@ def rank_layouts(
 def _best(problem: Problem, memory: MemoryBudget | None) -> Candidate | None:
     """The best quick plan that fits; None if none does."""
     quick: list[Decision] = [*first_choices(problem), parm_choice(problem)]
-    candidates = [evaluate(problem, choice) for choice in dict.fromkeys(quick)]
-    fitting = [each for each in candidates if memory is None or each.memory_bytes <= memory.bytes]
-    return min(fitting, key=lambda each: each.predicted_s, default=None)
+    fitting = map(Room(problem, memory).with_least_again, dict.fromkeys(quick))
+    candidates = [evaluate(problem, choice) for choice in fitting if choice is not None]
+    return min(candidates, key=lambda each: each.predicted_s, default=None)
 
 
 # ---- published models --------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from penstock.cost import Workload
 from penstock.decision import Decision
@@ -28,6 +28,10 @@ HOME_COPIES, EXPERT_ROW_COPIES = 2, 2
 WIDE_COPIES = {2: 2, 3: 4}
 """Hidden activations of an expert per row, by its matrices: GELU's input and output; SwiGLU's gate, its
 activation, the other factor, and the product."""
+
+ENTERED_COPIES = 2
+"""Hidden states that ranks which share attention keep per token of a block that is computed again, beside all
+tokens gathered: what entered it, and what attention added."""
 
 LOGIT_COPIES = 2
 
@@ -82,7 +86,9 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     c H)), with e bytes per element, r rows per token, c = 2 for GELU and 4 for SwiGLU; a dense block e (8 M +
     2 H_dense); logits twice in float32. Ranks that share attention divide heads, dense widths, the vocabulary
     and, where tokens are split, what stays between blocks; shards of an expert all have its rows. What the
-    framework and the transports need themselves is not counted.
+    framework and the transports need themselves is not counted. Where experts are computed again, only the
+    rows are kept that they received, e r M; where blocks are, e (M + 2 r M), what entered one and its rows,
+    received and come home, and the input of shared experts. Then buffers hold one block whole.
 
     Against BENCHMARKS.md (default model, memory of a step above what is held before it, MiB): activations and
     buffers are 292 for sequential (measured 264 to 296) and moe_pipeline (247 to 256), 259 for flowmoe and
@@ -90,7 +96,10 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     """
     weights, guests = sum(weights_bytes(problem).values()), _guest_bytes(problem, choice)
     cut, work = problem.cut(choice), problem.workload
-    per_layer = [_layer_bytes(work, cut, is_moe) for is_moe in problem.shape.moe_layers]
+    layers = problem.shape.moe_layers
+    whole = replace(cut, recompute="none")
+    per_layer = [_layer_bytes(work, cut, is_moe) for is_moe in layers]
+    largest = max(_layer_bytes(work, whole, is_moe) for is_moe in layers)
     microbatches = cut.microbatches
     logits = work.tokens(0, 1) * work.vocab_size * FLOAT32_BYTES * LOGIT_COPIES / work.mp_size
     moe = any(problem.shape.moe_layers)
@@ -100,7 +109,7 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
         gradients_bytes=_gradients_bytes(problem, choice) + guests,
         optimizer_bytes=MOMENTS * _updated_bytes(problem),
         activations_bytes=int(sum(per_layer) + logits),
-        buffers_bytes=int(max(per_layer) / microbatches + 2 * work.wire_bytes(piece_rows)),
+        buffers_bytes=int(largest / microbatches + 2 * work.wire_bytes(piece_rows)),
     )
 
 
@@ -148,14 +157,22 @@ def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool) -> float:
     tokens, hidden, mp_size = work.tokens(0, 1), work.hidden_size, work.mp_size
     kept = work.tokens(0, 1, mp_size if cut.sharing.tokens == "split" else 1)
     block = hidden * (tokens * (GATHERED_COPIES + HEAD_COPIES / mp_size) + kept * BLOCK_COPIES)
+    if cut.recompute == "blocks":
+        block = hidden * (kept if mp_size == 1 else tokens + kept * ENTERED_COPIES)
     if not is_moe:
-        return work.element_bytes * (block + tokens * 2 * work.dense_ffn_hidden_size / mp_size)
+        dense = 0.0 if cut.recompute == "blocks" else tokens * 2 * work.dense_ffn_hidden_size / mp_size
+        return work.element_bytes * (block + dense)
     wide = WIDE_COPIES[work.expert_matrices]
     gate_shares = mp_size if FORM_TOKENS[cut.expert_form] == "split" else 1
     home = work.rows(0, 1, 0, 1, gate_shares) * HOME_COPIES * hidden
     there = work.rows(0, 1, 0, 1, *_row_shares(work, cut))
     expert = there * (work.esp_size * EXPERT_ROW_COPIES * hidden + wide * work.ffn_hidden_size)
-    shared = work.tokens(0, 1, gate_shares) * wide * work.shared_ffn_hidden_size
+    wide_shared = wide * work.shared_ffn_hidden_size
+    if cut.recompute != "none":
+        expert = there * work.esp_size * hidden
+    if cut.recompute == "blocks":
+        home, wide_shared = home / HOME_COPIES, hidden if wide_shared else 0
+    shared = work.tokens(0, 1, gate_shares) * wide_shared
     return work.element_bytes * (block + home + expert + shared)
 
 

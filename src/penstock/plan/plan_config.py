@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from penstock.config import ConfigError, Within, check_bounds
 from penstock.config.bounds import MOST_STEPS
 from penstock.extras import install, is_there, needs
 from penstock.plan.effort import MOST_BUDGET
 from penstock.plan.tuner import TunerName
+from penstock.step.shape import Recompute
 
 GIVEN, AUTO = "given", "auto"
 DROPPED_STEPS = 2
@@ -53,7 +54,9 @@ class PlanConfig:
     the path of a plan file to be run as it is. layout: which ranks share attention and experts; "given" =
     section [parallel] says, "auto" = compared by quick plans at the start, on the samples per step that it
     says, and with its ep_size if it has one. lossy: whether a search may let rows travel rounded, as bfloat16
-    or int8 (`moe.compression`). cluster: a cluster file, by name or path; none = measure.
+    or int8 (`moe.compression`). recompute: what is computed again before its backward, so that memory need
+    not hold what it saves; "auto" = nothing, unless a search (source = "auto") finds that nothing fits
+    otherwise. cluster: a cluster file, by name or path; none = measure.
     profile_s: how long to measure at the start, and again when links have changed. budget: how many times as
     much as usual a search looks at, counted in simulated tasks and not in seconds. trials: so many of the
     most promising plans are run for some steps each, and the fastest is kept; 1 = the prediction decides.
@@ -66,6 +69,7 @@ class PlanConfig:
     source: str = GIVEN
     layout: Literal["given", "auto"] = "given"
     lossy: bool = False
+    recompute: Literal["auto", "none", "experts", "blocks"] = "auto"
     cluster: str | None = None
     profile_s: Seconds = 15.0
     budget: Budget = 1.0
@@ -89,6 +93,21 @@ class PlanConfig:
                 f"a layout is chosen together with a plan, and plan.source = {self.source} searches for none"
             )
             raise ConfigError("layout", self.layout, why, "Use plan.source=auto, or plan.layout=given.")
+
+    @property
+    def given_recompute(self) -> Recompute:
+        """What is computed again where no search decides."""
+        return "none" if self.recompute == "auto" else self.recompute
+
+    @property
+    def open_recompute(self) -> tuple[Recompute, ...]:
+        """What a search may let be computed again, that which takes least time first."""
+        return get_args(Recompute) if self.recompute == "auto" else (self.recompute,)
+
+    @property
+    def may_repeat_blocks(self) -> bool:
+        """Whether blocks are computed again, or will be if nothing fits otherwise."""
+        return self.recompute == "blocks" or (self.recompute == AUTO and self.source == AUTO)
 
     @property
     def is_saved(self) -> bool:

@@ -17,7 +17,7 @@ from penstock.schedule import Cost, StepPlan, cut, plan_step
 from penstock.schedule.system import least_chunk_bytes
 from penstock.simulate import LowerBound, Timeline, lower_bound, simulate
 from penstock.step import StepShape
-from penstock.step.shape import FORM_TOKENS
+from penstock.step.shape import FORM_TOKENS, Recompute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class Problem:
     travel, "none" = as the workload says.
     slowness: by rank, how many times longer its computation takes than the cluster says; empty = none.
     load: by rank, how many times as many tokens its experts get as with even routing; empty = even.
+    recompute: what may be computed again, that which takes least time first.
     movable: samples and experts, as far as they may move. evidence: how steps are routed; none = evenly.
     """
 
@@ -38,6 +39,7 @@ class Problem:
     compressions: tuple[str, ...] = ("none",)
     slowness: tuple[float, ...] = ()
     load: tuple[float, ...] = ()
+    recompute: tuple[Recompute, ...] = ("none",)
     movable: Movable = NOTHING_MOVES
     evidence: Evidence | None = None
 

@@ -30,6 +30,7 @@ from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget, esti
 from penstock.plan.prices import check_prices
 from penstock.plan.problem import Problem
 from penstock.plan.published import planners
+from penstock.plan.room import Room
 from penstock.plan.space import neighbours, space
 from penstock.plan.starts import first_choices
 from penstock.words import gib
@@ -126,6 +127,8 @@ class _Search:
         budget: float,
         effort: Effort,
     ) -> None:
+        self._room = Room(problem, memory)
+        problem = self._room.needed
         self._problem, self._memory, self._progress = problem, memory, progress
         self._budget, self._effort = budget, effort
         self._meter = Meter(effort, budget)
@@ -140,7 +143,8 @@ class _Search:
 
     def run(self) -> FoundPlan:
         everything = self._everything()
-        firsts = [choice for choice in first_choices(self._problem) if self._fits(choice)] or everything[:1]
+        least = map(self._room.with_least_again, first_choices(self._problem))
+        firsts = [choice for choice in least if choice is not None] or everything[:1]
         stopped = None
         for stage in (
             lambda: self._begin(firsts),
@@ -177,10 +181,11 @@ class _Search:
         for number, (name, planner) in enumerate(self._planners.items()):
             if self._meter.used_up and not always:
                 raise OutOfBudgetError
-            choice = planner(self._problem)
+            made = planner(self._problem)
             self._meter.note_planner()
-            self._partition = choice.partition or self._partition
-            if self._fits(choice):
+            self._partition = made.partition or self._partition
+            choice = self._room.with_least_again(made)
+            if choice is not None:
                 self._full.look(choice, always=always)
                 choices.append(choice)
             self._unplanned.remove(name)
@@ -279,9 +284,7 @@ class _Search:
         )
 
     def _fits(self, choice: Decision) -> bool:
-        if self._memory is None:
-            return True
-        return estimate_memory(self._problem, choice).total_bytes <= self._memory.bytes
+        return self._room.holds(choice)
 
     def _report_work(self) -> None:
         self._report(self._meter.spent, self._meter.allowed, self._screen)
@@ -306,7 +309,8 @@ class _Search:
 
 WAYS_OUT = {
     STATE: "Spread the experts over more nodes, use fewer layers or smaller experts.",
-    ACTIVATIONS: "Use a smaller batch per rank or shorter samples, or more shards per node.",
+    ACTIVATIONS: "Use a smaller batch per rank or shorter samples, or more shards per node, or let blocks be "
+    "computed again (plan.recompute=auto).",
     BUFFERS: "Use a smaller batch per rank or shorter samples.",
 }
 

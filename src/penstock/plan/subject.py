@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, get_args
 
 from penstock.config import ConfigError, Within, check_bounds, check_name
 from penstock.config.bounds import MOST_RANKS, Ranks
@@ -17,7 +17,7 @@ from penstock.placement import ExpertPlacement
 from penstock.plan.models import MODELS, PublishedModel
 from penstock.plan.problem import Problem
 from penstock.step import StepShape
-from penstock.step.shape import Sharing
+from penstock.step.shape import Recompute, Sharing
 
 ELEMENT_BYTES = FLOAT32_BYTES = 4
 MATRICES = {"gelu": 2, "swiglu": 3}
@@ -34,6 +34,7 @@ class Overrides:
 
     nodes, ranks_per_node: of the cluster. ep_size: ranks that share the experts of a layer. mp_size,
     esp_size: ranks that share attention, and every expert; a step has the same samples whatever they are.
+    recompute: what is computed again before its backward; None = what has to be for a plan to fit.
     """
 
     layers: Layers | None = None
@@ -46,6 +47,7 @@ class Overrides:
     ep_size: Ranks | None = None
     mp_size: Ranks | None = None
     esp_size: Ranks | None = None
+    recompute: Recompute | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -165,7 +167,14 @@ def _problem(
     )
     dispatches = tuple(runnable(work.nodes, work.ranks_per_node, joins=work.esp_size == 1))
     slowness = cluster.file.slowness if cluster.file.ranks == nodes * per_node else ()
-    return Problem(shape=shape, workload=work, cluster=cluster, dispatches=dispatches, slowness=slowness)
+    return Problem(
+        shape=shape,
+        workload=work,
+        cluster=cluster,
+        dispatches=dispatches,
+        slowness=slowness,
+        recompute=get_args(Recompute) if changes.recompute is None else (changes.recompute,),
+    )
 
 
 def _words(sizes: Mapping[str, int]) -> str:

@@ -12,12 +12,19 @@ from penstock.config import ConfigError, check_name
 from penstock.cost import ClusterConfig, StepCost, Workload
 from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.mesh import holders
-from penstock.report.step_text import cluster_text, pieces_text, placement_text, sharing_text, updating_text
+from penstock.report.step_text import (
+    again_text,
+    cluster_text,
+    pieces_text,
+    placement_text,
+    sharing_text,
+    updating_text,
+)
 from penstock.report.timeline import duration_text, render_timeline
 from penstock.schedule import SCHEDULES, StepPlan, System, plan_step
 from penstock.simulate import LowerBound, lower_bound, overlap_efficiency, simulate
 from penstock.step import Sharing, StepShape
-from penstock.step.shape import FORM_TOKENS, ExpertForm, Updating
+from penstock.step.shape import FORM_TOKENS, ExpertForm, Recompute, Updating
 from penstock.trace import Occupation, TaskRecord, occupation
 from penstock.words import counted
 
@@ -134,6 +141,8 @@ class ScheduleDescription:
         yield "pieces", pieces_text(shape)
         if shape.moves_samples or shape.guest_slots:
             yield "placement", placement_text(shape)
+        if shape.recompute != "none":
+            yield "memory", again_text(shape)
         if shape.updating is not None:
             yield "optimizer", updating_text(shape.updating)
         yield from (("note", note) for note in self.notes)
@@ -176,6 +185,7 @@ def describe_schedule(
     sharing: Sharing | None = None,
     expert_form: ExpertForm | None = None,
     placement: PlacementConfig | None = None,
+    recompute: Recompute = "none",
     cluster: ClusterConfig | None = None,
     sharded_optimizer: bool = False,
     shard_gradients: bool = False,
@@ -184,7 +194,8 @@ def describe_schedule(
     """Plan and simulate schedule `name` on a small representative step. Without `cluster`, a slow link.
 
     chunks: None = the schedule's usual; backward_chunks: None = as many as forward. sharing: on two nodes, as
-    many ranks of each as it needs; None = `usual_sharing`. placement: what moves; None = nothing.
+    many ranks of each as it needs; None = `usual_sharing`. placement: what moves; None = nothing. recompute:
+    what is computed again before its backward.
     sharded_optimizer: the step updates parameters, each rank a share, after clipping. Raises ConfigError for
     what this step cannot have.
     """
@@ -205,7 +216,7 @@ def describe_schedule(
         backward_chunks=backward_chunks,
         expert_form=expert_form,
     )
-    asked = asked if placement is None else placement.applied(asked)
+    asked = replace(asked if placement is None else placement.applied(asked), recompute=recompute)
     workload = _workload(layers, microbatches, sharing, asked.form)
     updating = Updating(releases=shard_gradients) if sharded_optimizer or shard_gradients else None
     workload = workload if updating is None else _with_updates(workload)

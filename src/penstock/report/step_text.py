@@ -35,6 +35,12 @@ def placement_text(shape: StepShape) -> str:
     return "; ".join([*samples, *([slots] if shape.guest_slots else [])])
 
 
+def again_text(shape: StepShape) -> str:
+    """Say what is computed again."""
+    what = "experts run" if shape.recompute == "experts" else "attention, router and experts run"
+    return f"{what} a second time before their backward (in lower case), on the rows that have come already"
+
+
 def updating_text(updating: Updating) -> str:
     """Say what a sharded optimiser adds to a step."""
     text = (

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from penstock.graph import Graph, Lane, Name, Task
 from penstock.graph.paths import issue_order
 from penstock.mesh import Axes
 from penstock.ops import Op
+from penstock.runtime.again import handlers_of
 from penstock.runtime.handlers import Handler, Handlers, check_handlers
 from penstock.schedule import StepPlan
 
@@ -58,24 +60,27 @@ def compile_plan(
     silent: Collection[Axes] = (),
     *,
     all: bool = True,
+    twice: Handlers = MappingProxyType({}),
 ) -> Program:
     """Compile `plan` into spans that end with the tasks of `stops`; what depends on the last one follows.
 
     A span holds what does not depend on its stop, and the stop. all: with what follows the last stop; without
-    it, nothing is kept for readers there. silent: kinds of groups of one rank; a lane that
+    it, nothing is kept for readers there. twice: the handlers of tasks that run a second time, and of that
+    time, where they differ from `handlers`. silent: kinds of groups of one rank; a lane that
     has no other tasks runs on the compute lane, where it costs no change of threads. Raises ScheduleError for
     a task that no handler can run.
     """
-    check_handlers(plan.graph.tasks, handlers)
+    check_handlers(plan.graph.tasks, {**handlers, **twice})
     number = _spans(plan.graph, stops)
     kept = [task for task in plan.graph.tasks if all or number[task] < len(stops)]
+    handler_of = handlers_of(kept, handlers, twice if all else {})
     lanes = _lanes(plan, kept, silent)
     slots = _slots(kept)
     readers = _last_readers(kept, lanes, slots)
     spans = []
     for span in range(len(stops) + all):
         orders = {lane: [t for t in order if number[t] == span] for lane, order in lanes.items()}
-        spans.append(_calls(orders, plan.graph, handlers, slots, readers))
+        spans.append(_calls(orders, plan.graph, handler_of, slots, readers))
     shared = {slot: len(ends) for slot, ends in readers.items() if len(ends) > 1}
     return Program(tuple(spans), len(slots), shared)
 
@@ -140,7 +145,7 @@ def _read(task: Task, slots: Slots) -> Iterable[int]:
 def _calls(
     orders: Mapping[Lane, Sequence[Task]],
     graph: Graph,
-    handlers: Handlers,
+    handler_of: Mapping[Task, Handler],
     slots: Slots,
     readers: Mapping[int, Mapping[Lane, Task]],
 ) -> Span:
@@ -158,7 +163,7 @@ def _calls(
             calls.append(
                 Call(
                     task,
-                    handlers[task.op, task.phase],
+                    handler_of[task],
                     tuple((role, _numbers(role, names, slots)) for role, names in task.inputs.items()),
                     tuple(written[task.name]),
                     tuple(slot for slot in ended if len(readers[slot]) == 1),
@@ -194,10 +199,13 @@ MOST_KEPT = 32
 
 
 class Programs:
-    """Compiled plans, each made when it is first asked for. silent: kinds of groups of one rank."""
+    """Compiled plans, each made when it is first asked for. silent: kinds of groups of one rank. twice: see
+    `compile_plan`."""
 
-    def __init__(self, handlers: Handlers, silent: Collection[Axes]) -> None:
-        self._handlers, self._silent = handlers, silent
+    def __init__(
+        self, handlers: Handlers, silent: Collection[Axes], twice: Handlers = MappingProxyType({})
+    ) -> None:
+        self._handlers, self._silent, self._twice = handlers, silent, twice
         self._known: dict[tuple[int, bool], tuple[StepPlan, Program]] = {}
 
     def of(self, plan: StepPlan, *, training: bool) -> Program:
@@ -207,6 +215,6 @@ class Programs:
             stops = [task.name for task in plan.graph.tasks if task.op == Op.STATISTICS]
             if len(self._known) >= MOST_KEPT:
                 self._known.pop(next(iter(self._known)))
-            program = compile_plan(plan, self._handlers, stops, self._silent, all=training)
+            program = compile_plan(plan, self._handlers, stops, self._silent, all=training, twice=self._twice)
             self._known[key] = plan, program  # with the plan, or its id might become another's
         return self._known[key][1]

@@ -21,6 +21,7 @@ from penstock.moe.balance import BALANCES, Balance
 from penstock.moe.config import MoEConfig
 from penstock.placement import Hosting
 from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
+from penstock.runtime.again import repeated
 from penstock.runtime.batch import AnySizes, EqualSizes, SampleNumbers, Samples, SharedSizes, Sizes
 from penstock.runtime.carriage import check_carries, may_carry
 from penstock.runtime.checks.agree import check_agreement
@@ -145,7 +146,7 @@ class PipelinedStack(nn.Module):
         self.relocation: Relocation | None = None
         self._habits = Habits()
         self._make_plan = make_plan
-        self._programs = Programs(HANDLERS, machinery.layout.mesh.silent)
+        self._programs = Programs(HANDLERS, machinery.layout.mesh.silent, repeated(HANDLERS))
         self.host = Host(machinery.layout, machinery.device, moving)
         self.plan = self.adopt(make_plan(self._shape, self.gradients.sizes_bytes))
 

@@ -76,6 +76,7 @@ class Step:
         self._show(statistics)
         if self.training:
             self._compare_parameters()
+        self.versions = self._parameter_versions()
         # A copy, or the loss would know the step, and the step its loss: a circle that keeps all tensors.
         return statistics.loss.clone()
 
@@ -97,6 +98,20 @@ class Step:
             raise_mismatch(gradients.marks, machinery.layout, machinery.control)
         gradients.taken_up = ()
 
+    def _parameter_versions(self) -> tuple[int, ...]:
+        """What changes with every change of a parameter in place; nothing where nothing runs twice."""
+        if self.shape.recompute == "none":
+            return ()
+        return tuple(parameter._version for parameter in self.stack.model.parameters())
+
+    def _check_unchanged(self) -> None:
+        if self._parameter_versions() != self.versions:
+            raise RuntimeError(
+                "parameters were changed in place between forward and backward, and what is computed again "
+                "before its backward would not be what it was: update them after backward, or compute the "
+                "loss again"
+            )
+
     def backward(self, loss_gradient: Tensor) -> None:
         if self.finished:
             raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
@@ -107,7 +122,9 @@ class Step:
         buckets = (*self.buckets.all, self.stack.gradients.watched())
         for bucket in buckets:
             bucket.begin()
-        self.execution.run()
+        self._check_unchanged()
+        with self.lodging.seated():  # for what is computed again
+            self.execution.run()
         self.stack.host.take_back(self.lodging)
         replaced = [parameter for bucket in buckets for parameter in bucket.finish()]
         if replaced:

@@ -8,7 +8,7 @@ from typing import ClassVar, cast
 
 from penstock.config import ConfigError
 from penstock.decision import Decision, GradientBytes
-from penstock.decision.record import READERS
+from penstock.decision.field import READERS
 from penstock.graph import Graph, Lane, Task
 from penstock.ops import Op
 from penstock.ops.optimizer import UPDATES

@@ -23,6 +23,7 @@ from penstock.step.passes import (
     Hierarchical,
     Microbatches,
     PlannedGuests,
+    Recompute,
     RepeatedRows,
     SampleMoves,
     Settle,
@@ -40,6 +41,8 @@ from penstock.step.stages import Pass, Stage, apply, in_order
 def passes_of(shape: StepShape) -> tuple[Pass, ...]:
     """What a shape says, as passes. Raises ScheduleError where samples cannot move."""
     found: list[Pass] = [Transpose()]
+    if shape.recompute != "none":
+        found.append(Recompute(experts_only=shape.recompute == "experts"))
     if shape.moves_samples and any(shape.moe_layers):
         found.append(_sample_moves(shape))
         if shape.residual_in_rows:

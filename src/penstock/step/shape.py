@@ -14,6 +14,10 @@ from penstock.ops.transfers import FLAT, HOME, Hop
 from penstock.step.stages import Pass, check_passes
 
 TokenLayout = Literal["split", "replicated"]
+Recompute = Literal["none", "experts", "blocks"]
+"""What runs a second time before its backward, and keeps nothing but its inputs until then: nothing, routed
+experts, or all computation of a block up to the sum of its experts' outputs."""
+
 ExpertForm = Literal["gather", "s1", "s2", "baseline"]
 """How rows meet all shards of their experts: as FSMoE, as Parm's S1 and S2, and as DeepSpeed-MoE does."""
 
@@ -93,6 +97,7 @@ class StepShape:
     guest_slots: experts of other ranks that every rank has room for in every MoE layer (Pro-Prophet); 0 =
     experts stay. guest_pieces: into which their parameters and gradients are cut on their way.
     gathers_loads: ranks tell each other once per step how many rows of theirs went to each expert.
+    recompute: what is computed again before its backward.
     updating: how the step updates parameters; None = it does not, and leaves the sums of all gradients on
     every rank.
     """
@@ -117,6 +122,7 @@ class StepShape:
     guest_slots: int = 0
     guest_pieces: int = 1
     gathers_loads: bool = False
+    recompute: Recompute = "none"
     updating: Updating | None = None
     more: tuple[Pass, ...] = ()
 

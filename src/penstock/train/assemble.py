@@ -92,7 +92,7 @@ def expert_moving(placement: PlacementConfig, choice: Decision, cost: StepCost) 
 
 
 def _assumed_moving(config: RunConfig, layout: Layout) -> ExpertMoving | None:
-    choice = config.schedule.decision(dispatch_of(config.moe), config.placement)
+    choice = config.schedule.decision(dispatch_of(config.moe), config.placement, config.plan.given_recompute)
     if choice.experts == "none":
         return None
     sizes = workload(
@@ -121,7 +121,7 @@ def first_plan(config: RunConfig, layout: Layout, shape: StepShape, gradients: G
     """The plan from section [cluster], before anything has been measured."""
     sizes = workload(config, layout, gradients)
     return plan_step(
-        config.schedule.decision(dispatch_of(config.moe), config.placement),
+        config.schedule.decision(dispatch_of(config.moe), config.placement, config.plan.given_recompute),
         shape,
         gradients,
         lambda cut: StepCost(cut, sizes, config.cluster),

@@ -49,6 +49,11 @@ def evaluate(stack: PipelinedStack, batches: Iterable[Batch]) -> Evaluation:
             totals.append(float(stack.statistics.cross_entropy * stack.statistics.valid))
             counts.append(float(stack.statistics.valid))
     stack.train()
+    if not sum(counts):
+        raise ValueError(
+            f"no token is to be predicted in {len(counts)} batches of held-out text: no label counts. Give "
+            "data.path more text, or longer documents"
+        )
     losses = [total / count for total, count in zip(totals, counts, strict=True) if count]
     return Evaluation(loss=sum(totals) / sum(counts), noise=_noise(losses))
 

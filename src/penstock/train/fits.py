@@ -19,8 +19,9 @@ from penstock.train.optimizer import MOMENTS
 COPIES = 4
 """Of a weight: itself, its gradient and AdamW's two moments, all in float32."""
 
-KEPT_COPIES = 8
-"""Hidden states per token and block from forward to backward, at the least; see `plan.memory`."""
+KEPT_COPIES, KEPT_AGAIN = 8, 1
+"""Hidden states per token and block from forward to backward, at the least: all that attention saves, or what
+entered the block where it is computed again; see `plan.memory`."""
 
 SMALLEST_ELEMENT_BYTES = 2
 
@@ -66,11 +67,12 @@ def rank_memory(
     *,
     shared_copies: int = 0,
     separate_documents: bool = False,
+    again: bool = False,
 ) -> RankMemory:
     """The estimate for one rank; costs milliseconds, whatever the sizes. Scratch memory is not counted.
 
     shared_copies: see `OptimizerConfig`. separate_documents: whether tokens attend to their own document
-    alone.
+    alone. again: whether blocks are computed again.
     """
     whole = COPIES - shared_copies
     copies, expert_copies = whole + shared_copies / layout.dp_size, whole + shared_copies / layout.edp_size
@@ -86,7 +88,7 @@ def rank_memory(
         vocabulary_bytes=int(copies * ends),
         layers_bytes=int(copies * layers),
         experts_bytes=int(expert_copies * moe_layers * experts),
-        activations_bytes=KEPT_COPIES * model.num_layers * hidden_bytes,
+        activations_bytes=(KEPT_AGAIN if again else KEPT_COPIES) * model.num_layers * hidden_bytes,
         masks_bytes=model.num_layers * mask_bytes,
     )
 
@@ -113,13 +115,20 @@ def check_memory(
     sharing: int = 1,
     shared_copies: int = 0,
     separate_documents: bool = False,
+    again: bool = False,
 ) -> None:
     """Refuse a model of which `sharing` ranks do not fit into `there_bytes`; the rest as of `rank_memory`.
 
     Raises ConfigError that names the setting which takes most.
     """
     need = rank_memory(
-        model, moe, batch, layout, shared_copies=shared_copies, separate_documents=separate_documents
+        model,
+        moe,
+        batch,
+        layout,
+        shared_copies=shared_copies,
+        separate_documents=separate_documents,
+        again=again,
     )
     if sharing * need.total_bytes <= there_bytes:
         return
@@ -139,6 +148,7 @@ def check_memory(
         f"{_gib(there_bytes)} in all"
     )
     spare = SPARING.get(shared_copies, "")
+    spare += "" if again else ", or compute blocks again (plan.recompute=blocks)"
     hint = (
         "Make the model or the batch smaller, or share it among more devices (parallel.mp_size, ep_size, "
         f"esp_size){spare}."

@@ -94,6 +94,7 @@ class Trainer:
             there_bytes=device_bytes(device),
             shared_copies=config.optimizer.shared_copies,
             separate_documents=config.data.separate_documents,
+            again=config.plan.may_repeat_blocks,
         )
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
         self.on_step = on_step

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -17,11 +18,15 @@ from penstock.graph import Phase, Task
 from penstock.moe import ChunkRoute
 from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
 from penstock.ops import Op
+from penstock.runtime.again import OWN
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import present
 from penstock.runtime.ops.transfers import routes_of
 from penstock.runtime.parts import BlockParts
+from penstock.runtime.replay import Replay
 from penstock.runtime.segment import AnySegment
+
+Left = TypeVar("Left")
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,43 @@ def experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     made = [_slice(context, block, rows_RM, route) for rows_RM, route in pairs]
     saved = {s: left for s, (_, left) in zip(task.cut.held, made, strict=True)}
     return {"rows": tuple(out for out, _ in made), "saved": saved}
+
+
+@dataclass(frozen=True)
+class KeptSlice:
+    """What runs a slice of X.F a second time."""
+
+    rows_RM: Tensor
+    route: ChunkRoute
+    replay: Replay
+
+
+def keep_experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """The same as `experts` without autograd; kept: by slice, what it takes to run again."""
+    block = context.parts.parts[task.layer]
+    routes = routes_of(inputs).at_experts[task.cut.first : task.cut.stop]
+    kept = [
+        KeptSlice(rows_RM, route, Replay(rows_RM.device))
+        for rows_RM, route in zip(inputs.one("rows"), routes, strict=True)
+    ]
+    out = []
+    for each in kept:
+        with each.replay.first():
+            out.append(_slice(context, block, each.rows_RM, each.route)[0])
+    return {"rows": tuple(out), "kept": dict(zip(task.cut.held, kept, strict=True))}
+
+
+def experts_again(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """saved: what X.F would have left of the slices of a backward chunk."""
+    block, saved = context.parts.parts[task.layer], {}
+    for number, each in zip(task.cut.held, _take_slices(task, inputs.all("kept")), strict=True):
+        with each.replay.second():
+            saved[number] = _slice(context, block, each.rows_RM, each.route)[1]
+    return {"saved": saved}
+
+
+OWN[Op.EXPERTS, Phase.FORWARD] = keep_experts
+OWN[Op.EXPERTS, Phase.AGAIN] = experts_again
 
 
 def _slice(
@@ -63,12 +105,12 @@ def experts_backward(context: StepContext, task: Task, inputs: Inputs) -> Output
     return {"rows": rows, "left": tuple(left.weights for left in saved)}
 
 
-def _take_slices(task: Task, saved: tuple[dict[int, SavedSlice], ...]) -> list[SavedSlice]:
+def _take_slices(task: Task, saved: tuple[dict[int, Left], ...]) -> list[Left]:
     """What X.F left of the slices of a backward chunk.
 
     Taken out, or a forward chunk that several of them share would hold all until the last has run.
     """
-    holder: Mapping[int, dict[int, SavedSlice]] = {s: left for left in saved for s in left}
+    holder: Mapping[int, dict[int, Left]] = {s: left for left in saved for s in left}
     return [holder[s].pop(s) for s in task.cut.held]
 
 

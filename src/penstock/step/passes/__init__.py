@@ -10,6 +10,7 @@ from penstock.step.passes.guests import GuestGradients, Guests, PlannedGuests
 from penstock.step.passes.hierarchical import Hierarchical
 from penstock.step.passes.microbatches import Microbatches
 from penstock.step.passes.pairs import SimultaneousPair
+from penstock.step.passes.recompute import Recompute
 from penstock.step.passes.sample_moves import SampleMoves
 from penstock.step.passes.settle import Settle
 from penstock.step.passes.sharded_optimizer import ShardedOptimizer
@@ -31,6 +32,7 @@ __all__ = [
     "Hierarchical",
     "Microbatches",
     "PlannedGuests",
+    "Recompute",
     "RepeatedRows",
     "SampleMoves",
     "Settle",

@@ -71,11 +71,14 @@ def _place(block: Sequence[Task]) -> Callable[[Task], tuple[int, ...]]:
 
 def _shared_first(blocks: Sequence[list[Task]]) -> Iterator[list[Task]]:
     """Blocks in order, those of shared experts before the experts of their layer and half."""
-    shared = {(b[0].layer, b[0].forward): b for b in blocks if b[0].op == Op.SHARED}
+    shared: dict[tuple[int, bool], list[list[Task]]] = {}
+    for block in blocks:
+        if block[0].op == Op.SHARED:
+            shared.setdefault((block[0].layer, block[0].forward), []).append(block)
     for block in blocks:
         first = block[0]
         if first.op == Op.SHARED:
             continue
-        if any(task.op == Op.EXPERTS for task in block) and (first.layer, first.forward) in shared:
-            yield shared.pop((first.layer, first.forward))
+        if any(task.op == Op.EXPERTS for task in block):
+            yield from shared.pop((first.layer, first.forward), ())
         yield block

@@ -1,0 +1,105 @@
+"""What a folder of transformers says of its model, read before its numbers; errors name the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CONFIG = "config.json"
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k")
+"""What configurations call the number of experts, and of those that a token chooses."""
+
+COPY = "Copy it again from where the model's files come from"
+
+
+def read_config(folder: Path) -> Any:
+    """The configuration in a folder. Raises ValueError, naming the file, for one that describes no model."""
+    from transformers import AutoConfig
+
+    file = folder / CONFIG
+    if not file.is_file():
+        raise ValueError(
+            f"{folder} holds no {CONFIG}. Give a folder that save_pretrained has written, or download the "
+            "model's files first: hf download NAME --local-dir FOLDER"
+        )
+    table = read_table(file)
+    if not isinstance(table.get("model_type"), str):
+        raise ValueError(f"{file} names no model_type, so it is not known what model it is of. {COPY}")
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # whatever a configuration's own checks raise
+        raise ValueError(
+            f"{file} describes no model that transformers knows: {_line(error)}. {COPY}"
+        ) from error
+    _check_experts(file, config.get_text_config())
+    return config
+
+
+def empty_model(folder: Path, config: Any) -> Any:
+    """The causal language model of a configuration, without numbers.
+
+    Raises ValueError, naming the file, where transformers cannot make it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with quiet(), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # whatever a model's own code raises for sizes that do not fit
+        why = f"transformers cannot make a causal language model of it: {_line(error)}"
+        raise ValueError(f"{folder / CONFIG}: {why}. {COPY}") from error
+
+
+def read_table(file: Path) -> dict[str, Any]:
+    """A JSON object in a file. Raises ValueError, naming the file, for anything else."""
+    try:
+        table = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {_line(error)}. {COPY}") from error
+    if not isinstance(table, dict):
+        raise ValueError(f"{file} holds {type(table).__name__}, and no JSON object. {COPY}")
+    return table
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, transformers prints nothing of what is told as an error afterwards."""
+    from transformers.utils import logging
+
+    before, shows = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if shows:
+            logging.enable_progress_bar()
+
+
+def _check_experts(file: Path, config: Any) -> None:
+    """Raise ValueError for a number of experts that is none, or fewer than a token chooses."""
+    found = {name: getattr(config, name, None) for name in (*EXPERTS, *CHOSEN)}
+    there = {name: value for name, value in found.items() if isinstance(value, int)}
+    for name, value in there.items():
+        if value < 1:
+            raise ValueError(f"{file}: {name} = {value}, and a layer with experts has at least one. {COPY}")
+    chosen = next((name for name in CHOSEN if name in there), None)
+    experts = next((name for name in EXPERTS if name in there), None)
+    if chosen is not None and experts is not None and there[chosen] > there[experts]:
+        raise ValueError(
+            f"{file}: {chosen} = {there[chosen]}, and there are {experts} = {there[experts]} to choose from. "
+            f"{COPY}"
+        )
+
+
+def _line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

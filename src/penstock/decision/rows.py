@@ -1,0 +1,62 @@
+"""How rows travel: dispatch, form under way, and how they meet all shards of their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.decision.field import READERS, Asked, Field
+from penstock.decision.moving import must_move
+from penstock.dispatch import DISPATCHES
+from penstock.step.shape import ExpertForm
+
+if TYPE_CHECKING:
+    from penstock.decision.record import Decision
+
+
+def expert_forms(asked: Asked, dispatches: Sequence[str]) -> tuple[ExpertForm, ...]:
+    """The forms of experts' shards that differ here. All but the first send rows to all shards at once."""
+    shared = any(asked.shape.moe_layers) and "flat" in dispatches and not must_move(asked)
+    return asked.shape.sharing.forms if shared else ("gather",)
+
+
+def _dispatches(asked: Asked, choice: Decision) -> Sequence[str]:
+    if READERS[choice.schedule].expert_form not in (None, "gather"):
+        return ("flat",)
+    may_stay = "none" in asked.movable.samples  # a row for several experts is of no sample's home
+    fitting = [name for name in asked.dispatches if may_stay or not DISPATCHES[name].joins_rows]
+    return fitting or asked.dispatches
+
+
+def _compressions(asked: Asked, choice: Decision) -> Sequence[str]:
+    joined = DISPATCHES[choice.dispatch].joins_rows  # numbers beside a row would be rounded with it
+    return ("none",) if joined or not any(asked.shape.moe_layers) else asked.compressions
+
+
+def _expert_forms(asked: Asked, choice: Decision) -> Sequence[ExpertForm | None]:
+    if asked.shape.sharing.is_none or not any(asked.shape.moe_layers):
+        return (None,)
+    return expert_forms(asked, (choice.dispatch,))
+
+
+DISPATCH = Field(
+    values=_dispatches,
+    words=lambda d: f"{d.dispatch.replace('_', ' ')} dispatch",
+    head="dispatch",
+    cell=lambda d: d.dispatch.replace("_", " "),
+)
+COMPRESSION = Field(
+    values=_compressions,
+    words=lambda d: "" if d.compression == "none" else f"rows as {d.compression}",
+    head="rows",
+    cell=lambda d: "-" if d.compression == "none" else d.compression,
+    may_be_left_out=True,
+)
+EXPERT_FORM = Field(
+    values=_expert_forms,
+    words=lambda d: "" if d.expert_form is None else f"expert form {d.expert_form}",
+    head="form",
+    cell=lambda d: d.expert_form or "-",
+    always=False,
+    may_be_left_out=True,
+)

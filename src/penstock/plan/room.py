@@ -1,0 +1,69 @@
+"""What fits into the memory of a rank, and what has to be computed again for that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from penstock.decision import Decision
+from penstock.plan.candidate import Candidate, evaluate
+from penstock.plan.memory import MemoryBudget, estimate_memory
+from penstock.plan.problem import Problem
+from penstock.plan.space import space
+from penstock.words import change, gib, milliseconds
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of a rank for the plans of one problem; None = nothing is known of it."""
+
+    problem: Problem
+    memory: MemoryBudget | None
+    _known: dict[object, bool] = field(default_factory=dict)
+
+    def holds(self, choice: Decision) -> bool:
+        """Whether a plan fits, by estimate."""
+        if self.memory is None:
+            return True
+        key = (
+            choice.schedule,
+            choice.microbatches,
+            choice.form,
+            choice.guests,
+            choice.dispatch,
+            choice.compression,
+            choice.recompute,
+        )
+        if key not in self._known:
+            self._known[key] = estimate_memory(self.problem, choice).total_bytes <= self.memory.bytes
+        return self._known[key]
+
+    def with_least_again(self, choice: Decision) -> Decision | None:
+        """The choice with as little computed again as fits; None if nothing does."""
+        tried = (replace(choice, recompute=what) for what in self.problem.recompute)
+        return next((each for each in tried if self.holds(each)), None)
+
+    @property
+    def needed(self) -> Problem:
+        """The problem with what may be computed again where that is needed: where some plan does not fit
+        without. Else nothing is, since it takes time."""
+        least = replace(self.problem, recompute=self.problem.recompute[:1])
+        return least if self.memory is None or all(map(self.holds, space(least))) else self.problem
+
+
+def again_words(problem: Problem, best: Candidate) -> str:
+    """The memory that computing again saves and the time that it takes, by the same rule for orders; "" where
+    nothing is computed again."""
+    if best.choice.recompute == "none":
+        return ""
+    once = by_rule(replace(best.choice, recompute="none"))
+    twice_s, once_s = (evaluate(problem, each).predicted_s for each in (by_rule(best.choice), once))
+    more, less = (estimate_memory(problem, each).total_bytes for each in (once, best.choice))
+    longer = f"takes {milliseconds(twice_s - once_s)} ({change(twice_s, once_s)})"
+    took = longer if twice_s > once_s else "takes no time: it runs under transfers"
+    return f"; computing {best.choice.recompute} again saves {gib(more - less)} and {took}"
+
+
+def by_rule(choice: Decision) -> Decision:
+    """The choice with a quick rule instead of a search, so that like is compared with like."""
+    searched = choice.reads("priority") and choice.priority == "search"
+    return replace(choice, priority="critical_path") if searched else choice

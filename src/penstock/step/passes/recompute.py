@@ -1,0 +1,64 @@
+"""Computation that runs again before its backward, so that it keeps its inputs and nothing else."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.graph import Graph, Name, Phase, Task
+from penstock.ops import spec_of
+from penstock.ops.names import Op
+from penstock.ops.places import OUTPUT
+from penstock.step.stages import Stage
+
+Names = tuple[Name, ...]
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """A task X.R between X.F and X.B. Transfers are not repeated: it gets the rows that have come already.
+
+    It may start as soon as the gradient of what leaves the block is there (`due`), so it runs while rows of
+    gradients are under way. experts_only: the rest of a block keeps what its backward needs.
+
+        before  X ─saved─ X.B
+        after   X ─kept─ X.R ─saved─ X.B          AT.B of the block above ─due─ X.R
+    """
+
+    experts_only: bool
+    name = "recompute"
+    stage = Stage.TRANSPOSE
+
+    def __call__(self, graph: Graph) -> Graph:
+        due = _due(graph)
+        out: list[Task] = []
+        for task in graph.tasks:
+            if not self._again(task):
+                out.append(task)
+                continue
+            (forward,) = task.inputs["saved"]
+            name = task.name._replace(phase=Phase.AGAIN)
+            inputs = {"kept": (forward,), "due": due[task.layer]}
+            out.append(Task(name, task.lane, (), inputs, task.cut, reads=graph.by_name[forward].reads))
+            out.append(task.reading({**task.inputs, "saved": (name,)}))
+        return Graph.of(out)
+
+    def _again(self, task: Task) -> bool:
+        wanted = task.op == Op.EXPERTS or (spec_of(task.op).again and not self.experts_only)
+        return wanted and task.phase is Phase.BACKWARD and "saved" in task.inputs
+
+
+def _due(graph: Graph) -> Mapping[int, Names]:
+    """For every layer the tasks that bring gradients to it: those of the layer above, or of the head."""
+    found: dict[int, Names] = defaultdict(tuple)
+    for task in graph.tasks:
+        if task.forward or task.op in OUTPUT:
+            continue
+        above = [name for name in task.sources() if name.phase is Phase.BACKWARD and _is_above(name, task)]
+        found[task.layer] = tuple(dict.fromkeys((*found[task.layer], *above)))
+    return found
+
+
+def _is_above(name: Name, task: Task) -> bool:
+    return name.layer > task.layer or name.op in OUTPUT

@@ -1,0 +1,174 @@
+"""What runs again before its backward: the same step, in less memory, and nothing is sent again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.graph import Phase
+from penstock.runtime.again import Kept
+from penstock.runtime.ops.experts import KeptSlice
+from penstock.runtime.replay import Replay
+from penstock.step.shape import Recompute
+from tests.runtime.sharded.steps import Habits, train
+from tests.runtime.sharded.test_steps import check_same
+from tests.runtime.test_moe_parity import case
+from tests.runtime.test_sample_moves import case as moving_case
+from tests.support.hosted import Hosts, check_hosted
+from tests.support.layouts import layout_case
+from tests.support.parity import Case, batch_of, check_parity, stack_of
+from tests.support.ranks import Pools
+
+WHATS: tuple[Recompute, ...] = ("experts", "blocks")
+CPU = torch.device("cpu")
+SCHEDULES = ("sequential", "flowmoe", "fsmoe", "penstock")
+
+
+def two_layers(
+    what: Recompute, schedule: str, gate: str = "softmax", experts: str = "swiglu", world_size: int = 2
+) -> Case:
+    """A dense layer below one with experts; backward chunks are other than forward ones where they may be."""
+    step = case(world_size, gate, "sort", "flat", experts, schedule)
+    cut = replace(step.schedule, chunks=3, backward_chunks=2)
+    model = replace(step.model, num_layers=3, moe_layers=(0, 2))
+    return replace(step, schedule=cut, model=model, recompute=what)
+
+
+@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_ranks(ranks: Pools, schedule: str, what: Recompute) -> None:
+    check_parity(ranks, two_layers(what, schedule, *(("noisy", "gelu") if what == "blocks" else ())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["gather", "s1", "s2", "baseline"])
+def test_ranks_that_share_attention_and_experts(ranks: Pools, form: Any) -> None:
+    model = {"num_layers": 3, "moe_layers": (1,)}
+    check_parity(ranks, layout_case((4, 2, 2, 2), "penstock", form, recompute="blocks", **model))
+
+
+@pytest.mark.slow
+def test_samples_that_move_and_guests(ranks: Pools) -> None:
+    check_parity(ranks, moving_case(2, "penstock", node_size=1, recompute="blocks"))
+    check_hosted(ranks, two_layers("blocks", "penstock"), Hosts(slots=2, pieces=2))
+
+
+@pytest.mark.slow
+def test_updates_in_the_step(ranks: Pools) -> None:
+    """Parameters are gathered for the first run, and updated after the second."""
+    step = two_layers("blocks", "penstock")
+    ours = ranks(2).run(train, step, Habits(), True)
+    check_same(ours, ranks(2).run(train, replace(step, recompute="none"), Habits(), False))
+
+
+# ---- what it saves, and what it does not cost --------------------------------------------------------------
+
+
+def kept_and_sent(rank: int, step: Case) -> tuple[int, Counter[int], int]:
+    """Of one step: bytes kept from forward to backward, by autograd or to run again; bytes sent to every
+    rank; tasks that ran again."""
+    stack = stack_of(rank, step)
+    tokens, labels = (whole[step.mine(rank)] for whole in batch_of(step))
+    weights = {p.untyped_storage().data_ptr() for p in stack.model.parameters()}
+    before, kept = stack.machinery.transports.traffic.copy(), dict[int, int]()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = stack(tokens, labels)
+    assert stack.execution is not None
+    for tensor in filter(torch.is_tensor, inputs_of(stack.execution.values)):
+        keep(tensor)
+    loss.backward()
+    again = sum(record.task.phase is Phase.AGAIN for record in stack.records())
+    return sum(kept.values()), Counter(stack.machinery.transports.traffic - before), again
+
+
+def inputs_of(values: list[Any]) -> Iterator[Any]:
+    """What the first run of tasks has kept for the second."""
+    for value in values:
+        if isinstance(value, Kept):
+            yield from (each for given in value.inputs.values() for each in given)
+        elif isinstance(value, dict):
+            yield from (each.rows_RM for each in value.values() if isinstance(each, KeptSlice))
+
+
+def test_less_is_kept_and_nothing_is_sent_again(ranks: Pools) -> None:
+    base = two_layers("none", "flowmoe")
+    step = replace(base, model=replace(base.model, hidden_size=32, seq_len=64))
+    found = {what: ranks(2).run(kept_and_sent, replace(step, recompute=what)) for what in ("none", *WHATS)}
+    for none, experts, blocks in zip(*found.values(), strict=True):
+        assert blocks[0] < 0.5 * none[0] and experts[0] < none[0]
+        assert none[1] == experts[1] == blocks[1] != Counter()
+        # two MoE layers: 2 chunks, and attention, shared experts; a dense one: all of it; 2 microbatches
+        assert (none[2], experts[2], blocks[2]) == (0, 2 * 2, 2 * (2 * 3 + 1))
+
+
+def test_parameters_must_be_what_they_were(ranks: Pools) -> None:
+    (said,) = ranks(1).run(change_before_backward, two_layers("blocks", "flowmoe", world_size=1))
+    assert "changed in place between forward and backward" in said
+
+
+def change_before_backward(rank: int, step: Case) -> str:
+    stack = stack_of(rank, step)
+    tokens, labels = batch_of(step)
+    loss = stack(tokens, labels)
+    with torch.no_grad():
+        next(stack.model.parameters()).mul_(2)
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+# ---- how a computation is repeated -------------------------------------------------------------------------
+
+
+def replay_of(compute: Any, scores: torch.Tensor) -> None:
+    """The same input gives the same outputs, and the gradient of a plain run."""
+    plain, again, replay = scores.clone().requires_grad_(), scores.clone().requires_grad_(), Replay(CPU)
+    torch.manual_seed(3)
+    wanted = compute(plain)
+    torch.manual_seed(3)
+    with replay.first():
+        first = compute(scores)
+    with replay.second():
+        found = compute(again)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(wanted, first, found, strict=True))
+    wanted[0].square().sum().backward()
+    found[0].square().sum().backward()
+    assert plain.grad is not None and again.grad is not None and torch.equal(plain.grad, again.grad)
+
+
+def test_selections_and_random_numbers_are_those_of_the_first_time() -> None:
+    scores, replay = torch.rand(5, 8, dtype=torch.float64), Replay(CPU)
+
+    def compute(scores: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weights, experts = torch.nn.functional.dropout(scores, 0.3).topk(2, dim=-1)
+        weights /= weights.sum(dim=-1, keepdim=True) + 1
+        return weights * scores.max(dim=-1, keepdim=True).values, experts
+
+    with replay.first():
+        first = compute(scores)
+    replay_of(compute, scores)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    other = (-scores).requires_grad_()  # as if rounding had turned everything round
+    with replay.second():
+        again, experts = compute(other)
+    assert torch.equal(experts, first[1]) and not first[0].requires_grad
+    assert torch.equal(torch.rand(3), expected), "random numbers of others go on as if nothing had been drawn"
+    again.sum().backward()
+    assert other.grad is not None
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, first[1], True)
+    chosen |= torch.zeros_like(chosen).scatter_(1, scores.argmax(dim=1, keepdim=True), True)
+    assert torch.equal(other.grad != 0, chosen)
