@@ -13,6 +13,7 @@ from penstock.graph import Lane, Task
 from penstock.mesh import Group, Mesh
 from penstock.ops import Op
 from penstock.ops.transfers import Hop
+from penstock.plan.explain import lane_words
 from penstock.schedule import StepPlan
 from penstock.simulate import simulate
 from penstock.step import StepShape
@@ -60,7 +61,7 @@ def test_slower_or_faster_links_of_one_lane(ratio: float, lane: Lane) -> None:
     assert found.transfers[lane] == pytest.approx(ratio)
     assert found.compute == pytest.approx((1.0, 1.0))
     assert (found.links_changed, found.compute_changed) == (True, False)
-    assert str(lane) in found.text
+    assert f"transfers over the {lane_words(lane)} take" in found.text
 
 
 @given(ratios, st.integers(0, RANKS - 1))

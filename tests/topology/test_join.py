@@ -306,7 +306,7 @@ def test_a_group_does_not_read_what_one_before_has_left(clean: pytest.MonkeyPatc
     clean.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     clean.setenv("MASTER_ADDR", "127.0.0.1")
     clean.setenv("MASTER_PORT", str(server.port))
-    info = ProcessInfo(rank=1, world_size=2, local_rank=1, launcher="torchrun")
+    info = ProcessInfo(rank=0, world_size=1, local_rank=0, launcher="torchrun")  # waits for no other rank
     first, second = (_store(info, timedelta(seconds=30)) for _ in range(2))
     first.set("address", "old")
     assert first.check(["address"]) and not second.check(["address"])
