@@ -26,8 +26,8 @@ READING: Final = """\
   neither of the two is shown to be faster.
 - **efficiency**: physical limit / iteration. The limit is the larger of computation alone (all ranks at
   once, nothing sent) and the bytes of the busiest uplink over its rate. At 1.00 no schedule can be faster.
-- **iteration**: forward, backward, sums of gradients, clipping and AdamW's update. In sections that name an
-  older commit than the first table it ends with the sums.
+- **iteration**: forward, backward, sums of gradients, clipping and AdamW's update. In sections that were
+  measured before the first table it ends with the sums.
 - **exposed**: time in which something was sent and nothing was computed, and its part of the iteration.
   **beyond compute**: the part of the iteration by which it is longer than the computation alone; known of
   other systems, too. **overhead**: time in which the next computation was ready and did not start. **peak**:

@@ -15,6 +15,7 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan import PlanFile, Problem, estimate_memory
 from penstock.plan.optimizers import whole_s
+from penstock.plan.plan_config import PlanConfig
 from penstock.topology import Layout
 from penstock.train.config import RunConfig
 from penstock.train.metrics import read_metrics
@@ -26,6 +27,7 @@ CONFIG = RunConfig(
     model=ModelConfig(num_layers=2, hidden_size=256, num_heads=4, seq_len=64),
     moe=MoEConfig(num_experts=4, top_k=1, moe_ffn_hidden_size=64),
     optimizer=OptimizerConfig(sharded="auto"),
+    plan=PlanConfig(recompute="none"),  # else what does not fit could be computed again instead
 )
 LAYOUT = Layout(world_size=4, ep_size=4, rank=0)
 

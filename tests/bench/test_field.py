@@ -203,7 +203,7 @@ def explains(notes: tuple[str, ...]) -> bool:
     return (
         len(why) == 5
         and why[0].startswith("Plan ")
-        and all(each.startswith("real steps ") for each in doubts)
+        and all(" is predicted as measured by itself, since " in each for each in doubts)
     )
 
 

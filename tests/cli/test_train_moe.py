@@ -77,7 +77,10 @@ def test_losses_carry_the_name_of_their_group(tmp_path: Path) -> None:
     assert "by the measured links" not in done.stderr  # one node: nothing to choose
     for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
         step = json.loads(line)
-        assert {key for key in step if key.startswith("aux_loss")} == {"aux_loss_sequence"}
+        assert {key for key in step if key.startswith("aux_loss")} == {
+            "aux_loss_sequence",
+            "aux_loss_by_layer",
+        }
         assert step["aux_loss_sequence"] > 0 and step["z_loss"] > 0
 
 

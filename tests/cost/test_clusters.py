@@ -269,7 +269,7 @@ def test_slowness_is_finite(tmp_path: Path, value: float) -> None:
         ({"links": [LINK | {"op": "DD"}]}, "links[0].op", "Nearest: D."),
         ({"tasks": [TASK | {"op": "ATT"}]}, "tasks[0].op", "Nearest: AT."),
         ({"tasks": [TASK | {"op": ""}]}, "tasks[0].op", "Nearest: "),
-        ({"tasks": [TASK | {"phase": "f"}]}, "tasks[0].phase", "All: F, B, I, W."),
+        ({"tasks": [TASK | {"phase": "f"}]}, "tasks[0].phase", "All: F, B, I, W, R."),
     ],
 )
 def test_a_misspelt_name_is_answered_with_the_nearest(

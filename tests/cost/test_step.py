@@ -138,7 +138,7 @@ def test_seconds_written_out() -> None:
     assert seconds("L0.X.m0.c1.B") == pytest.approx(1e-2 + 2 * expert)
     assert seconds("L0.AR.p0.B") == pytest.approx(6e-3 + 1.5 * 4 * 334 / 1e7)
     assert seconds("L0.AR.p2.B") == pytest.approx(6e-3 + 1.5 * 4 * 333 / 1e7)
-    assert seconds("L1.ST.F") == pytest.approx(6e-3 + 1.5 * (1 * 2 * 4 * 8) / 1e7)
+    assert seconds("L1.ST.F") == pytest.approx(6e-3 + 1.5 * (1 * 2 * (1 + 4) * 8) / 1e7)
 
 
 def test_a_dense_block_computes_its_feed_forward_part_itself() -> None:

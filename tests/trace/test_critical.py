@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -65,6 +66,21 @@ def test_a_pause_belongs_to_the_task_after_it() -> None:
     path = critical_path(late, graph.needs, MESH)
     pauses = [link.gap_s for link in path if link.gap_s > 1e-9]
     assert pauses == [pytest.approx(1.0)]
+
+
+@given(st.sampled_from(PLAIN), st.integers(0, 2**16), st.floats(-0.5, 0.5))
+def test_a_wrong_clock_makes_no_path_longer_than_the_step(schedule: str, seed: int, wrong: float) -> None:
+    """What the second rank did seems later or earlier than it was, also than what had to wait for it."""
+    timeline = simulated(schedule, seed)
+    shift = wrong * timeline.iteration_s
+    records = [
+        replace(each, start_s=each.start_s + shift, end_s=each.end_s + shift) if each.rank else each
+        for each in timeline.records()
+    ]
+    path = critical_path(records, plan_of(schedule).graph.needs, MESH)
+    whole_s = sum(link.end_s - link.start_s + link.gap_s for link in path)
+    assert whole_s == pytest.approx(max(each.end_s for each in records))
+    assert all(link.gap_s >= 0 for link in path)
 
 
 def test_nothing_ran() -> None:

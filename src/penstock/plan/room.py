@@ -46,6 +46,8 @@ class Room:
     def needed(self) -> Problem:
         """The problem with what may be computed again where that is needed: where some plan does not fit
         without. Else nothing is, since it takes time."""
+        if len(self.problem.recompute) == 1:
+            return self.problem
         least = replace(self.problem, recompute=self.problem.recompute[:1])
         return least if self.memory is None or all(map(self.holds, space(least))) else self.problem
 

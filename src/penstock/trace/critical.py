@@ -31,33 +31,36 @@ def critical_path(
 
     records: of one step on all ranks, by one clock. A task waits for what it needs and for the task before it
     on its lane; of these the last to end is the one that counts. A task that meets other ranks waits for the
-    last of them.
+    last of them; not for one that began after its end, from which nothing was to come. The links and the gaps
+    before them add up to the end of the last, whatever the error of clocks.
     """
     known = {(record.rank, record.task): record for record in records}
     before = _before(known.values())
     chain: list[Link] = []
     at = max(known.values(), key=lambda record: record.end_s, default=None)
+    end_s = 0.0 if at is None else at.end_s
     while at is not None:
-        end_s = at.end_s
         ranks = mesh.members(at.rank, at.task.axes) if at.task.axes else (at.rank,)
         met = [known[rank, at.task] for rank in ranks if (rank, at.task) in known]
-        last = max(met, key=lambda record: record.start_s)
+        begun = [record for record in met if record.start_s <= at.end_s]
+        last = max(begun, key=lambda record: record.start_s)
         awaited = [known[last.rank, need] for need in needs[at.task] if (last.rank, need) in known]
         if (ahead := before.get((last.rank, last.task))) is not None:
             awaited.append(ahead)
         previous = max(awaited, key=lambda record: record.end_s, default=None)
         free_s = 0.0 if previous is None else previous.end_s
         start_s = min(max(last.start_s, free_s), end_s)  # what overlaps, by a clock's error, counts once
+        free_s = min(free_s, start_s)
         chain.append(
             Link(
                 task=last.task,
                 rank=last.rank,
                 start_s=start_s,
                 end_s=end_s,
-                gap_s=max(0.0, start_s - free_s),
+                gap_s=start_s - free_s,
             )
         )
-        at = previous
+        at, end_s = previous, free_s
     return chain[::-1]
 
 

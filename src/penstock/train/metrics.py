@@ -211,17 +211,24 @@ def _from_json(key: str, value: Any) -> Any:
     if key == "skipped":
         return bool(value)
     if key in BY_LAYER:
-        return tuple(map(float, value))
+        return tuple(math.nan if each is None else float(each) for each in value)
     return str(value) if key == "plan" else float(value)
 
 
 def _to_line(metrics: StepMetrics) -> str:
     record = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        key: _to_json(value)
         for key, value in asdict(metrics).items()
         if value is not None or key not in OPTIONAL - {"eval_loss"}  # what the run does not have
     }
     return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _to_json(value: Any) -> Any:
+    """Numbers that are not finite as null, those of layers, too."""
+    if isinstance(value, tuple):
+        return [_to_json(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _replace(path: Path, steps: Sequence[StepMetrics]) -> None:

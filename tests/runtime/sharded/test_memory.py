@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 2
 SETTINGS = (
-    "model.num_layers=8",
+    "model.num_layers=14",
     "model.hidden_size=512",
     "model.num_heads=8",
     "model.seq_len=16",
@@ -34,7 +34,7 @@ SETTINGS = (
     "schedule.microbatches=1",
     "schedule.all_reduce_chunk_bytes=4194304",
 )
-"""About 100 MiB of weights in matrices of 4 MiB at most; hardly any activations."""
+"""About 170 MiB of weights in matrices of 4 MiB at most; hardly any activations."""
 
 WHOLE, MOMENTS, GRADIENTS = (
     (),
@@ -97,7 +97,8 @@ def test_a_model_that_does_not_fit_trains_in_shares() -> None:
     for shares in (WHOLE, MOMENTS, GRADIENTS):
         found = on_two_ranks(shares, None)
         assert all(isinstance(each, int) for each in found), found
-        needs[shares] = max(int(each) for each in found)
+        # Of pieces under way one rank has now and then a few more than the other: the least is what both keep.
+        needs[shares] = min(int(each) for each in found)
     whole, moments, gradients = (planned(shares) for shares in needs)
     waiting_bytes = gradients.gradients_bytes - moments.optimizer_bytes // 2
     assert needs[WHOLE] - needs[MOMENTS] == pytest.approx(whole.total_bytes - moments.total_bytes, rel=0.2)
