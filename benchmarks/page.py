@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, Final
-
-from plotly.offline import get_plotlyjs
 
 from benchmarks.views import (
     TIMES,
@@ -23,58 +20,11 @@ from benchmarks.views import (
     tint,
     view,
 )
+from penstock.report.page.style import FONT, GRID, QUIET, TEXT, Figure
+from penstock.report.page.template import figure, page, paragraph
 
-Figure = dict[str, Any]
-"""What Plotly draws: `data` and `layout`."""
-
-TEXT, QUIET, GRID, LIMIT = "#1B1F23", "#6B737C", "#E4E7EB", "#B3202C"
-FONT: Final = "system-ui, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
+LIMIT: Final = "#B3202C"
 SHIPPED_SHARE: Final = 0.45
-
-# The policy makes the browser refuse whatever would leave this file, also from inside the library.
-PAGE: Final = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
-<title>@TITLE@</title>
-<style>
-body { margin: 0; background: #F4F6F8; color: #1B1F23; font: 15px/1.5 @FONT@; }
-main { max-width: 1120px; margin: 0 auto; padding: 28px 20px 60px; }
-h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 0; }
-p { margin: 4px 0 12px; color: #6B737C; }
-nav { display: flex; flex-wrap: wrap; gap: 8px; margin: 14px 0 6px; }
-nav a { background: white; border: 1px solid #D9DEE3; border-radius: 14px; padding: 3px 12px;
-  color: #0B5CAD; text-decoration: none; font-size: 13px; }
-section { background: white; border: 1px solid #E4E7EB; border-radius: 10px; padding: 18px 20px;
-  margin-top: 18px; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 13px; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 9px; text-align: right; white-space: nowrap; border-bottom: 1px solid #E4E7EB; }
-th { color: #6B737C; font-weight: 600; } th:first-child, td:first-child { text-align: left; }
-.dot { display: inline-block; width: 10px; height: 10px; border-radius: 50%; margin-right: 7px; }
-</style>
-<script>@LIBRARY@</script>
-</head>
-<body>
-<main>
-<h1>@TITLE@</h1>
-<p>@SUBTITLE@</p>
-<nav>@LINKS@</nav>
-@SECTIONS@
-</main>
-<script>
-const figures = @FIGURES@;
-for (const [name, figure] of Object.entries(figures))
-  Plotly.newPlot(name, figure.data, figure.layout, {displaylogo: false, responsive: true,
-    modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]]});
-</script>
-</body>
-</html>
-"""
 
 HEAD: Final = (
     "case",
@@ -98,24 +48,10 @@ def write_page(results: Mapping[str, Result], title: str = "Penstock benchmarks"
     sections = {name: _run_section(name, run, palette) for name, run in runs.items()}
     overview = _overview(list(runs.values()), palette)
     links = {name: run.title for name, run in runs.items()}
-    parts = {
-        "TITLE": escape(title),
-        "SUBTITLE": escape(subtitle),
-        "FONT": FONT,
-        "LINKS": "".join(f'<a href="#{name}-run">{escape(text)}</a>' for name, text in links.items()),
-        "SECTIONS": "\n".join([*(_overview_section(name) for name in overview), *sections.values()]),
-        "FIGURES": _inside_script(overview | figures),
-        "LIBRARY": get_plotlyjs(),
-    }
-    page = PAGE
-    for key, text in parts.items():  # the library comes last, so that nothing is replaced inside it
-        page = page.replace(f"@{key}@", text)
-    return page
-
-
-def _inside_script(figures: Mapping[str, Figure]) -> str:
-    """JSON that cannot end the script element that holds it."""
-    return json.dumps(figures).replace("<", "\\u003c")
+    anchors = "".join(f'<a href="#{name}-run">{escape(text)}</a>' for name, text in links.items())
+    sections_of = [*(_overview_section(name) for name in overview), *sections.values()]
+    head = f"<h1>{escape(title)}</h1>{paragraph(subtitle)}<nav>{anchors}</nav>"
+    return page(title, "\n".join([head, *sections_of]), overview | figures)
 
 
 def _overview(runs: Sequence[RunView], palette: Mapping[str, str]) -> dict[str, Figure]:
@@ -321,7 +257,7 @@ def _edge(colour: str) -> Figure:
 
 
 def _overview_section(name: str) -> str:
-    return f'<section><div id="{name}"></div></section>'
+    return f"<section>{figure(name, name)}</section>"
 
 
 def _run_section(name: str, run: RunView, palette: Mapping[str, str]) -> str:
@@ -330,7 +266,7 @@ def _run_section(name: str, run: RunView, palette: Mapping[str, str]) -> str:
     rows = "".join(_table_row(case, palette[case.schedule]) for case in run.cases)
     head = "".join(f"<th>{cell}</th>" for cell in HEAD)
     return (
-        f'<section id="{name}-run"><h2>{escape(run.title)}</h2><p>{escape(facts)}</p><div id="{name}"></div>'
+        f'<section id="{name}-run"><h2>{escape(run.title)}</h2>{paragraph(facts)}{figure(name, run.title)}'
         f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div></section>'
     )
 

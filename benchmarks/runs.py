@@ -281,7 +281,7 @@ SUITE: Final = (
         arguments=(),
         note="A model of two layers with 8 experts, the same seed and data, 300 steps. The last two rows "
         "round nothing: they change the order of sums.",
-        seconds=300,
+        seconds=280,
         drawn=False,
     ),
     Run(

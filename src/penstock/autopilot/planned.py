@@ -93,7 +93,7 @@ class Planned:
         """What is expected of a step. Simulates it."""
         timeline = predicted_timeline(self.problem, self.choice, self.plan)
         if self.file is None:
-            return Forecast("the rates of section [cluster], which nobody has measured", timeline)
+            return Forecast("the rates of section [cluster], which are not measured", timeline)
         measured = "the measurements" if self.file.measured is not None else "the numbers"
         return Forecast(f"{measured} in {CLUSTER_FILE}", timeline)
 

@@ -25,6 +25,9 @@ MOST_JSON_BYTES = 64 * MEBIBYTE
 MOST_DIGITS = 400
 """Of a whole number; floating point ends at 309 digits."""
 
+SHIPPED = Path(__file__).parent / "shipped"
+"""Configurations that are installed with the package; `configs/` of the source code is a link to them."""
+
 KINDS = (
     (stat.S_ISDIR, "is a folder"),
     (stat.S_ISFIFO, "is a named pipe"),
@@ -32,6 +35,12 @@ KINDS = (
     (stat.S_ISBLK, "is a device"),
     (stat.S_ISSOCK, "is a socket"),
 )
+
+
+def found_or_shipped(path: Path) -> Path:
+    """The path, or for a name such as `tiny`, which is no file here, that of the shipped configuration."""
+    shipped = SHIPPED / f"{path}.toml"
+    return shipped if not path.exists() and len(path.parts) == 1 and shipped.is_file() else path
 
 
 def open_regular(path: Path, key: str, hint: str, value: object = UNSET) -> BinaryIO:

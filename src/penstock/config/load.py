@@ -20,15 +20,11 @@ from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 from penstock.config.bounds import bare, bounded_fields, check_length, check_type
 from penstock.config.error import UNSET, ConfigError, dotted, shorten, shown, toml_value
-from penstock.config.files import MOST_TOML_BYTES, parse_toml, read_text
+from penstock.config.files import MOST_TOML_BYTES, found_or_shipped, parse_toml, read_text
 from penstock.config.other_names import own_name, rename
 from penstock.config.table import Table
 
 T = TypeVar("T")
-
-
-SHIPPED = Path(__file__).parent / "shipped"
-"""Configurations that are installed with the package; `configs/` of the source code is a link to them."""
 
 
 def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
@@ -77,9 +73,7 @@ def to_toml(config: object) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     """The table in the TOML file at `path`; `ConfigError` says what stops it from being read."""
-    shipped = SHIPPED / f"{path}.toml"
-    if not path.exists() and len(path.parts) == 1 and shipped.is_file():
-        path = shipped
+    path = found_or_shipped(path)
     text = read_text(path, str(path), "Give the path of a readable TOML file.", MOST_TOML_BYTES)
     try:
         return parse_toml(text)

@@ -97,7 +97,7 @@ def test_a_model_that_does_not_fit_trains_in_shares() -> None:
     for shares in (WHOLE, MOMENTS, GRADIENTS):
         found = on_two_ranks(shares, None)
         assert all(isinstance(each, int) for each in found), found
-        # Of pieces under way one rank has now and then a few more than the other: the least is what both keep.
+        # One rank has a few more pieces under way than the other at times: the least is what both keep.
         needs[shares] = min(int(each) for each in found)
     whole, moments, gradients = (planned(shares) for shares in needs)
     waiting_bytes = gradients.gradients_bytes - moments.optimizer_bytes // 2

@@ -36,7 +36,7 @@ def ignore(text: str) -> None:
 
 
 def never() -> bool:
-    """Nobody asks for an end before the time."""
+    """Whether measuring is to be stopped, where nothing stops it before its time."""
     return False
 
 

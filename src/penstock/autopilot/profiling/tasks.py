@@ -172,7 +172,7 @@ class _Runs:
         """For every plan the seconds of its compute tasks without a network, [rank, round, task].
 
         Real steps run in the same rounds, so that a machine that gets slower does not mislead. Few rounds are
-        enough where the budget is used up, or somebody asks for an end.
+        enough where the budget is used up, or measuring is stopped.
         """
         mine: list[list[list[float]]] = [[] for _ in self.plans]
         for number in range(rounds):

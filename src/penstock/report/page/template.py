@@ -29,6 +29,9 @@ h2 { font-size: 18px; margin: 0 0 2px; }
 p { margin: 4px 0 12px; color: #5B646E; max-width: 78ch; }
 p.said { color: #1B1F23; font-size: 16px; }
 code, pre { font: 13px/1.5 ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace; }
+nav { display: flex; flex-wrap: wrap; gap: 8px; margin: 14px 0 6px; }
+nav a { background: white; border: 1px solid #D9DEE3; border-radius: 14px; padding: 3px 12px;
+  color: #0B5CAD; text-decoration: none; font-size: 13px; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(158px, 1fr)); gap: 12px;
   margin: 18px 0; }
 .card { background: white; border: 1px solid #E4E7EB; border-radius: 10px; padding: 12px 14px; }
