@@ -8,12 +8,13 @@ from typing import Final
 EXTRAS: Final = {
     "bayes_opt": ("bayesian-optimization", "tuning"),
     "matplotlib": ("matplotlib", "plots"),
+    "plotly": ("plotly", "report"),
     "pyarrow": ("pyarrow", "parquet"),
     "tensorboard": ("tensorboard", "tensorboard"),
     "tokenizers": ("tokenizers", "tokenizers"),
     "transformers": ("transformers 5", "transformers"),
 }
-"""Module: the package's name, and the extra of pyproject.toml."""
+"""Module: the package's name, and the extra of pyproject.toml. wandb, which is large, is no part of `dev`."""
 
 
 def is_there(module: str) -> bool:

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any, Final
 
 from penstock.config import UNSET, ConfigError
+from penstock.extras import install, needs
 from penstock.report.page.style import FONT, Figure
 
 # The policy makes the browser refuse whatever would leave this file, also from inside the library.
@@ -145,7 +146,6 @@ def _library() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        hint = "Install it: pip install 'penstock[report]'."
-        raise ConfigError("penstock report", UNSET, "needs the package plotly", hint) from None
+        raise ConfigError("penstock report", UNSET, needs("plotly"), install("plotly")) from None
     text: str = get_plotlyjs()
     return text
