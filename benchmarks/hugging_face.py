@@ -77,6 +77,11 @@ class HuggingFaceResult:
 def measure(bench: BenchConfig, layout: Layout, emulate: EmulateConfig | None) -> HuggingFaceResult:
     """All contenders in turns; every rank calls it."""
     del emulate  # the ranks are on its nodes already
+    with redirect_stdout(sys.stderr):  # plans are told as they are made; stdout is the result
+        return _compared(bench, layout)
+
+
+def _compared(bench: BenchConfig, layout: Layout) -> HuggingFaceResult:
     control = Control(layout.rank, layout.world_size)
     generator = torch.Generator().manual_seed(layout.rank)
     size = bench.compare.batch_per_device, bench.model.seq_len
@@ -130,8 +135,7 @@ def _model(bench: BenchConfig) -> Any:
 
 
 def _scheduled(model: Any, layout: Layout, plan: str) -> Step:
-    with redirect_stdout(sys.stderr):  # a plan is told on standard output, which is the result's
-        penstock.parallelize(model, ep_size=layout.ep_size, plan=plan)
+    penstock.parallelize(model, ep_size=layout.ep_size, plan=plan)
     return lambda tokens_BL: _step(model, tokens_BL)
 
 
