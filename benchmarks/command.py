@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 
 from penstock.bench import BenchConfig
+from penstock.cli.codes import INTERRUPTED
 from penstock.cli.emulate import add_emulation_options, emulation
 from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of_bench
 from penstock.cli.run import exit_code, parse
@@ -34,6 +35,14 @@ R = TypeVar("R", bound=Result)
 
 Measure = Callable[[BenchConfig, Layout, EmulateConfig | None], R]
 """What every rank does, with the configuration, its place, and the cluster that is emulated, if any."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ended a benchmark; result: what it had found by then, as it returns it, None if nothing."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
 
 
 def parser_of(name: str, description: str, example: str = "") -> argparse.ArgumentParser:
@@ -95,7 +104,13 @@ def run_alone(
         if (info := detect(os.environ)) is not None:
             why = f"starts all that it needs by itself and has no use for {info.launcher}"
             raise ConfigError(parser.prog, info.rank, why, "Start it once.")
-        return print_result(measure(options), render, options.json)
+        try:
+            return print_result(measure(options), render, options.json)
+        except Stopped as stop:
+            if stop.result is not None:
+                print_result(stop.result, render, options.json)
+            print("stopped, as requested; this is what had ended by then", file=sys.stderr)
+            return INTERRUPTED
 
     sys.exit(exit_code(command))
 

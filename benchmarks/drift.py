@@ -23,9 +23,9 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from benchmarks.command import parser_of, run_alone
+from benchmarks.command import Stopped, parser_of, run_alone
 from penstock.emulate import Cluster, EmulateConfig
-from penstock.train.launcher import launch
+from penstock.train.launcher import LaunchOutcome, launch
 
 Change = Literal["rate", "slow_rank"]
 POLL_S: Final = 0.05
@@ -118,8 +118,18 @@ class DriftsResult:
 
 
 def measure_drifts(cases: Sequence[DriftCase] = CASES) -> DriftsResult:
-    """All cases, one after the other; minutes. Linux, root."""
-    return DriftsResult(cases=tuple(_measure(case) for case in cases))
+    """All cases, one after the other; minutes. Linux, root.
+
+    Raises `Stopped`, with the cases that had ended, where a signal ends a run.
+    """
+    found: list[DriftResult] = []
+    for number, case in enumerate(cases, 1):
+        print(f"case {number} of {len(cases)}: {_named(case)}", file=sys.stderr, flush=True)
+        try:
+            found.append(_measure(case))
+        except KeyboardInterrupt:
+            raise Stopped(DriftsResult(cases=tuple(found)) if found else None) from None
+    return DriftsResult(cases=tuple(found))
 
 
 def _measure(case: DriftCase) -> DriftResult:
@@ -173,26 +183,34 @@ def _train(case: DriftCase, folder: Path, *, from_start: bool) -> _Training:
         command = [sys.executable, "-m", "penstock", "train", str(folder / "config.toml"), *settings]
         with (folder / "said.txt").open("wb") as said:
             outcome = launch_quietly(command, cluster, said.fileno())
-    text = (folder / "said.txt").read_text(errors="replace")
-    if outcome:
-        raise RuntimeError(f"training ended with exit code {outcome}:\n{text[-2000:]}")
+        text = (folder / "said.txt").read_text(errors="replace")
+        check_end(outcome, text)  # before what watches it complains that nothing was changed
     lines = (output / "metrics.jsonl").read_text().splitlines()
     whole = text.replace("\n    ", " ").splitlines()  # a wrapped line is one line again
     about = tuple(line.strip() for line in whole if any(word in line for word in TOLD))
     return _Training(steps=[json.loads(line) for line in lines], said=about)
 
 
-def launch_quietly(command: Sequence[str], cluster: Cluster, target: int) -> int:
-    """Run the ranks with what they print going to the open file `target`; their exit code."""
+def launch_quietly(command: Sequence[str], cluster: Cluster, target: int) -> LaunchOutcome:
+    """Run the ranks with what they print going to the open file `target`."""
     kept = [os.dup(1), os.dup(2)]
     try:
         os.dup2(target, 1)
         os.dup2(target, 2)
-        return launch(command, cluster.config.shape.ranks, grace_s=GRACE_S, place=cluster).exit_code
+        return launch(command, cluster.config.shape.ranks, grace_s=GRACE_S, place=cluster)
     finally:
         for number, original in enumerate(kept, 1):
             os.dup2(original, number)
             os.close(original)
+
+
+def check_end(outcome: LaunchOutcome, said: str) -> None:
+    """Raises KeyboardInterrupt if a signal ended the run, which then saves and says that all is well;
+    RuntimeError with the end of what it said if it failed."""
+    if outcome.interrupted_by is not None:
+        raise KeyboardInterrupt
+    if outcome.exit_code:
+        raise RuntimeError(f"training ended with exit code {outcome.exit_code}:\n{said[-2000:]}")
 
 
 @contextmanager
@@ -275,7 +293,7 @@ def render_drifts(result: DriftsResult) -> str:
         cells = (1e3 * x for x in (case.before_s, case.hit_s))
         before, hit = (f"{cell:.0f}" for cell in cells)
         ends = f"{1e3 * case.settled_s:.0f} | {1e3 * case.planned_s:.0f} | {100 * case.distance:+.1f} %"
-        lines.append(f"| {_words(case)} | {before} | {hit} | {case.noticed_after} | {ends} |")
+        lines.append(f"| {_named(case)} | {before} | {hit} | {case.noticed_after} | {ends} |")
     furthest = max(case.loss_distance for case in result.cases)
     at_end = max(case.end_loss_distance for case in result.cases)
     about = (
@@ -286,7 +304,7 @@ def render_drifts(result: DriftsResult) -> str:
     return "\n".join([*lines, *(f"    {line}" for case in result.cases for line in case.said)])
 
 
-def _words(case: DriftResult) -> str:
+def _named(case: DriftCase | DriftResult) -> str:
     if case.change == "rate":
         return f"{case.rate_before / 1e6:.0f} to {case.rate_after / 1e6:.0f} Mbit/s"
     return f"rank {SLOW_RANK} held 4 of every 10 ms"

@@ -173,10 +173,10 @@ SUITE: Final = (
         "around to run them on CPUs: [docs/peers.md](docs/peers.md).",
         seconds=140,
     ),
-    _whole("300mbit", 150),
-    _whole("400mbit", 140),
-    _whole("700mbit", 125),
-    _whole("2gbit", 115),
+    _whole("300mbit", 215),
+    _whole("400mbit", 190),
+    _whole("700mbit", 160),
+    _whole("2gbit", 135),
     _shared("2x2", "Two devices share each uplink, and four ranks share two cores."),
     _shared("4x1", "Four nodes with an uplink each; four ranks share two cores."),
     _virtual(
@@ -273,7 +273,7 @@ SUITE: Final = (
     _plan("700mbit", "The same on a faster link."),
     _plan("2gbit", "The same on a link that is hardly felt."),
     _predictions("predictions", "real computation", (), 480),
-    _predictions("predictions-virtual", "virtual devices, 4 nodes of 2", ("--virtual",), 420),
+    _predictions("predictions-virtual", "virtual devices, 4 nodes of 2", ("--virtual",), 850),
     Run(
         name="lossy",
         title="Rows that are rounded under way: the loss",
@@ -281,7 +281,7 @@ SUITE: Final = (
         arguments=(),
         note="A model of two layers with 8 experts, the same seed and data, 300 steps. The last two rows "
         "round nothing: they change the order of sums.",
-        seconds=280,
+        seconds=190,
         drawn=False,
     ),
     Run(
@@ -296,7 +296,7 @@ SUITE: Final = (
         note="The shape of Qwen3-MoE, small, with 8 of 16 experts for every token: forward and backward with "
         "all gradients synchronised, as transformers runs it (its all-to-all, and FSDP2 for the rest), and "
         "after `penstock.parallelize` with several plans.",
-        seconds=90,
+        seconds=110,
     ),
     Run(
         name="drift",

@@ -223,7 +223,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.suite",
         description="Runs all that BENCHMARKS.md shows and writes it. Linux, root, an idle machine, two "
-        "hours.",
+        "and a half hours.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="where BENCHMARKS.md and docs/bench go")
     parser.add_argument(

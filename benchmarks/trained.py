@@ -18,7 +18,7 @@ from statistics import fmean, median
 from typing import Any, Final
 
 from benchmarks.command import parser_of, run_alone
-from benchmarks.drift import launch_quietly
+from benchmarks.drift import check_end, launch_quietly
 from benchmarks.mixed_text import write_texts
 from penstock.bench.naming import Named
 from penstock.bench.result import Spread
@@ -161,11 +161,9 @@ def _train(folder: Path, output: Path, emulate: EmulateConfig, own: Sequence[str
     command = (sys.executable, "-m", "penstock", "train", str(folder / "config.toml"))
     before = _count(output / "metrics.jsonl")
     with Cluster(emulate) as cluster, (folder / "said.txt").open("wb") as said:
-        code = launch_quietly([*command, *SETTINGS, *places, *own], cluster, said.fileno())
+        outcome = launch_quietly([*command, *SETTINGS, *places, *own], cluster, said.fileno())
         sent = max(link.sent_bytes for link in cluster.bytes_sent())
-    if code:
-        text = (folder / "said.txt").read_text(errors="replace")
-        raise RuntimeError(f"training ended with exit code {code}:\n{text[-2000:]}")
+    check_end(outcome, (folder / "said.txt").read_text(errors="replace"))
     lines = (output / "metrics.jsonl").read_text().splitlines()[before:]
     return _Turn(steps=[json.loads(line) for line in lines], uplink_bytes=sent / len(lines))
 

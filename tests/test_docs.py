@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from penstock.cli import main
+from penstock.cli.main import _parser
+from penstock.cli.run import parse
 from penstock.config import load
 from penstock.config.bounds import bounded_fields
 from penstock.train.config import RunConfig
@@ -96,3 +100,92 @@ def test_the_batch_file_is_a_script_that_slurm_and_bash_read() -> None:
     assert head.startswith("#!/bin/bash\n#SBATCH") and "#SBATCH" not in commands
     for command in re.findall(r"python -m penstock (\w+)", commands):
         assert command in ("doctor", "train")
+
+
+# ---- links and commands of all pages -----------------------------------------------------------------------
+
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that a Markdown reader gives to headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words behind `penstock` of every command that a page shows in a block."""
+    for block in re.findall(r"^ *```\w*\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            found = re.match(r"\s*(?:\$ )?(?:\S+ .*-m )?penstock (\w+.*)", line)
+            if found is not None and "=" not in line.split()[0]:
+                yield shlex.split(re.split(r" [|>&] | && ", found[1])[0], comments=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_the_pages_are_understood(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in commands(page):
+        try:
+            parse(_parser(), words)
+        except SystemExit as end:
+            assert not end.code, (words, capsys.readouterr().err)
+
+
+def test_extras_of_the_readme_are_those_of_the_package() -> None:
+    there = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"`penstock\[(\w+)\]`", (ROOT / "README.md").read_text())) == there.keys() - {"dev"}
+
+
+# ---- the batch file ----------------------------------------------------------------------------------------
+
+SRUN = """#!/bin/bash
+echo "$@" >> said
+case "$*" in *" doctor "*) exit $DOCTOR ;; esac
+mkdir -p runs/job && echo "{\\"interrupted\\": $INTERRUPTED}" > runs/job/summary.json
+exit $TRAINED
+"""
+
+
+@pytest.mark.parametrize(
+    ("doctor", "trained", "interrupted", "restarts", "again"),
+    [
+        (0, 0, "false", 0, False),
+        (0, 0, "true", 7, True),
+        (0, 1, "false", 2, True),
+        (0, 137, "false", 0, True),
+        (0, 1, "false", 3, False),
+        (0, 2, "false", 0, False),
+        (1, 0, "true", 0, False),
+    ],
+)
+def test_a_job_goes_into_the_queue_again_where_that_helps(
+    tmp_path: Path, doctor: int, trained: int, interrupted: str, restarts: int, again: bool
+) -> None:
+    """The batch file in bash, with programs in place of those that only a cluster has."""
+    for name, text in (("srun", SRUN), ("scontrol", '#!/bin/bash\necho "$@" >> queued\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    said = {"DOCTOR": doctor, "TRAINED": trained, "INTERRUPTED": interrupted}
+    slurm = {"SLURM_JOB_NAME": "job", "SLURM_JOB_ID": 12, "SLURM_RESTART_COUNT": restarts}
+    environ = {name: str(value) for name, value in (said | slurm).items()}
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(ROOT / "docs" / "train.sbatch"), "train.steps=9"]
+    code = subprocess.run(command, cwd=tmp_path, env=environ | path, check=False).returncode
+    assert code == (doctor or trained)
+    queued = tmp_path / "queued"
+    assert (queued.read_text() if queued.exists() else "") == ("requeue 12\n" if again else "")
+    lines = (tmp_path / "said").read_text().splitlines()
+    assert len(lines) == (1 if doctor else 2)
+    assert all(" output.dir=runs/job train.steps=9" in line for line in lines)

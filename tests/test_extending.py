@@ -22,7 +22,6 @@ from penstock.models import ModelConfig
 from penstock.moe import ModuleExperts, MoEConfig, SampleKeys, SoftmaxGate, SortOrder, SwiGLUExperts
 from penstock.runtime import PipelinedStack
 from penstock.train.assemble import build_stack
-from penstock.train.config import RunConfig
 from tests.dispatch.test_legs import exchanged, permuted, tables
 from tests.steps import PLAIN
 from tests.support.formulas import FORMULAS, SLOTS, mixed, softmax, swiglu
@@ -243,40 +242,26 @@ def test_on_two_nodes_as_well(ranks: Pools, part: str, schedule: str, world_size
 # ---- what the pages show -----------------------------------------------------------------------------------
 
 
-def stack_built(code: str, known: dict[str, Any]) -> PipelinedStack:
-    """What a block makes that goes on from the example in training.md, on one process."""
-    config = RunConfig(
-        model=ModelConfig(num_layers=2, hidden_size=HIDDEN, num_heads=4, seq_len=8),
-        moe=MoEConfig(num_experts=EXPERTS, top_k=CHOICES),
-    )
-    found = machinery(1, 1, 0)
-    there = {"config": config, "machinery": found, "layout": found.layout, "build_stack": build_stack}
-    stack = run_block(code, **known, **there)["stack"]
-    assert isinstance(stack, PipelinedStack)
-    return stack
+def run_page(rank: int, first: str, session: str) -> tuple[bool, str]:
+    """Two blocks of a page after each other: whether experts are shared, and the gate that was trained."""
+    del rank
+    run = run_block(session, **run_block(first))["run"]
+    layers = run.model.model.parts
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in run.model.parameters())
+    return run.model.plan.shape.shared_experts, type(layers[1].moe.gate).__name__
 
 
-def check_trains(stack: PipelinedStack) -> None:
-    tokens = torch.randint(256, (2, 8), generator=torch.Generator().manual_seed(0))
-    stack(tokens, tokens).backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in stack.model.parameters())
+def test_the_scheduled_model_of_the_page(ranks: Pools) -> None:
+    (gate,), (session,) = (blocks(EXTENDING, name) for name in ("A gate", "Into a scheduled model"))
+    assert ranks(2).run(run_page, gate, session) == [(False, "DistanceGate")] * 2
 
 
-def test_the_scheduled_model_of_the_page() -> None:
-    (code,) = blocks(EXTENDING, "Into a scheduled model")
-    stack = stack_built(code, shown("A gate"))
-    assert type(stack.parts.parts[1].moe.gate).__name__ == "DistanceGate"  # type: ignore[union-attr]  # an MoE block
-    check_trains(stack)
-
-
-def test_the_layer_of_the_readme() -> None:
-    alone, scheduled = blocks(README, "A layer of your own")
+def test_the_layer_of_the_readme(ranks: Pools) -> None:
+    alone, session = blocks(README, "A layer of your own")
     known = run_block(alone)
     assert known["out"].shape == known["x"].shape == known["x"].grad.shape
     assert all(p.grad is not None for name, p in known["layer"].named_parameters() if "experts" not in name)
-    stack = stack_built(scheduled, known)
-    assert stack.plan.shape.shared_experts
-    check_trains(stack)
+    assert ranks(2).run(run_page, alone, session) == [(True, "SigmoidGate")] * 2
 
 
 def test_every_block_of_the_pages_is_run_here() -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import penstock
+from penstock.moe import MoELayer, build_layer
 from tests.support.runs import write_config
 
 
@@ -23,6 +24,29 @@ def test_a_file_and_settings_make_the_model_that_they_describe(tmp_path: Path) -
         assert all(parameter.grad is not None for parameter in run.model.parameters())
         assert run.model.plan.schedule.name == "flowmoe"
     assert not dist.is_initialized()
+
+
+def test_a_layer_with_other_tasks_is_planned_for() -> None:
+    """The plan that the configuration gets has no task for shared experts: it would leave them out."""
+
+    def make_moe(number: int, ep_size: int, ep_rank: int) -> MoELayer:
+        del number
+        config = penstock.MoEConfig(num_experts=4, moe_ffn_hidden_size=8, shared_ffn_hidden_size=8)
+        return build_layer(16, config, ep_size=ep_size, ep_rank=ep_rank)
+
+    config = penstock.RunConfig(
+        model=penstock.ModelConfig(num_layers=1, hidden_size=16, num_heads=2, seq_len=8),
+        moe=penstock.MoEConfig(num_experts=4, moe_ffn_hidden_size=8),
+    )
+    with penstock.session(config) as plain:
+        other = plain.model.plan
+    with penstock.session(config, make_moe=make_moe) as run:
+        tokens = torch.randint(256, (4, 9), generator=torch.Generator().manual_seed(0))
+        run.model(tokens[:, :-1], tokens[:, 1:]).backward()
+        shared = [p for name, p in run.model.named_parameters() if ".shared." in name]
+        assert shared and all(p.grad is not None and p.grad.any() for p in shared)
+        with pytest.raises(ValueError, match="shared_experts is False, and that of the layers is True"):
+            run.model.adopt(other)
 
 
 def test_settings_beside_a_config_are_refused() -> None:

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.adapt import load_optimizer, load_pretrained, parallelize, save_checkpoint
     from penstock.config import ConfigError
-    from penstock.decision import ScheduleConfig
+    from penstock.cost import ClusterConfig
+    from penstock.data import DataConfig
+    from penstock.decision import PlacementConfig, ScheduleConfig
     from penstock.models import ModelConfig
     from penstock.moe import MoEConfig, MoELayer
     from penstock.own_loop import Session, session
+    from penstock.plan.plan_config import PlanConfig
     from penstock.runtime import (
         ExpertParallel,
         ShardedAdamW,
@@ -22,21 +25,31 @@ if TYPE_CHECKING:
         ignore_experts,
     )
     from penstock.topology import ParallelConfig
-    from penstock.train.config import RunConfig
+    from penstock.train.config import OutputConfig, RunConfig, TrainConfig
+    from penstock.train.optimizer import OptimizerConfig
+    from penstock.train.wandb_sink import MetricsConfig
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ClusterConfig": "penstock.cost",
     "ConfigError": "penstock.config",
+    "DataConfig": "penstock.data",
     "ExpertParallel": "penstock.runtime",
+    "MetricsConfig": "penstock.train.wandb_sink",
     "MoEConfig": "penstock.moe",
     "MoELayer": "penstock.moe",
     "ModelConfig": "penstock.models",
+    "OptimizerConfig": "penstock.train.optimizer",
+    "OutputConfig": "penstock.train.config",
     "ParallelConfig": "penstock.topology",
+    "PlacementConfig": "penstock.decision",
+    "PlanConfig": "penstock.plan.plan_config",
     "RunConfig": "penstock.train.config",
     "ScheduleConfig": "penstock.decision",
     "Session": "penstock.own_loop",
     "ShardedAdamW": "penstock.runtime",
+    "TrainConfig": "penstock.train.config",
     "clip_grad_norm_": "penstock.runtime",
     "expert_parameters": "penstock.runtime",
     "ignore_experts": "penstock.runtime",
@@ -48,16 +61,24 @@ _HOMES = {
 }
 
 __all__ = [
+    "ClusterConfig",
     "ConfigError",
+    "DataConfig",
     "ExpertParallel",
+    "MetricsConfig",
     "MoEConfig",
     "MoELayer",
     "ModelConfig",
+    "OptimizerConfig",
+    "OutputConfig",
     "ParallelConfig",
+    "PlacementConfig",
+    "PlanConfig",
     "RunConfig",
     "ScheduleConfig",
     "Session",
     "ShardedAdamW",
+    "TrainConfig",
     "clip_grad_norm_",
     "expert_parameters",
     "ignore_experts",

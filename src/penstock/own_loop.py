@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from penstock.autopilot import Autopilot
 from penstock.config import load
+from penstock.moe import MoELayer
 from penstock.plan.plan_config import given_schedule
 from penstock.runtime import PipelinedStack
 from penstock.topology import Control, Layout, ProcessInfo, detect, find_node_size, leave
@@ -25,6 +27,8 @@ from penstock.topology.join import ALONE, joined
 from penstock.train.assemble import build_machinery, build_stack, pick_device
 from penstock.train.config import RunConfig
 from penstock.train.pilot import Ranks
+
+MakeLayer = Callable[[int, int, int], MoELayer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +58,20 @@ class Session:
 
 
 @contextmanager
-def session(config: RunConfig | str | Path | None = None, *settings: str) -> Iterator[Session]:
+def session(
+    config: RunConfig | str | Path | None = None, *settings: str, make_moe: MakeLayer | None = None
+) -> Iterator[Session]:
     """Join the processes that torchrun or Slurm has started, or run alone, and build the model of `config`.
 
     config: sections in Python, or a TOML file; None = the defaults. settings: `section.key=value`, as on the
-    command line, over what the file says. With plan.source = "auto" the cluster is measured and a plan
-    searched for before the body runs; unlike `penstock train`, which watches its steps, a loop of one's own
-    keeps that plan. All ranks enter together, and leave together: leaving closes the model, and the process
-    group unless it was there before. Where the body raises, the other ranks are told why.
+    command line, over what the file says. make_moe: gives the MoE layer of a block, in place of the one that
+    section [moe] describes, from the block's number, the number of ranks among which experts are spread, and
+    this rank's place among them; its sizes must be those of the configuration.
+
+    With plan.source = "auto" the cluster is measured and a plan searched for before the body runs; unlike
+    `penstock train`, which watches its steps, a loop of one's own keeps that plan. All ranks enter together,
+    and leave together: leaving closes the model, and the process group unless it was there before. Where the
+    body raises, the other ranks are told why.
 
     Raises ConfigError for a setting that cannot be used, ValueError for settings beside a RunConfig.
     """
@@ -71,7 +81,7 @@ def session(config: RunConfig | str | Path | None = None, *settings: str) -> Ite
     joins = not dist.is_initialized()
     info = joined(read.parallel.timeout_s, device)
     try:
-        run = _built(read, info, device)
+        run = _built(read, info, device, make_moe)
         yield run
     except BaseException as error:
         give_up(f"{type(error).__name__}: {reason(error)}")
@@ -89,7 +99,7 @@ def _read(config: RunConfig | str | Path | None, settings: Sequence[str]) -> Run
     return config
 
 
-def _built(config: RunConfig, info: ProcessInfo, device: torch.device) -> Session:
+def _built(config: RunConfig, info: ProcessInfo, device: torch.device, make_moe: MakeLayer | None) -> Session:
     """The model with its first plan, as `penstock train` makes them."""
     config, control = config.resolved(info.world_size), Control(info.rank, info.world_size)
     node_size = find_node_size(control, info.local_rank)
@@ -100,8 +110,14 @@ def _built(config: RunConfig, info: ProcessInfo, device: torch.device) -> Sessio
     layout = Layout.build(config.parallel, info.world_size, info.rank, experts, node_size)
     machinery = build_machinery(layout, device, config.parallel, config.train.precision)
     pilot = Autopilot(config, machinery, None, say)
-    stack = build_stack(pilot.config, machinery, plan=pilot.plan, moving=pilot.moving)
+    make = None if make_moe is None else partial(_layer, make_moe, layout)
+    plan = pilot.plan if make is None else None  # other layers may have other tasks: only the choice holds
+    stack = build_stack(pilot.config, machinery, plan=plan, moving=pilot.moving, make_moe=make)
     return Session(model=stack, config=pilot.config, layout=layout, device=device)
+
+
+def _layer(make_moe: MakeLayer, layout: Layout, number: int) -> MoELayer:
+    return make_moe(number, layout.ep_size, layout.ep_rank)
 
 
 def _say(text: str) -> None:

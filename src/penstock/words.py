@@ -12,7 +12,15 @@ from typing import TextIO
 NARROWEST, UNKNOWN, WIDEST = 60, 100, 130
 """Columns: lines are never wrapped to fewer, nor made longer; without a terminal they have UNKNOWN."""
 
+LANE_WORDS = {"compute": "computation", "inter": "network", "intra": "network inside nodes", "host": "host"}
+"""The network is that between nodes, or between ranks where there is one node."""
+
 LAST_COLUMN = re.compile(r"(?:.*\S)? {2,}(?=\S)")
+
+
+def lane_words(lane: str) -> str:
+    """What a lane is, for people."""
+    return LANE_WORDS.get(lane, lane)
 
 
 def counted(number: int, word: str, plural: str = "s") -> str:

@@ -13,11 +13,11 @@ from penstock.graph import Lane, Task
 from penstock.mesh import Group, Mesh
 from penstock.ops import Op
 from penstock.ops.transfers import Hop
-from penstock.plan.explain import lane_words
 from penstock.schedule import StepPlan
 from penstock.simulate import simulate
 from penstock.step import StepShape
 from penstock.trace import TaskRecord
+from penstock.words import lane_words
 from tests.steps import planned
 
 RANKS, THRESHOLD = 2, 0.15

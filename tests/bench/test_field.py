@@ -202,7 +202,7 @@ LABELS = ["Plan", "Time", "Limit", "Next", "What if"]
 
 
 def label_of(line: str) -> str:
-    return line.split("  ")[0]
+    return line.split("  ", maxsplit=1)[0]
 
 
 def explains(notes: tuple[str, ...]) -> bool:

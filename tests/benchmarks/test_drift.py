@@ -14,16 +14,22 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import drift
+from benchmarks.command import Stopped
 from benchmarks.drift import (
     CASES,
+    DriftCase,
     DriftResult,
     DriftsResult,
     _hold,
     _pid_of_rank,
     _Training,
+    check_end,
+    measure_drifts,
     render_drifts,
 )
 from benchmarks.text import text_of
+from penstock.train.launcher import LaunchOutcome
 
 RESULT = DriftsResult(
     cases=(
@@ -69,6 +75,34 @@ def test_a_result_survives_json_and_becomes_a_table() -> None:
 def test_a_change_that_nobody_notices_is_said() -> None:
     (case,) = RESULT.cases
     assert "| None |" in render_drifts(DriftsResult(cases=(replace(case, noticed_after=None),)))
+
+
+@pytest.mark.parametrize(("ended", "left"), [(0, None), (1, RESULT)])
+def test_a_signal_ends_all_of_it_and_keeps_what_had_ended(
+    ended: int, left: DriftsResult | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher ends its ranks by itself, and they save and exit with 0: the next run must not begin."""
+    outcome = LaunchOutcome(
+        exit_codes=(0, 0), first_failure=None, stopped=frozenset(), interrupted_by=signal.SIGTERM
+    )
+    begun: list[DriftCase] = []
+
+    def measured(case: DriftCase) -> DriftResult:
+        begun.append(case)
+        if len(begun) > ended:
+            check_end(outcome, "saved")
+        return RESULT.cases[0]
+
+    monkeypatch.setattr(drift, "_measure", measured)
+    with pytest.raises(Stopped) as stop:
+        measure_drifts([CASES[0]] * 3)
+    assert stop.value.result == left and len(begun) == ended + 1
+
+
+def test_a_run_that_fails_is_told_with_its_last_words() -> None:
+    failed = LaunchOutcome(exit_codes=(1, 0), first_failure=None, stopped=frozenset(), interrupted_by=None)
+    with pytest.raises(RuntimeError, match="exit code 1:\nno room"):
+        check_end(failed, "no room")
 
 
 def test_plans_before_the_change_do_not_count() -> None:

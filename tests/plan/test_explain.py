@@ -12,8 +12,7 @@ from penstock.cost.cluster_file import LinkModel
 from penstock.graph import Lane
 from penstock.ops import Op
 from penstock.plan import MemoryBudget, explain, find_plan
-from penstock.plan.explain import lane_words
-from penstock.words import change, gib, mib, milliseconds
+from penstock.words import change, gib, lane_words, mib, milliseconds
 from tests.plan.problems import FILE, problem
 
 SLOW_LINK = ClusterConfig(flops_per_s=1e12, link_bytes_per_s=1e7, link_latency_s=1e-5)

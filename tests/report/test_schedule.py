@@ -31,7 +31,7 @@ forward
 RESULT = """\
 iteration    1.11 s
 network      383 ms of communication: 0 ms hidden under computation, 383 ms exposed
-efficiency   65 % of the limit: lane compute has 727 ms of work, which no overlap can shorten
+efficiency   65 % of the limit: computation has 727 ms of work, which no overlap can shorten
 lower bound  1.11 s for any order of these pieces (critical path 1.11 s); this order takes 1.00x as long
 """
 

@@ -10,8 +10,8 @@ from statistics import median
 from penstock.cost.measured import Kind
 from penstock.graph import Lane, Task
 from penstock.mesh import Axes
-from penstock.plan.explain import lane_words
 from penstock.trace import TaskRecord
+from penstock.words import lane_words
 
 MOST_NAMED = 8
 """More ranks than this are counted in messages, with only the first ones named."""

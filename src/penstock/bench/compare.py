@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from penstock.autopilot.profiling.sample import ignore
 from penstock.bench.config import CompareConfig
 from penstock.bench.contender import Entry, Sample, first_of_every_work, measure_peak, run_step
 from penstock.bench.field import Field
@@ -30,11 +31,6 @@ class Measurements:
     virtual: str | None
     layout: str = ""
     notes: tuple[str, ...] = ()
-
-
-def ignore(text: str) -> None:
-    """Say nothing."""
-    del text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from penstock.autopilot.profiling import profile_run, profile_schedules
+from penstock.autopilot.profiling.sample import ignore
 from penstock.autopilot.run_problem import run_problem
 from penstock.bench import checkout
 from penstock.bench.config import BenchConfig
@@ -30,6 +31,7 @@ BESIDE: Final = ("sequential", "pipemoe", "flowmoe", "fsmoe")
 """Published planners whose plans are measured, too; the first is the base of all ratios."""
 
 PLANNED: Final = "planned"
+SEARCHING: Final = "searching for a plan"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,19 +150,24 @@ def layout_words(layout: Layout) -> str:
     return f"{dense}, edp {layout.edp_size} x ep {layout.ep_size} x esp {layout.esp_size}"
 
 
-def schedules_field(config: BenchConfig, layout: Layout) -> RealField:
-    """The schedules that are compared, each in the variant that promises most, and the peers."""
+def schedules_field(config: BenchConfig, layout: Layout, say: Callable[[str], None] = ignore) -> RealField:
+    """The schedules that are compared, each in the variant that promises most, and the peers.
+
+    say: told what is done before the first step is compared.
+    """
     stacks = Stacks(config, layout)
     if AUTO in config.compare.schedules:
-        return _field_with_choice(stacks)
+        return _field_with_choice(stacks, say)
+    say("measuring what predictions rest on")
     problem = profiled_for(stacks)
     best = {name: fastest(several) for name, several in predicted(stacks, problem).items()}
     return RealField(stacks, best, notes=_doubts(problem), peers=config.compare.peers)
 
 
-def _field_with_choice(stacks: Stacks) -> RealField:
+def _field_with_choice(stacks: Stacks, say: Callable[[str], None]) -> RealField:
     """The schedules, and the plan that the joint search chooses, all predicted from one profile."""
-    problem = _profiled(stacks)
+    problem = _profiled(stacks, say)
+    say(SEARCHING)
     found = chosen(problem, stacks.machinery.control)
     tried = predicted(stacks, problem)
     best = {
@@ -171,10 +178,10 @@ def _field_with_choice(stacks: Stacks) -> RealField:
     return RealField(stacks, best, notes=notes, peers=stacks.config.compare.peers)
 
 
-def _profiled(stacks: Stacks) -> Problem:
+def _profiled(stacks: Stacks, say: Callable[[str], None]) -> Problem:
     """The step on links and tasks as measured now."""
     budget_s = stacks.config.compare.profile_s
-    file = profile_run(stacks.run_config, stacks.machinery, budget_s=budget_s)
+    file = profile_run(stacks.run_config, stacks.machinery, budget_s=budget_s, say=say)
     return run_problem(stacks.run_config, stacks.layout, file)
 
 
@@ -232,13 +239,14 @@ def fastest(iterations: Sequence[Iteration]) -> Iteration:
     return min(iterations, key=lambda iteration: iteration.predicted_s)
 
 
-def planned_field(config: BenchConfig, layout: Layout) -> RealField:
+def planned_field(config: BenchConfig, layout: Layout, say: Callable[[str], None] = ignore) -> RealField:
     """The plan that the joint search chooses, beside four published ones, all predicted from one profile.
 
     Nothing is known of the runs that are predicted: the profile is measured before, task by task.
     """
     stacks = Stacks(config, layout)
-    problem = _profiled(stacks)
+    problem = _profiled(stacks, say)
+    say(SEARCHING)
     found = chosen(problem, stacks.machinery.control)
     plans = {name: evaluate(problem, PUBLISHED[name](problem)) for name in BESIDE} | {PLANNED: found.best}
     iterations = {name: Iteration(problem=problem, candidate=plan) for name, plan in plans.items()}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from penstock.autopilot.profiling import profile_links
+from penstock.autopilot.profiling.sample import ignore
 from penstock.autopilot.run_problem import candidates, run_problem
 from penstock.bench.config import BenchConfig
 from penstock.bench.contender import Entry
@@ -60,7 +61,8 @@ class Slept:
 class VirtualField:
     """Every schedule on the same virtual devices; order and prediction rest on links measured before."""
 
-    def __init__(self, config: BenchConfig, layout: Layout) -> None:
+    def __init__(self, config: BenchConfig, layout: Layout, say: Callable[[str], None] = ignore) -> None:
+        """say: told what is done before the first step is compared."""
         self.label: str | None = config.virtual.label
         self.layout = layout_words(layout)
         self.notes: tuple[str, ...] = ()
@@ -69,12 +71,13 @@ class VirtualField:
         machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
         self.control, self._transports = machinery.control, machinery.transports
         self._stack = build_virtual(self._config, config.virtual, machinery)
+        say("measuring links, and what traffic costs virtual steps")
         links = profile_links(self._config, machinery, self._dispatches(config.compare.schedules))
         self._links = with_virtual_steps(self._config, config.virtual, machinery, links)
         self._cluster = self._stack.links = ProfiledCluster.build(self._links)
         self._first_measured = config.compare.warmup
         self._closing_s = closing_s(run_problem(self._config, layout, self._links))
-        self.entries = tuple(self._entry(name) for name in config.compare.schedules)
+        self.entries = tuple(self._told(name, say) for name in config.compare.schedules)
         if any(entry.plan and entry.plan.shape.moves for entry in self.entries):
             self.notes += tuple(self._loads_of(entry) for entry in self.entries)
         self.notes += self._links.doubts
@@ -92,6 +95,10 @@ class VirtualField:
 
     def close(self) -> None:
         self._stack.close()
+
+    def _told(self, name: str, say: Callable[[str], None]) -> Entry:
+        say(f"{name}: choosing its pieces and their order")
+        return self._entry(name)
 
     def _entry(self, name: str) -> Entry:
         if name == AUTO:

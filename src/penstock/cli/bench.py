@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -115,12 +115,8 @@ def _compare(
 ) -> BenchResult:
     """Without an emulated cluster all ranks count as one node with a link of unknown rate."""
     del device  # what is compared runs on the CPU
-    field: Field
-    if wanted.plan:
-        field = planned_field(config, layout)
-    else:
-        field = VirtualField(config, layout) if wanted.virtual else schedules_field(config, layout)
     with progress_line(shown=layout.rank == 0) as say:
+        field = _field(config, wanted, layout, say)
         found = compare(field, config.compare, say)
     field.close()
     if emulate is None:
@@ -132,6 +128,12 @@ def _compare(
         inter_rate_bit_per_s=emulate.inter_rate_bit_per_s,
         intra_rate_bit_per_s=emulate.intra_rate_bit_per_s,
     )
+
+
+def _field(config: BenchConfig, wanted: Wanted, layout: Layout, say: Callable[[str], None]) -> Field:
+    if wanted.plan:
+        return planned_field(config, layout, say)
+    return VirtualField(config, layout, say) if wanted.virtual else schedules_field(config, layout, say)
 
 
 def _finish(result: BenchResult, wanted: Wanted) -> int:

@@ -18,11 +18,9 @@ from penstock.plan.room import again_words, by_rule
 from penstock.plan.search import FoundPlan
 from penstock.plan.wire import row_words
 from penstock.simulate import lane_work
-from penstock.words import change, gib, milliseconds
+from penstock.words import change, gib, lane_words, milliseconds
 
 FASTER = 2
-LANE_WORDS = {"compute": "computation", "inter": "network", "intra": "network inside nodes", "host": "host"}
-"""The network is that between nodes, or between ranks where there is one node."""
 
 INFINITELY = 1e12
 """With this many times the bandwidth, only start-ups remain."""
@@ -160,11 +158,6 @@ def _binds(best: Candidate, start_up_share: float) -> str:
         return text
     share = f"{100 * start_up_share:.0f} % of communication time is start-ups"
     return f"latency limits the step: {share}; {text}"
-
-
-def lane_words(lane: str) -> str:
-    """What a lane is, for people."""
-    return LANE_WORDS.get(lane, lane)
 
 
 def _faster(problem: Problem, found: FoundPlan, *, intra: bool) -> dict[str, float]:

@@ -24,7 +24,7 @@ from penstock.plan.room import Room
 from penstock.plan.starts import first_choices
 from penstock.plan.subject import Overrides, Subject, published_problem
 from penstock.step.shape import TokenLayout
-from penstock.words import change, gib
+from penstock.words import change, gib, lane_words
 
 NEXT: Final = 2
 """Layouts that are told beside the best."""
@@ -68,7 +68,7 @@ class RankedLayout:
     def _costs(self) -> str:
         bound = self.best.bound
         chain = bound.critical_path_s > bound.busiest_lane_s
-        limit = "the critical path" if chain else f"lane {bound.busiest_lane}"
+        limit = "the longest chain of tasks" if chain else lane_words(bound.busiest_lane)
         return f"limited by {limit}, {gib(self.best.memory_bytes)} per rank"
 
 

@@ -26,7 +26,7 @@ from penstock.simulate import LowerBound, lower_bound, overlap_efficiency, simul
 from penstock.step import Sharing, StepShape
 from penstock.step.shape import FORM_TOKENS, ExpertForm, Recompute, Updating
 from penstock.trace import Occupation, TaskRecord, occupation
-from penstock.words import counted
+from penstock.words import counted, lane_words
 
 SLOW_LINK_BYTES_PER_S = 5e7
 """With it the representative step communicates for about half as long as it computes."""
@@ -163,7 +163,7 @@ class ScheduleDescription:
         )
         yield (
             "efficiency",
-            f"{100 * self.efficiency:.0f} % of the limit: lane {bound.busiest_lane} has "
+            f"{100 * self.efficiency:.0f} % of the limit: {lane_words(bound.busiest_lane)} has "
             f"{duration_text(bound.busiest_lane_s)} of work, which no overlap can shorten",
         )
         yield (

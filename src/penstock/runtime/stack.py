@@ -30,6 +30,7 @@ from penstock.runtime.checks.layers import (
     check_layers,
     check_not_moved,
     check_placements,
+    check_planned_for,
     check_same,
     check_samples_may_move,
     check_shards,
@@ -151,7 +152,8 @@ class PipelinedStack(nn.Module):
         self.plan = self.adopt(make_plan(self._shape, self.gradients.sizes_bytes))
 
     def adopt(self, plan: StepPlan) -> StepPlan:
-        """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ."""
+        """Use `plan` from the next step on; an error for one of other layers, or if ranks' orders differ."""
+        check_planned_for(plan.shape, self._shape)
         if self.updates is not None:
             self.updates.flush(self.plan.graph)
         plan.schedule.check(plan.graph)
@@ -167,9 +169,8 @@ class PipelinedStack(nn.Module):
     def host_guests(self, hostings: Sequence[Hosting | None]) -> None:
         """Host these experts from the next forward pass on; every rank must call it.
 
-        hostings: by layer, None for a dense one. Results do not depend on them; no plan or group is made
-        anew. Raises PlacementError, on all ranks, for hostings that do not fit the layers and the plan's
-        guest slots, or that differ between ranks of an expert group.
+        hostings: by layer, None for a dense one. Results do not depend on them. Raises PlacementError, on all
+        ranks, for hostings that do not fit layers and slots, or that differ between ranks of an expert group.
         """
         layout, control = self.machinery.layout, self.machinery.control
         self.host.use(check_hostings(hostings, self.moe_layers, self.plan.shape, layout, control))

@@ -9,7 +9,7 @@ from penstock.ops.families import family_of
 from penstock.plan import PlanFile
 from penstock.report.page.findings import KindOfTask
 from penstock.report.page.style import COLOURS, LINE, SECOND
-from penstock.words import change, milliseconds
+from penstock.words import change, lane_words, milliseconds
 
 MOST_KINDS = 40
 MANY_TIMES = 10
@@ -66,7 +66,7 @@ def _total_row(lane: str, kinds: Sequence[KindOfTask]) -> str:
     predicted_s = sum(kind.predicted_s for kind in kinds)
     measured_s = sum(kind.measured_s for kind in kinds)
     cells = [
-        f"all of lane {lane}",
+        f"all of {lane_words(lane)}",
         lane,
         str(sum(kind.count for kind in kinds)),
         milliseconds(predicted_s),

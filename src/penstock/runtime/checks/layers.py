@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Final
 
 from torch import nn
 
@@ -106,6 +107,21 @@ def check_same(now: StepShape, before: StepShape) -> None:
             raise ValueError(
                 f"the model's layers have changed: {field.name} is {found} and was {wanted} when the stack "
                 "was built, and a step's tasks depend on it. Build a new stack for the changed model."
+            )
+
+
+MADE_OF: Final = ("moe_layers", "exchange_counts", "shared_experts", "sharing")
+"""What layers decide of a step's tasks, and no plan."""
+
+
+def check_planned_for(planned: StepShape, own: StepShape) -> None:
+    """Refuse a plan for other layers: it would leave out tasks, or run some that do nothing."""
+    for name in MADE_OF:
+        found, wanted = getattr(planned, name), getattr(own, name)
+        if found != wanted:
+            raise ValueError(
+                f"the plan is for another model: its {name} is {found}, and that of the layers is {wanted}. "
+                "Plan for the stack's base_shape."
             )
 
 
