@@ -31,7 +31,7 @@ PRELOADED = [
     "hypothesis.strategies",
     "penstock.cli.bench",
     "penstock.cli.profile",
-    "penstock.cli.train",
+    "penstock.cli.train_rank",
     "tests.support.ranks",
     "tests.support.parity",
 ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.cli.train import EXPECTED
+from penstock.cli.train_rank import EXPECTED
 from penstock.report import RunSummary
 from penstock.runtime import PipelinedStack
 from penstock.train import update as update_module

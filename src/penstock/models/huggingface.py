@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.models.meta import on_meta
 from penstock.moe import (
     ExpertBias,
     ExpertGroups,
@@ -88,7 +89,7 @@ def _qwen_gate(block: Any) -> TokenGate:
 
 def _softmax_gate(router: Any, *, renormalise: bool) -> TokenGate:
     experts, hidden = router.weight.shape
-    with torch.device("meta"):
+    with on_meta():
         gate = SoftmaxGate(hidden, experts, _setting(router, "top_k"), renormalise=renormalise)
     gate.weight = _copy(router.weight, router.weight)
     return gate
@@ -102,7 +103,7 @@ def _deepseek_gate(block: Any) -> TokenGate:
     """
     router = block.gate
     experts, hidden = router.weight.shape
-    with torch.device("meta"):
+    with on_meta():
         gate = SigmoidGate(
             hidden,
             experts,
@@ -132,7 +133,7 @@ def _experts(source: Any, exchange: Exchange | None) -> SwiGLUExperts:
     _check_activation(source)
     experts, hidden, width = source.down_proj.shape
     mine = _share(experts, exchange)
-    with torch.device("meta"):
+    with on_meta():
         made = SwiGLUExperts(hidden, width, mine.stop - mine.start)
     gate_EHM, up_EHM = source.gate_up_proj[mine].chunk(2, dim=1)
     made.w_gate = _copy(gate_EHM.transpose(1, 2), source.gate_up_proj)
@@ -152,7 +153,7 @@ def _shared(source: Any) -> SharedExpert:
     """Ordinary linear layers of the summed width of the shared experts."""
     _check_activation(source)
     hidden, width = source.down_proj.weight.shape
-    with torch.device("meta"):
+    with on_meta():
         made = SwiGLUExperts(hidden, width, 1)
     for name in ("gate", "up", "down"):
         weight = getattr(source, f"{name}_proj").weight

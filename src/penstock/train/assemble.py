@@ -12,6 +12,7 @@ from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.dispatch import DISPATCHES
 from penstock.models import GPT, ModelConfig
 from penstock.models.gpt import MakeLayer, TensorShard
+from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
 from penstock.moe.experts.base import ExpertShard
@@ -224,7 +225,7 @@ def gradient_bytes(
 
     Read off the real model, built without memory for its weights.
     """
-    with torch.device("meta"):
+    with on_meta():
         parts = model_of(model, moe, layout)
     shape = shape_of([part.moe for part in parts.parts], sharing_of(layout, moe.aux_loss_group))
     return sizes_bytes(parts, parts, shape, replicas=sharded or layout.edp_size > 1)

@@ -10,6 +10,7 @@ import torch
 from penstock.config import ConfigError
 from penstock.cost import split_sizes
 from penstock.models import ModelConfig
+from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig
 from penstock.topology import Layout
 from penstock.topology.cgroup import memory_limit
@@ -99,7 +100,7 @@ def _bytes(model: ModelConfig, moe: MoEConfig, layout: Layout, layers: int, expe
     Read off the real model, built without memory for its weights.
     """
     small = replace(model, preset=None, num_layers=layers, moe_layers=tuple(range(experts)))
-    with torch.device("meta"):
+    with on_meta():
         parts = model_of(small, moe, layout)
     held = sum(p.nbytes for layer in range(layers) for p in parts.replicated_parameters(layer))
     return held, sum(p.nbytes for p in parts.expert_parameters(0))

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from penstock.runtime.expert_parallel.dtensors import is_dtensor
 
 MODULUS = 1_048_573
 """A prime below 2^20: sums of squares of what is left stay exact in float64 on millions of ranks."""
@@ -28,7 +29,7 @@ DIFFERENT = (
 @torch.no_grad()
 def fingerprint(parameters: Iterable[Tensor]) -> Tensor:
     """Of all bits, in whatever order they are added: a number below `MODULUS` and its square, float64 [2]."""
-    found = [p.detach() for p in parameters if not isinstance(p, DTensor)]
+    found = [p.detach() for p in parameters if not is_dtensor(p)]
     sums = [p.contiguous().view(BITS[p.element_size()]).sum(dtype=torch.int64) for p in found]
     if not sums:
         return torch.zeros(2, dtype=torch.float64)

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock.runtime.expert_parallel.dtensors import is_dtensor
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, is_marked, mark_experts
 
 DESCRIBED_BYTES = 4096
@@ -56,7 +56,7 @@ class ExpertGuard:
     def adopt(self, experts: nn.Module) -> None:
         """These parameters, of these names, are this rank's experts."""
         self._names = {name for name, _ in experts.named_parameters()}
-        mark_experts((p for p in experts.parameters() if not isinstance(p, DTensor)), self._ranks)
+        mark_experts((p for p in experts.parameters() if not is_dtensor(p)), self._ranks)
 
     def check(self, experts: nn.Module, x: Tensor, parts: str) -> None:
         """Before a forward. x: the tokens. parts: what the layer is made of, in words separated by commas.
@@ -75,7 +75,7 @@ class ExpertGuard:
         for name in self._taken_by_ddp(experts):
             raise ValueError(f"experts.{name}: {DDP}")
         for name, parameter in experts.named_parameters():
-            if isinstance(parameter, DTensor):
+            if is_dtensor(parameter):
                 raise ValueError(f"experts.{name}: {TENSOR_PARALLEL}")
         for name in self._taken_by_fsdp(experts):
             raise ValueError(f"experts.{name}: {FSDP}")

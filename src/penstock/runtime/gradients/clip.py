@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from penstock.mesh import Group
 from penstock.moe import MoELayer
+from penstock.runtime.expert_parallel.dtensors import is_dtensor
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of, ranks_of_parts
 from penstock.runtime.sharded.adamw import SHARDED
 from penstock.runtime.stack import PipelinedStack
@@ -178,7 +178,7 @@ def _check_equal(norms: Tensor, of: str) -> None:
 def _norm(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
     """Of gradients of this rank and of shards whose other parts other ranks hold; float64 scalar."""
     device = gradients[0].device if gradients else torch.device("cpu")
-    plain = [_values(g) for g in gradients if not isinstance(g, DTensor)]
+    plain = [_values(g) for g in gradients if not is_dtensor(g)]
     norms = [norm.to(device) for norm in _each_norm(plain, order, foreach)]
     norms += [norm.to(device) for norm in _sharded_norms(gradients, order, foreach)]
     return _together(norms, order, device)
@@ -216,7 +216,9 @@ def _sharded_norms(gradients: Sequence[Tensor], order: float, foreach: bool | No
     """Of DTensors: one norm for all that are spread over the same dimensions of the same mesh."""
     spread: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
     for gradient in gradients:
-        if isinstance(gradient, DTensor):
+        if is_dtensor(gradient):
+            from torch.distributed.tensor import Replicate
+
             whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
             part = gradient.redistribute(placements=whole).to_local()
             cut = tuple(i for i, placement in enumerate(whole) if not placement.is_replicate())
@@ -251,7 +253,7 @@ def _values(gradient: Tensor) -> Tensor:
 def _scale(gradients: Sequence[Tensor], scale: Tensor, foreach: bool | None) -> None:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        here = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        here = gradient.to_local() if is_dtensor(gradient) else gradient
         here = here._values() if here.is_sparse else here
         groups.setdefault((here.device, here.dtype), []).append(here)
     for (device, dtype), group in groups.items():

@@ -1,0 +1,77 @@
+"""`penstock train`, as one of its ranks. Loads what training needs, which starting the ranks does without."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+
+from penstock.autopilot import Autopilot
+from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
+from penstock.cli.ranks import end_of_rank
+from penstock.config import ConfigError
+from penstock.data import TextError
+from penstock.report import RunSummary
+from penstock.runtime import ScheduleMismatchError, TaskError
+from penstock.runtime.host_memory import keep_freed_memory
+from penstock.topology import CommunicationError, ProcessInfo, join, leave
+from penstock.topology.blame import give_up
+from penstock.train.assemble import pick_device
+from penstock.train.checkpoint import CheckpointError
+from penstock.train.config import RunConfig
+from penstock.train.health import DivergedError
+from penstock.train.trainer import Trainer
+from penstock.words import terminal_width
+
+EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointError, DivergedError, TextError)
+
+
+def be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
+    """Exit code of this rank, which joins the others, trains, and prints if it is rank 0."""
+    return end_of_rank(info, _train_as_rank(config, info, json_wanted))
+
+
+def _train_as_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
+    try:
+        device = pick_device(info.local_rank)
+        keep_freed_memory()
+        join(info, config.parallel.timeout_s, device)
+        summary = Trainer(config, info, device, Autopilot, quiet=False).run()
+    except ConfigError as error:
+        if info.rank == 0:  # every rank finds the same fault; once is enough
+            print(f"penstock: {error}", file=sys.stderr)
+        return BAD_USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except EXPECTED as error:
+        return _report_failure(config, info, str(error))
+    except Exception as error:
+        headline = f"rank {info.rank}: {type(error).__name__}: {error}"
+        return _report_failure(config, info, f"{headline}\n\n{traceback.format_exc()}")
+    leave()
+    if info.rank == 0:
+        _print_summary(summary, json_wanted)
+    return 0
+
+
+def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:
+    """One line on the terminal; what follows it (a grid with the task marked, a traceback) in a file."""
+    headline, _, details = text.partition("\n")
+    give_up(headline)
+    where = ""
+    if details:
+        report = config.output.dir / f"failure-rank{info.rank}.txt"
+        try:
+            report.parent.mkdir(parents=True, exist_ok=True)
+            report.write_text(text)
+            where = f" (details: {report})"
+        except OSError as error:  # a full disk is a likely reason for being here
+            where = f"\n{details.strip()}\n({report} could not be written: {error.strerror})"
+    print(f"penstock: {headline}{where}", file=sys.stderr)
+    return FAILED
+
+
+def _print_summary(summary: RunSummary, json_wanted: bool) -> None:
+    print(
+        json.dumps(summary.to_dict()) if json_wanted else "\n" + summary.to_text(terminal_width()), flush=True
+    )
