@@ -69,9 +69,13 @@ def costs(ranks: int, ratio: float) -> ExpertCosts:
 
 
 def expert_problem(
-    ranks: int, guest_slots: int, ratio: float = 0.5, loads: Ints | None = None
+    ranks: int, guest_slots: int, ratio: float = 0.5, loads: Ints | None = None, *, exact: bool = True
 ) -> ExpertProblem:
-    """One layer of one step; without loads, those of the first step."""
-    found = next(drifting_loads(ranks, 1)) if loads is None else loads
-    placement = ExpertPlacement.even(ranks, ranks)
-    return ExpertProblem(placement=placement, guest_slots=guest_slots, loads=found, costs=costs(ranks, ratio))
+    """One layer of one step; without loads, those of the first. exact: rows are split by their own loads."""
+    return ExpertProblem(
+        placement=ExpertPlacement.even(ranks, ranks),
+        guest_slots=guest_slots,
+        loads=next(drifting_loads(ranks, 1)) if loads is None else loads,
+        costs=costs(ranks, ratio),
+        exact=exact,
+    )

@@ -144,17 +144,25 @@ class Hosting:
     Owners stay where `placement` says. Every rank has `guest_slots` slots beside its own `placement.slots`;
     a position is `rank * (placement.slots + guest_slots) + slot`, guests after own experts. guests: by rank
     and guest slot the expert, or EMPTY. splits: by rank and expert the positions to which rows go that start
-    on the rank, with parts that sum to SPLIT. Raises PlacementError naming rank, slot and expert.
+    on the rank, with parts that sum to SPLIT. limit: with one, rows of experts with several hosts are split
+    by the loads of the step that runs, so that no rank computes more than `limit` SPLITths of the mean where
+    hosts allow it; `splits` then are for those who must know before the loads do. Raises PlacementError
+    naming rank, slot and expert.
     """
 
     placement: ExpertPlacement
     guest_slots: int
     guests: tuple[tuple[int, ...], ...]
     splits: tuple[tuple[tuple[Part, ...], ...], ...]
+    limit: int | None = None
 
     def __post_init__(self) -> None:
         _check_guests(self)
         _check_splits(self)
+        if self.limit is not None and self.limit < SPLIT:
+            raise PlacementError(
+                f"limit = {self.limit}: ranks compute the mean at least, which is {SPLIT}; None for no limit"
+            )
 
     @staticmethod
     @cache
@@ -206,7 +214,7 @@ class Hosting:
     @cached_property
     def digest(self) -> str:
         """A hash of all of it, for ranks to compare."""
-        return _digest((self.placement.digest, self.guest_slots, self.guests, self.splits))
+        return _digest((self.placement.digest, self.guest_slots, self.guests, self.splits, self.limit))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from penstock.cost.placed import Placed, SampleMover, device_groups, rank_loads,
 from penstock.graph import Task
 from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.placement import EMPTY, ExpertPlacement, Hosting
+from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Hosting
 from penstock.placing import copies_of
 from penstock.step import StepShape, build_graph
 from penstock.workloads import Counts, Routing, RoutingConfig, routing_of
@@ -137,6 +137,28 @@ def test_rows_by_position_are_all_rows_where_hostings_send_them() -> None:
     some = seated(rows_PE, halved(), WORK).reshape(8, 8, 2)
     assert some[7, 7, 1] == rows_PE[7, 0] and some[7, 0, 0] == 0
     assert (some[:7] == none[:7]).all()
+
+
+def test_rows_that_are_split_by_their_own_loads_are_even_and_all_ranks_are_told_of_all() -> None:
+    """Split as the hosting says, guests would compute the rows of their own ranks alone."""
+    shape = replace(SHAPE, guest_slots=1, chunks=2)
+    counts = counts_of("hot_expert,hot_share=0.5")
+    hot = int(rank_loads(counts, shape, WORK)[0].sum(axis=0).argmax())
+    guests = [[hot] if (rank - hot) % 2 else [EMPTY] for rank in range(8)]
+    by_rank = Hosting.local(ExpertPlacement.even(8, 8), guests)
+    imbalance = {}
+    for hosting in (by_rank, replace(by_rank, limit=SPLIT)):
+        hosted = RoutedCost(shape, WORK, CLUSTER, counts, placed=Placed.still(counts, (hosting, hosting)))
+        tasks = [task for task in build_graph(shape).tasks if task.layer == 0]
+        imbalance[hosting.limit] = hosted.imbalance(tasks)
+        there = [task for task in tasks if task.op == Op.DISPATCH and task.forward]
+        received = sum(hosted.move(task, rank).output_splits[0] for task in there for rank in range(8))
+        assert received == rank_loads(counts, shape, WORK)[0][0].sum()
+        count = next(task for task in tasks if task.op == Op.COUNTS)
+        sent, told = hosted.exchanged_counts(count, 3)
+        assert sent.shape == ((8, 2, 2) if hosting is by_rank else (2, 8))
+        assert told.shape == ((8, 2, 2) if hosting is by_rank else (8, 2, 8))
+    assert imbalance[SPLIT] < 0.7 * imbalance[None]
 
 
 def test_guests_take_load_off_their_owners_and_their_parameters_cross_links() -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from penstock.config import ConfigError, load, to_toml
+from penstock.cost.placed import splits_exactly
 from penstock.decision import Decision, Movable, PlacementConfig, ScheduleConfig
+from penstock.graph import ScheduleError
 from penstock.plan import PlanFile, evaluate
 from penstock.plan.space import neighbours, space
 from penstock.report.plan import _table
@@ -27,9 +29,10 @@ BOTH = Movable(samples=("none", "netmoe"), experts=("none", "planned"), guest_sl
 def test_it_is_a_section_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[placement]\nsamples = "netmoe"\nexperts = "pro_prophet"\nguest_slots = 2\n')
-    config = load(RunConfig, file, ["placement.every=10"])
+    config = load(RunConfig, file, ["placement.every=10", "placement.split=last_step"])
     choice = config.schedule.decision("flat", config.placement)
     assert (choice.samples, choice.experts, choice.guest_slots) == ("netmoe", "pro_prophet", 2)
+    assert choice.split == "last_step"
     file.write_text(to_toml(config))
     assert load(RunConfig, file) == config
     assert config.placement.saying(choice) == config.placement
@@ -95,6 +98,53 @@ def test_a_plan_file_keeps_it_and_older_ones_move_nothing(tmp_path: Path) -> Non
     file = PlanFile.read(path)
     assert file.choice == found.choice
     assert file.step_plan(each).digest == found.plan.digest
+
+
+def test_rows_are_split_by_the_loads_of_their_step_where_they_can_be() -> None:
+    work = problem().workload
+    assert splits_exactly(Decision(experts="planned"), work)
+    for other in (
+        Decision(experts="planned", split="last_step"),
+        Decision(experts="planned", samples="netmoe"),
+        Decision(experts="shadowing"),
+        Decision(experts="planned", dispatch="node_once"),
+    ):
+        assert not splits_exactly(other, work)
+    asked = Decision(experts="planned", split="exact")
+    assert splits_exactly(asked, work) and not splits_exactly(
+        replace(asked, experts="none", dispatch="node_once"), work
+    )
+    assert "(planned, a guest slot per rank, split by the loads of each step)" in asked.words
+    with pytest.raises(
+        ConfigError, match=r'placement.split = "exact": moe.one_copy_per_rank=true sends one row for'
+    ):
+        splits_exactly(asked, replace(work, one_copy_per_rank=True))
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (
+            Decision(experts="pro_prophet", split="exact"),
+            "placement.experts=pro_prophet gives guests the rows of their own ranks",
+        ),
+        (
+            Decision(experts="planned", split="exact", samples="netmoe"),
+            "placement.samples=netmoe places samples by where their rows go",
+        ),
+        (
+            Decision(experts="planned", split="exact", dispatch="node_once"),
+            "moe.dispatch=node_once sends one row for several experts",
+        ),
+    ],
+)
+def test_an_exact_split_that_cannot_be_is_refused_where_it_is_asked_for(asked: Decision, words: str) -> None:
+    shape = StepShape(moe_layers=(True,))
+    with pytest.raises(
+        ScheduleError, match=f"placement.split = exact: {words}, so .* placement.split=last_step"
+    ):
+        cut(asked, shape, gradients_of(shape))
+    cut(replace(asked, split="auto"), shape, gradients_of(shape))
 
 
 def test_guests_travel_in_pieces_where_gradients_do() -> None:

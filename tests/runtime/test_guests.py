@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook
 
+from penstock.moe import SwiGLUExperts
+from penstock.placement import SPLIT, Hosting
 from penstock.runtime.checks.guests import check_can_host
 from penstock.step import StepShape
 from penstock.topology import Layout as Place
@@ -13,9 +18,9 @@ from tests.runtime.test_moe_parity import JOINED, case
 from tests.runtime.test_sample_moves import PLACERS
 from tests.runtime.test_sample_moves import case as moving_case
 from tests.steps import PLAIN
-from tests.support.hosted import Hosts, check_hosted
+from tests.support.hosted import Hosts, check_hosted, hosted_stack
 from tests.support.layouts import Layout, layout_case
-from tests.support.parity import Case
+from tests.support.parity import Case, batch_of
 from tests.support.ranks import Pools
 
 ROUTINGS = [("softmax raw", "sort"), ("noisy", "sort"), ("sigmoid", "merged"), ("deepseek", "merged")]
@@ -36,6 +41,37 @@ def test_two_ranks(ranks: Pools) -> None:
     check_hosted(
         ranks, replace(hosting_case(2, ROUTINGS[0], "penstock"), scattered=True), Hosts(slots=2, pieces=3)
     )
+
+
+def rows_computed(rank: int, case: Case, limit: int | None) -> int:
+    """By this rank in a forward pass in which every expert is on both ranks."""
+    stack = hosted_stack(rank, case, Hosts(slots=4))
+    held = [list(range(4, 8)), list(range(4))]
+    layers = [layer for layer in stack.moe_layers if layer is not None]
+    stack.host_guests([replace(Hosting.local(layer.placement, held), limit=limit) for layer in layers])
+    rows: list[int] = []
+
+    def count(module: Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+        del given
+        if isinstance(module, SwiGLUExperts) and module.num_local_experts == 4:  # no shared ones
+            rows.append(len(out))
+
+    tokens, labels = batch_of(case)
+    mine = case.mine(rank)
+    hook = register_module_forward_hook(count)
+    stack(tokens[mine], labels[mine])
+    hook.remove()
+    return sum(rows)
+
+
+def test_every_slice_is_computed_by_halves(ranks: Pools) -> None:
+    """Though one rank has three times as many rows as the other, which it would compute itself."""
+    step = replace(hosting_case(2, ROUTINGS[0], "penstock"), batches=(6, 2))
+    slices = 2 * 2 * 3  # of all layers and microbatches
+    as_planned, exactly = (ranks(2).run(rows_computed, step, limit) for limit in (None, SPLIT))
+    assert sum(as_planned) == sum(exactly)
+    assert as_planned[0] == 3 * as_planned[1]
+    assert abs(exactly[0] - exactly[1]) <= slices
 
 
 def test_one_copy_per_node(ranks: Pools) -> None:

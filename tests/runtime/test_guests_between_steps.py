@@ -143,12 +143,41 @@ def test_between_steps(ranks: Pools) -> None:
     ranks(2).run(live)
 
 
+def hosted_again(rank: int, folder: Path) -> tuple[list[bool], list[bool]]:
+    """Whether stacks with as many slots as there were, and with others, host after loading what was saved.
+
+    What would not pay is remembered, and not hosted.
+    """
+    saved, fresh = (hosted_stack(rank, STEP, HOSTS) for _ in range(2))
+    host_randomly(saved, HOSTS, 0)
+    plans = replace(saved.host.plans, hosted=(True, False), age_steps=3)
+    saved.host.follow(plans)
+    path, others = checkpoints(saved, folder).save(1), hosted_stack(rank, STEP, replace(HOSTS, slots=1))
+    for stack in (fresh, others):
+        checkpoints(stack, folder).load(path)
+    assert fresh.host.plans == plans and fresh.host.hostings == saved.host.hostings
+    assert all(hosting is not None and hosting.is_empty for hosting in others.host.hostings)
+    return [h is not None and h.is_empty for h in fresh.host.hostings], [
+        bool(h.limit) for h in fresh.host.plans.made
+    ]
+
+
+def checkpoints(stack: PipelinedStack, folder: Path) -> Checkpoints:
+    optimizer = build_adamw(stack.model.named_parameters(), STEP.config.optimizer)
+    initialise_state(optimizer)
+    return Checkpoints(folder, stack, optimizer, keep=2, identity=IDENTITY)
+
+
+def test_a_run_that_goes_on_hosts_what_it_would_have_hosted(ranks: Pools, tmp_path: Path) -> None:
+    for empty, limited in ranks(2).run(hosted_again, tmp_path):
+        assert empty == [False, True]
+        assert limited == [True, False]
+
+
 def saved_and_loaded(rank: int, case: Case, folder: Path) -> tuple[Weights, Weights, list[str]]:
     """A state as it was saved with guests, as it is loaded without, and the names in the files."""
     stack = hosted_stack(rank, case, HOSTS)
-    optimizer = build_adamw(stack.model.named_parameters(), case.config.optimizer)
-    initialise_state(optimizer)
-    run = Checkpoints(folder, stack, optimizer, keep=2, identity=IDENTITY)
+    run = checkpoints(stack, folder)
     host_randomly(stack, HOSTS, 0)
     train(run, rank, case, 2)
     path = run.save(2)

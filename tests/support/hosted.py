@@ -40,13 +40,14 @@ RATE = 0.1
 class Hosts:
     """How experts are hosted. slots, pieces: of guests. steps: each hosts others. seed: of who hosts whom.
 
-    moving: plans who hosts whom, instead of chance.
+    limits: of hostings, in turn. moving: plans who hosts whom, instead of chance.
     """
 
     slots: int = 1
     pieces: int = 1
     steps: int = 2
     seed: int = 0
+    limits: tuple[int | None, ...] = (SPLIT, None, 5 * SPLIT // 4)
     moving: ExpertMoving | None = None
 
 
@@ -81,12 +82,15 @@ def _split(positions: Sequence[int], random: Random) -> tuple[Part, ...]:
 
 
 def host_randomly(stack: PipelinedStack, hosts: Hosts, step: int) -> None:
-    """The same random guests on all ranks, others in every step and layer."""
+    """The same random guests on all ranks, others in every step and layer, their rows split in all ways."""
     stack.host_guests(
         [
             None
             if layer is None
-            else random_hosting(layer.placement, hosts.slots, Random(f"{hosts.seed} {step} {n}"))
+            else replace(
+                random_hosting(layer.placement, hosts.slots, Random(f"{hosts.seed} {step} {n}")),
+                limit=hosts.limits[(step + n) % len(hosts.limits)],
+            )
             for n, layer in enumerate(stack.moe_layers)
         ]
     )

@@ -56,12 +56,23 @@ def planned(case: Case, placement: PlacementConfig, number: int) -> tuple[StepPl
     return plan, RoutedCost(plan.shape, work, SLEEPS, routing.counts(number), placed=placed)
 
 
+def test_what_ranks_send_where_rows_are_split_by_their_own_loads() -> None:
+    plan, cost = planned(case_of(), replace(BOTH, samples="none"), 3)
+    assert cost.placed is not None and any(hosting.limit for hosting in cost.placed.hostings)
+    check_moves(plan, cost)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ep_size", [4, 2])
 @pytest.mark.parametrize("number", [0, 3])
 def test_ranks_expect_what_others_send(ep_size: int, number: int) -> None:
-    plan, cost = planned(case_of(ep_size=ep_size), BOTH, number)
-    assert cost.placed is not None
+    seen, moved = check_moves(*planned(case_of(ep_size=ep_size), BOTH, number))
+    assert set(PLACEMENT_MOVES) <= seen
+    assert moved > 0, "samples with preferences move"
+
+
+def check_moves(plan: StepPlan, cost: RoutedCost) -> tuple[set[str], int]:
+    """Every rank expects what the others send. Returns the ops, and how many samples move."""
     seen, moved = set(), 0
     for task in plan.graph.tasks:
         if task.op not in (*PLACEMENT_MOVES, Op.DISPATCH, Op.COMBINE):
@@ -73,8 +84,7 @@ def test_ranks_expect_what_others_send(ep_size: int, number: int) -> None:
                 sent = moves[a].input_splits[0 if moves[a].collective == "all_gather" else j]
                 assert sent == moves[b].output_splits[i], (task, a, b)
                 moved += sent if task.op == Op.SAMPLE_MOVE and a != b else 0
-    assert set(PLACEMENT_MOVES) <= seen
-    assert moved > 0, "samples with preferences move"
+    return seen, moved
 
 
 def test_guests_take_the_bytes_of_an_expert_and_leave_owners_alone() -> None:

@@ -13,12 +13,15 @@ from functools import partial
 
 import numpy as np
 
+from penstock.config import ConfigError
 from penstock.cost.links import links_of, nodes_of
 from penstock.cost.rows import cut_rows
 from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload, split_sizes
+from penstock.decision import Decision
+from penstock.decision.moving import why_not_exact
 from penstock.graph import Phase
-from penstock.mesh import Axes, Group
+from penstock.mesh import Axes, Group, node_of
 from penstock.ops import Op
 from penstock.placement import SPLIT, ExpertPlacement, Hosting
 from penstock.placing import (
@@ -29,6 +32,7 @@ from penstock.placing import (
     find_planner,
     sample_problem,
 )
+from penstock.placing.exact import ExactSplit
 from penstock.step import StepShape
 from penstock.workloads import Counts
 
@@ -210,15 +214,33 @@ def expert_costs(even: StepCost) -> ExpertCosts:
     )
 
 
+def splits_exactly(choice: Decision, work: Workload) -> bool:
+    """Whether rows are split among the hosts of their expert by the loads of their own step.
+
+    Raises ConfigError where that was asked for and cannot be.
+    """
+    joined = "moe.one_copy_per_rank=true sends one row for several experts" if work.one_copy_per_rank else ""
+    why = why_not_exact(choice) or joined
+    if why and choice.guests and choice.split == "exact":
+        hint = "Leave it out, or set placement.split=last_step."
+        raise ConfigError(
+            "placement.split", choice.split, f"{why}, so loads of a step come too late for it", hint
+        )
+    return choice.split != "last_step" and not why
+
+
 def planned_hostings(
-    loads_YPE: Counts, planner: str, guest_slots: int, placement: ExpertPlacement, costs: ExpertCosts
+    loads_YPE: Counts,
+    planner: str,
+    guest_slots: int,
+    placement: ExpertPlacement,
+    costs: ExpertCosts,
+    exact: bool = True,
 ) -> tuple[Hosting, ...]:
     """What every layer hosts by a planner's name, from the loads of the step before."""
     plan = find_planner(planner)
-    return tuple(
-        plan(ExpertProblem(placement=placement, guest_slots=guest_slots, loads=loads_PE, costs=costs))
-        for loads_PE in loads_YPE
-    )
+    common = partial(ExpertProblem, placement=placement, guest_slots=guest_slots, costs=costs, exact=exact)
+    return tuple(plan(common(loads=loads_PE)) for loads_PE in loads_YPE)
 
 
 def rank_loads(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:
@@ -243,6 +265,13 @@ def shares(hosting: Hosting) -> Counts:
 
 def seated(rows_PE: Counts, hosting: Hosting, work: Workload) -> Counts:
     """Rows by position instead of by expert, [P, H]."""
+    if hosting.limit is not None:
+        nodes = tuple(node_of(rank, work.ranks_per_node) for rank in range(work.ep_size))
+        split, groups = (
+            ExactSplit(hosting, nodes),
+            rows_PE.reshape(-1, work.ep_size * work.esp_size, 1, work.num_experts),
+        )
+        return np.concatenate([split.table(each_SCE) for each_SCE in groups]).reshape(len(rows_PE), -1)
     places = [work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size)]
     upto_PEH = np.cumsum(shares(hosting)[places], axis=2) * rows_PE[:, :, None] // SPLIT  # loses no row
     found: Counts = np.diff(upto_PEH, axis=2, prepend=0).sum(axis=1)

@@ -98,6 +98,32 @@ class PlacedMoves(RowMoves):
     def _travelling(self, task: Task) -> Counts:
         return self._dealt if outward(task.op) == task.op else self.arriving_PRCYE
 
+    def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
+        """As in any step; where rows are split by the loads of it, all ranks' rows by expert, [W, C, E]."""
+        if not self._splits(task):
+            return super().exchanged_counts(task, rank)
+        rows_PCE = self.rows_PRCYE[:, task.microbatch, :, self._moe_layer(task)]
+        return rows_PCE[rank], rows_PCE[list(self._members(task, rank))]
+
+    def _splits(self, task: Task) -> bool:
+        """Whether rows of the task's layer are split by the loads of the step."""
+        hostings = self.placed.hostings
+        return bool(hostings) and hostings[self._moe_layer(task)].limit is not None
+
+    def _table(self, task: Task) -> Counts:
+        if not self._splits(task):
+            return super()._table(task)
+        key = task.microbatch, task.cut.held, task.layer
+        if key not in self._known_tables:  # every slice is split for itself
+            rows_PCE = self._held(self.rows_PRCYE, task)
+            slices = [self._by_target(rows_PCE[:, c], task) for c in range(rows_PCE.shape[1])]
+            self._known_tables[key] = np.sum(slices, axis=0)
+        return self._known_tables[key]
+
+    @cached_property
+    def _known_tables(self) -> dict[object, Counts]:
+        return {}
+
     def _by_target(self, rows_PE: Counts, task: Task) -> Counts:
         if not self.placed.hostings:
             return super()._by_target(rows_PE, task)

@@ -111,11 +111,6 @@ class RoutedCost:
         assert task.op == Op.COUNTS, task
         return self._moves.exchanged_counts(task, rank)
 
-    @property
-    def needs_table(self) -> bool:
-        """Whether in a COUNTS task everybody tells everybody all that it sends."""
-        return self._moves.needs_table
-
     def crossing_rows(self, tasks: Iterable[Task]) -> float:
         """Rows that leave their node in the forward pass, or their rank where there is one node."""
         crossing = (Op.DISPATCH, Op.COMBINE, Op.SAMPLE_MOVE)

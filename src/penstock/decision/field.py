@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from penstock.step import StepShape
 from penstock.step.shape import ExpertForm, Recompute
@@ -50,6 +50,7 @@ class Movable:
     samples: tuple[str, ...] = ("none",)
     experts: tuple[str, ...] = ("none",)
     guest_slots: tuple[int, ...] = (1,)
+    split: Literal["auto", "exact", "last_step"] = "auto"
 
 
 NOTHING_MOVES = Movable()

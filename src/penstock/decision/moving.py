@@ -17,9 +17,14 @@ if TYPE_CHECKING:
 
 SampleMoves = Literal["none", "netmoe"]
 ExpertMoves = Literal["none", "pro_prophet", "shadowing", "least_loaded", "planned"]
+Split = Literal["auto", "exact", "last_step"]
 Solver = Literal["network_simplex", "kuhn_munkres"]
 Prediction = Literal["next_gate", "conditional", "none"]
 MOST_GUEST_SLOTS = 64
+LOCAL = ("pro_prophet", "shadowing")
+"""Planners whose guests compute rows of their own ranks."""
+
+SPLIT_WORDS = {"exact": "the loads of each step", "last_step": "the loads of the step before"}
 
 GuestSlots = Annotated[
     int, Within(1, MOST_GUEST_SLOTS, "every slot takes the memory of an expert and its gradients, per layer")
@@ -54,7 +59,19 @@ def _expert_words(choice: Decision) -> str:
     if choice.experts == "none":
         return ""
     slots = "a guest slot" if choice.guest_slots == 1 else f"{choice.guest_slots} guest slots"
-    return f"experts move ({choice.experts}, {slots} per rank)"
+    split = "" if choice.split == "auto" else f", split by {SPLIT_WORDS[choice.split]}"
+    return f"experts move ({choice.experts}, {slots} per rank{split})"
+
+
+def why_not_exact(choice: Decision) -> str:
+    """Why rows of shared experts cannot be split by the loads of their own step; "" = they can."""
+    if choice.experts in LOCAL:
+        return f"placement.experts={choice.experts} gives guests the rows of their own ranks"
+    if choice.samples != "none":
+        return f"placement.samples={choice.samples} places samples by where their rows go"
+    if DISPATCHES[choice.dispatch].joins_rows:
+        return f"moe.dispatch={choice.dispatch} sends one row for several experts"
+    return ""
 
 
 SAMPLES = Field(
@@ -72,6 +89,7 @@ EXPERTS = Field(
     may_be_left_out=True,
 )
 GUEST_SLOTS = Field(values=_guest_slots, may_be_left_out=True)
+SPLIT = Field(values=lambda asked, choice: (asked.movable.split,), may_be_left_out=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +99,17 @@ class PlacementConfig:
     samples: "netmoe" = every MoE layer gives samples the homes that save the most traffic between nodes.
     experts: by which planner popular experts get guests on other ranks. "auto" = "none", unless
     plan.source=auto finds in measured loads that moving pays.
-    guest_slots: experts of other ranks that every rank has room for, per MoE layer. every: the
-    number of steps from one plan of experts to the next. solver: what assigns samples. prediction: what
-    samples are expected to want of the next layer: its gate on the present input, a table of which experts
-    follow which, or nothing.
+    guest_slots: experts of other ranks that every rank has room for, per MoE layer. split: how rows are
+    shared among the hosts of their expert: "exact" = by the loads of the step that runs, "last_step" = by
+    those that the plan was made from, "auto" = exactly where that can be. every: the number of steps from one
+    plan of experts to the next. solver: what assigns samples. prediction: what samples are expected to want
+    of the next layer: its gate on the present input, a table of which experts follow which, or nothing.
     """
 
     samples: Literal["auto", "none", "netmoe"] = "auto"
     experts: Literal["auto", "none", "pro_prophet", "shadowing", "least_loaded", "planned"] = "auto"
     guest_slots: GuestSlots = 1
+    split: Split = "auto"
     every: EverySteps = 1
     solver: Solver = "network_simplex"
     prediction: Prediction = "next_gate"
@@ -104,6 +124,7 @@ class PlacementConfig:
             samples=("none" if self.samples == "auto" else self.samples,),
             experts=("none" if self.experts == "auto" else self.experts,),
             guest_slots=(self.guest_slots,),
+            split=self.split,
         )
 
     @property
@@ -113,6 +134,7 @@ class PlacementConfig:
             samples=get_args(SampleMoves) if self.samples == "auto" else (self.samples,),
             experts=get_args(ExpertMoves) if self.experts == "auto" else (self.experts,),
             guest_slots=(self.guest_slots,),
+            split=self.split,
         )
 
     def applied(self, choice: Decision) -> Decision:
@@ -122,8 +144,15 @@ class PlacementConfig:
             samples="none" if self.samples == "auto" else self.samples,
             experts="none" if self.experts == "auto" else self.experts,
             guest_slots=self.guest_slots,
+            split=self.split,
         )
 
     def saying(self, choice: Decision) -> Self:
         """The section that means `choice`."""
-        return replace(self, samples=choice.samples, experts=choice.experts, guest_slots=choice.guest_slots)
+        return replace(
+            self,
+            samples=choice.samples,
+            experts=choice.experts,
+            guest_slots=choice.guest_slots,
+            split=choice.split,
+        )

@@ -20,10 +20,12 @@ from penstock.decision.moving import (
     EXPERTS,
     GUEST_SLOTS,
     SAMPLES,
+    SPLIT,
     ExpertMoves,
     GuestSlots,
     PlacementConfig,
     SampleMoves,
+    Split,
 )
 from penstock.decision.partition import Partition
 from penstock.decision.rows import COMPRESSION, DISPATCH, EXPERT_FORM, expert_forms
@@ -164,7 +166,7 @@ class Decision:
     priority: by which rule penstock orders; `search` starts from the others and is the best and the slowest.
     partition: which gradients go into which gap, for fsmoe; none = all of a layer's into the next gap below.
     samples, experts: what moves samples, and experts. guest_slots: experts of other ranks that a rank has
-        room for in every MoE layer, where experts move.
+        room for in every MoE layer, where experts move. split: by which loads rows are shared among hosts.
     more: decisions that others registered, by name, where they are not as by default.
     """
 
@@ -181,6 +183,7 @@ class Decision:
     samples: Annotated[SampleMoves, SAMPLES] = "none"
     experts: Annotated[ExpertMoves, EXPERTS] = "none"
     guest_slots: Annotated[GuestSlots, GUEST_SLOTS] = 1
+    split: Annotated[Split, SPLIT] = "auto"
     partition: Partition | None = None
     more: Annotated[Table, Items(100, "one per registered decision")] = NOTHING
 
@@ -299,6 +302,7 @@ class ScheduleConfig(Decision):
     samples: SampleMoves = given(default="none", init=False)
     experts: ExpertMoves = given(default="none", init=False)
     guest_slots: int = given(default=1, init=False)
+    split: Split = given(default="auto", init=False)
     recompute: Recompute = given(default="none", init=False)
     partition: Partition | None = given(default=None, init=False)
 

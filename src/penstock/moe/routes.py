@@ -63,6 +63,11 @@ class RouteMaker:
         tables[:, :, self.place.rank] = self._rows(received_PCN).T
         return self._routes(_Tables(sent_PCN, received_PCN, tables), degrees)
 
+    def from_everyone(self, counts_SCX: Counts, degrees: Degrees | None = None) -> Routes:
+        """From what all ranks that must know have counted: by slice, X = N counts per rank, rank by rank."""
+        by_rank_SCPN = counts_SCX.reshape(*counts_SCX.shape[:2], self.place.ep_size, -1)
+        return self.from_table(by_rank_SCPN.transpose(0, 2, 1, 3), degrees)
+
     def from_table(self, table_PPCN: Counts, degrees: Degrees | None = None) -> Routes:
         """From what every rank sends to every rank."""
         rank = self.place.rank
@@ -126,13 +131,15 @@ class Routes:
     """One microbatch in one layer: the sizes of all slices, and of the chunks in which they travel.
 
     cuts: the chunks, by their number. at_experts: the sizes of slices as experts get them, where those are
-    not as they arrive from other nodes. shares: of every slice, where ranks share experts.
+    not as they arrive from other nodes. shares: of every slice, where ranks share experts. home: positions in
+    the order in which a slice's rows lie at home; () = by position, as they leave.
     """
 
     slices: tuple[ChunkRoute, ...]
     cuts: Mapping[int, tuple[ChunkRoute, ...]]
     at_experts: tuple[ChunkRoute, ...] = ()
     shares: tuple[Shares, ...] = ()
+    home: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.at_experts:

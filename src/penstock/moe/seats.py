@@ -1,8 +1,8 @@
 """Where a layer's rows go, and which experts compute those that come here.
 
 Without guests an expert's rows go to where its placement says. While ranks host others' experts as guests, a
-rank's rows of an expert are split among several positions, and a host computes them with parameters that
-were brought to it.
+rank's rows of an expert are split among several positions, here or on their way, and a host computes them
+with parameters that were brought to it.
 
 Shapes: T tokens, k choices, E experts (total), H positions among which an expert's rows are split, R rows, M
 hidden size.
@@ -44,16 +44,17 @@ class OwnSeats:
 
 @dataclass(frozen=True)
 class HostedSeats:
-    """Some experts on several ranks. order: by position, guests among them. spread: this rank's rows."""
+    """Some experts on several ranks. order: by position, guests among them. spread: this rank's rows; None:
+    rows stay by expert, and are split among its positions when the counts of all ranks are known."""
 
     order: Order
     experts: Experts
-    spread: Spread
+    spread: Spread | None
 
     def placed(self, choice: Choice) -> Choice:
         """The choice by position instead of by expert."""
         assert isinstance(choice, TokenChoice), "an order that can be seated takes no others"
-        return replace(choice, experts_Tk=self.spread(choice.experts_Tk))
+        return choice if self.spread is None else replace(choice, experts_Tk=self.spread(choice.experts_Tk))
 
 
 class Spread:
@@ -107,7 +108,9 @@ class OwnAndGuests(Experts):
         raise AssertionError(f"{name} {list(tensor.shape)}: parameters are those of the layer's own experts")
 
 
-def seats_of(own: Experts, guests: Experts, order: Order, hosting: Hosting, spread: Spread) -> HostedSeats:
+def seats_of(
+    own: Experts, guests: Experts, order: Order, hosting: Hosting, spread: Spread | None
+) -> HostedSeats:
     """The seats of a layer whose ranks host guests. Raises ValueError for an order that cannot have any."""
-    seated = order.seated(hosting.placement.ranks, hosting.slots)
+    seated = order if spread is None else order.seated(hosting.placement.ranks, hosting.slots)
     return HostedSeats(seated, OwnAndGuests(own, guests), spread)

@@ -10,13 +10,13 @@ Shapes: P ranks of the expert group, E experts, H hosts of an expert.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Sequence
 from copy import copy
 
 import numpy as np
 
 from penstock.placement import EMPTY, SPLIT, Hosting, Part
+from penstock.placing.exact import filled
 from penstock.placing.integers import Ints
 from penstock.placing.model import LayerLoad, LayerSeconds, copies_to, seconds_of
 from penstock.placing.problem import ExpertProblem
@@ -129,8 +129,8 @@ class Draft:
         rest: Ints = flows + _matched(left, room)
         return rest
 
-    def hosting(self) -> Hosting:
-        """The finished record."""
+    def hosting(self, limit: int | None = None) -> Hosting:
+        """The finished record. limit: of what a rank computes, in SPLITths of the mean; None: as here."""
         problem = self.problem
         slots = problem.guest_slots
         plain = Hosting.local(problem.placement, [g + [EMPTY] * (slots - len(g)) for g in self.guests])
@@ -144,7 +144,15 @@ class Draft:
                 splits[rank][expert] = tuple(
                     Part(position, share) for position, share in zip(positions, parts, strict=True) if share
                 )
-        return Hosting(problem.placement, slots, plain.guests, tuple(tuple(each) for each in splits))
+        found = tuple(tuple(each) for each in splits)
+        return Hosting(problem.placement, slots, plain.guests, found, self._limit(limit))
+
+    def _limit(self, said: int | None) -> int | None:
+        """None where the loads of the step that runs change nothing."""
+        total = sum(self.computed)
+        if not (self.problem.exact and self.shared):
+            return None
+        return said or max(SPLIT, -(-max(self.computed) * SPLIT * len(self.computed) // max(1, total)))
 
     def _nearest(self, expert: int) -> list[int]:
         problem, hosts = self.problem, self.hosts[expert]
@@ -163,22 +171,10 @@ class Draft:
     def _levelled(self, expert: int) -> list[int]:
         """Rows by host with which hosts compute alike: those that compute least without this expert fill up
         first."""
-        hosts, rows = self.hosts[expert], self.rows[expert]
-        other: list[tuple[int, int]] = []
-        for place, (host, own) in enumerate(zip(hosts, rows, strict=True)):
-            insort(other, (self.computed[host] - own, place))
-        left, filled, height = int(self.problem.expert_rows[expert]), 0, 0
-        for filled, (base, _) in enumerate(other, start=1):
-            following = other[filled][0] if filled < len(other) else None
-            height = base
-            if following is None or (following - base) * filled >= left:
-                break
-            left -= (following - base) * filled
-        each, more = divmod(left, filled)
-        found = [0] * len(hosts)
-        for turn, (base, place) in enumerate(other[:filled]):
-            found[place] = height - base + each + (turn < more)
-        return found
+        pairs = zip(self.hosts[expert], self.rows[expert], strict=True)
+        return filled(
+            [self.computed[host] - rows for host, rows in pairs], int(self.problem.expert_rows[expert])
+        )
 
 
 def apportioned(rows: Sequence[int]) -> list[int]:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.placement import Hosting
+from penstock.placement import SPLIT, Hosting
 from penstock.placing.draft import Draft
 from penstock.placing.integers import Floats, Ints
+from penstock.placing.model import layer_seconds
 from penstock.placing.problem import ExpertProblem
 
 NEGLIGIBLE = 0.005
 """Share of the mean rows of a rank that is not worth a guest."""
+
+EVEN = round(SPLIT * (1 + NEGLIGIBLE))
+"""The limit of a hosting whose ranks are to compute alike."""
 
 PATIENCE = 4
 """Guests that may be added in a row without making the plan faster."""
@@ -22,7 +26,7 @@ PATIENCE = 4
 def least_loaded(problem: ExpertProblem) -> Hosting:
     """Surplus rows of the most loaded rank go to the least loaded one, which gets the weights; no price is
     asked."""
-    return _evened_out(problem).hosting()
+    return _evened_out(problem).hosting(limit=EVEN)
 
 
 def _evened_out(problem: ExpertProblem) -> Draft:
@@ -73,7 +77,11 @@ def planned(problem: ExpertProblem) -> Hosting:
                 best, best_s, waited = draft.copy(), time.total_s, 0
     evened = _evened_out(problem)  # where no guest pays before many have come
     plans = (best, _between(best), evened, _between(evened))
-    return min(plans, key=lambda plan: plan.seconds().total_s).hosting()
+    if not problem.exact:
+        return min(plans, key=lambda plan: plan.seconds().total_s).hosting()
+    none = Hosting.none(problem.placement, problem.guest_slots)
+    finished = (none, *(plan.hosting() for plan in plans), evened.hosting(limit=EVEN))
+    return min(finished, key=lambda hosting: layer_seconds(problem, hosting).total_s)
 
 
 def _between(draft: Draft) -> Draft:

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Hosting
+from penstock.placing.exact import ExactSplit
 from penstock.placing.integers import Floats, Ints
 from penstock.placing.problem import ExpertCosts, ExpertProblem
 
@@ -32,9 +33,13 @@ class LayerLoad:
     copies: Ints
 
     @staticmethod
-    def of(loads: Ints, hosting: Hosting) -> LayerLoad:
-        """With rows `loads` [P, E] going where a hosting sends them."""
+    def of(loads: Ints, hosting: Hosting, nodes: Sequence[int] = ()) -> LayerLoad:
+        """With rows `loads` [P, E] going where a hosting sends them. nodes: by rank; () = there is one."""
         ranks = hosting.placement.ranks
+        if hosting.limit is not None:
+            table_SPCN = ExactSplit(hosting, tuple(nodes) or (0,) * ranks).table(loads[:, None])
+            rows = table_SPCN.sum(axis=(2, 3)).astype(np.float64)
+            return LayerLoad(traffic=rows, copies=copies_of(hosting))
         rank_of_position = np.repeat(np.arange(ranks), hosting.slots)
         traffic = np.zeros((ranks, ranks))
         for start, splits in enumerate(hosting.splits):
@@ -110,7 +115,7 @@ def seconds_of(costs: ExpertCosts, load: LayerLoad) -> LayerSeconds:
 
 def layer_seconds(problem: ExpertProblem, hosting: Hosting) -> LayerSeconds:
     """The time of the layer with these guests, by rank and link."""
-    return seconds_of(problem.costs, LayerLoad.of(problem.loads, hosting))
+    return seconds_of(problem.costs, LayerLoad.of(problem.loads, hosting, problem.costs.links.nodes))
 
 
 def paper_seconds(

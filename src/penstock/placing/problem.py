@@ -108,14 +108,16 @@ class ExpertCosts:
 class ExpertProblem:
     """One layer in one step. loads: [P, E], rows that start on rank p and go to expert e, by expert number.
 
-    placement: who owns and hosts the experts for good. guest_slots: free slots of every rank. Raises
-    ValueError where sizes contradict each other.
+    placement: who owns and hosts the experts for good. guest_slots: free slots of every rank. exact: whether
+    rows of shared experts are split by the loads of the step that runs; else by those that the plan is made
+    from. Raises ValueError where sizes contradict each other.
     """
 
     placement: ExpertPlacement
     guest_slots: int
     loads: Ints
     costs: ExpertCosts
+    exact: bool = True
 
     def __post_init__(self) -> None:
         shape = (self.placement.ranks, self.placement.num_experts)

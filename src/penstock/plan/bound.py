@@ -128,6 +128,7 @@ class QuickBounds:
             cut.recompute,
             choice.samples,
             choice.experts,
+            choice.split,
             choice.dispatch,
             choice.compression,
             choice.more,

@@ -7,7 +7,15 @@ from functools import cached_property
 
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, RoutedCost, SlowRanks, StepCost, UnevenRanks, Workload
-from penstock.cost.placed import Evidence, Placed, SampleMover, expert_costs, planned_hostings, rank_loads
+from penstock.cost.placed import (
+    Evidence,
+    Placed,
+    SampleMover,
+    expert_costs,
+    planned_hostings,
+    rank_loads,
+    splits_exactly,
+)
 from penstock.decision import Decision, GradientBytes, Movable
 from penstock.decision.field import NOTHING_MOVES
 from penstock.dispatch import DISPATCHES
@@ -113,7 +121,7 @@ class Problem:
         The last one is kept: ordering, simulating and bounding a choice price the same tasks.
         """
         wire = choice.dispatch, choice.compression
-        key = wire, choice.samples, choice.experts, choice.more, cut
+        key = wire, choice.samples, choice.experts, choice.split, choice.more, cut
         if key not in self._last_cost:
             self._last_cost.clear()
             self._last_cost[key] = self._new_cost(choice, cut)
@@ -135,7 +143,13 @@ class Problem:
         """Where the samples and guests of the known steps would be; none = nothing moves."""
         if self.evidence is None or choice.samples == choice.experts == "none":
             return None
-        key = choice.samples, choice.experts, choice.guests, cut.microbatches, cut.slices, cut.expert_form
+        moving = (
+            choice.samples,
+            choice.experts,
+            choice.guests,
+            splits_exactly(choice, self.workload_of(choice)),
+        )
+        key = moving, cut.microbatches, cut.slices, cut.expert_form
         if key not in self._known_placed:
             self._known_placed[key] = self._place(self.evidence, choice, cut)
         return self._known_placed[key]
@@ -150,7 +164,10 @@ class Problem:
         if choice.guests:
             loads_YPE = rank_loads(evidence.before_DBYE, cut, work)
             costs = expert_costs(StepCost(cut, work, self.cluster))
-            hostings = planned_hostings(loads_YPE, choice.experts, choice.guests, work.placement, costs)
+            exact = splits_exactly(choice, work)
+            hostings = planned_hostings(
+                loads_YPE, choice.experts, choice.guests, work.placement, costs, exact
+            )
         if choice.samples == "none":
             return Placed.still(evidence.now_DBYE, hostings)
         return SampleMover(work=work, shape=cut).placed(evidence.now_DBYE, hostings)

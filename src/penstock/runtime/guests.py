@@ -19,6 +19,7 @@ from penstock.mesh import Axes
 from penstock.moe.experts.base import Experts
 from penstock.moe.seats import HostedSeats
 from penstock.placement import EMPTY, Hosting
+from penstock.placing.exact import ExactSplit
 from penstock.runtime.transport import Transport
 
 Flats = Mapping[torch.dtype, Sequence[Tensor]]
@@ -78,12 +79,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class LayerGuests:
-    """Guests of one rank in one layer of one step. own: the layer's experts; guests: room for the others."""
+    """Guests of one rank in one layer of one step. own: the layer's experts; guests: room for the others.
+
+    split: whose rows they compute, where that is settled by the step's own counts.
+    """
 
     trip: Trip
     own: Experts
     guests: Experts
     seats: HostedSeats
+    split: ExactSplit | None = None
 
     @torch.no_grad()
     def bring(self, piece: Piece) -> None:

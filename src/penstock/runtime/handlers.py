@@ -34,6 +34,7 @@ from penstock.runtime.passengers import Passengers, part_of
 from penstock.runtime.sample_moving import Relocation
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.sharded.updates import Updates
+from penstock.runtime.split_routes import SplitRoutes
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.transport import Transports
 
@@ -201,6 +202,11 @@ class StepContext:
         maker = self.makers[layer]
         assert maker is not None, layer
         return maker
+
+    def counting(self, layer: int) -> RouteMaker | SplitRoutes:
+        """What makes routes of the counts that ranks exchange."""
+        maker, split = self.maker(layer), self.lodging.split(layer)
+        return maker if split is None else SplitRoutes(maker, split)
 
     def legs(self, layer: int) -> list[str]:
         """The ops of a layer's dispatch, in their order."""

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.mesh import node_of
 from penstock.moe import MoELayer
 from penstock.moe.experts.base import Experts
 from penstock.moe.seats import Spread, seats_of
 from penstock.placement import Hosting
+from penstock.placing.exact import ExactSplit
 from penstock.runtime.checks.guests import check_no_hooks
 from penstock.runtime.guests import LayerGuests, Trip
 from penstock.runtime.moving import ExpertMoving, Plans, loads_of_group
+from penstock.step import StepShape
 from penstock.topology import Layout
 
 Layers = Sequence[MoELayer | None]
@@ -28,11 +31,12 @@ Kinds = tuple[tuple[str, torch.dtype, torch.device, torch.Size, bool], ...]
 
 @dataclass(frozen=True)
 class Hosted:
-    """One layer's hosting, and what follows from it on this rank."""
+    """One layer's hosting, and what follows from it on this rank. There is a `split`, or a `spread`."""
 
     hosting: Hosting
     trip: Trip
-    spread: Spread
+    spread: Spread | None
+    split: ExactSplit | None
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ class Lodging:
     layers: Layers
     guests: tuple[LayerGuests | None, ...]
     rooms: tuple[Room | None, ...]
+
+    def split(self, layer: int) -> ExactSplit | None:
+        """How a layer's rows are split when all ranks' counts are known; None where AT says where they go."""
+        found = self.guests[layer] if self.guests else None
+        return None if found is None else found.split
 
     def of(self, layer: int) -> LayerGuests:
         """The guests of an MoE layer."""
@@ -90,6 +99,7 @@ class Host:
     def __init__(self, layout: Layout, device: torch.device, moving: ExpertMoving | None = None) -> None:
         self._layout, self._device, self.moving = layout, device, moving
         self._hosted: tuple[Hosted | None, ...] = ()
+        self._splits: tuple[bool, ...] = ()
         self._free: list[tuple[Room | None, ...]] = []
         self._plans = Plans.none(())
 
@@ -98,26 +108,34 @@ class Host:
         """What is hosted from the next forward pass on; () where the plan has no guest slots."""
         return tuple(None if hosted is None else hosted.hosting for hosted in self._hosted)
 
+    @property
+    def plans(self) -> Plans:
+        """The same of MoE layers, with what was planned and is not hosted since it would not pay."""
+        return self._plans
+
     def copy(self) -> Host:
         """The same hostings, for a copy of the layers."""
         found = Host(self._layout, self._device, self.moving)
-        found._hosted, found._plans = self._hosted, self._plans
+        found._hosted, found._splits, found._plans = self._hosted, self._splits, self._plans
         return found
 
-    def open(self, layers: Layers, guest_slots: int) -> None:
-        """Make `guest_slots` slots per layer, empty unless as many are in use already."""
-        if guest_slots == next((h.guest_slots for h in self.hostings if h is not None), 0):
+    def open(self, layers: Layers, shape: StepShape) -> None:
+        """Make as many slots per layer as the shape says, empty unless as many are in use already."""
+        before, self._splits = self._splits, tuple(splits_exactly(layer, shape) for layer in layers)
+        if shape.guest_slots == next((h.guest_slots for h in self.hostings if h is not None), 0):
+            if self._hosted and self._splits != before:
+                self._host(self.hostings)
             return
         self._free.clear()
-        if guest_slots:
-            empty = (None if at is None else Hosting.none(at.placement, guest_slots) for at in layers)
-            self.use(tuple(empty))
+        if shape.guest_slots:
+            slots = shape.guest_slots
+            self.use(tuple(None if at is None else Hosting.none(at.placement, slots) for at in layers))
         else:
-            self._hosted = ()
+            self._hosted, self._plans = (), Plans.none(())
 
     def use(self, hostings: Hostings) -> None:
         """Host these from the next forward pass on."""
-        self._hosted = tuple(None if hosting is None else self._known(hosting) for hosting in hostings)
+        self._host(hostings)
         self._plans = Plans.none([hosting for hosting in hostings if hosting is not None])
 
     def plan(self, loads_PYE: Tensor) -> Plans:
@@ -154,7 +172,7 @@ class Host:
                 room = Room.like(own, hosting.guest_slots)  # noqa: PLW2901
             seats = seats_of(own, room.guests, layer.order, hosting, hosted.spread)
             rooms.append(room)
-            guests.append(LayerGuests(hosted.trip, own, room.guests, seats))
+            guests.append(LayerGuests(hosted.trip, own, room.guests, seats, hosted.split))
         return Lodging(layers, tuple(guests), tuple(rooms))
 
     def take_back(self, lodging: Lodging) -> None:
@@ -166,9 +184,27 @@ class Host:
                 guests.forget()
         self._free.append(lodging.rooms)
 
-    def _known(self, hosting: Hosting) -> Hosted:
-        rank = self._layout.ep_rank
-        return Hosted(hosting, Trip.of(hosting, rank), Spread(hosting.splits[rank], self._device))
+    def _host(self, hostings: Hostings) -> None:
+        pairs = zip(hostings, self._splits, strict=True)
+        self._hosted = tuple(None if at is None else self._known(at, exact=exact) for at, exact in pairs)
+
+    def _known(self, hosting: Hosting, *, exact: bool) -> Hosted:
+        layout, trip = self._layout, Trip.of(hosting, self._layout.ep_rank)
+        if exact and hosting.limit is not None:
+            nodes = tuple(node_of(rank, layout.ep_node_size) for rank in range(layout.ep_size))
+            return Hosted(hosting, trip, None, ExactSplit(hosting, nodes))
+        return Hosted(hosting, trip, Spread(hosting.splits[layout.ep_rank], self._device), None)
+
+
+def splits_exactly(layer: MoELayer | None, shape: StepShape) -> bool:
+    """Whether rows of this layer may wait for the counts of all ranks before anyone knows where they go.
+
+    Not where they move with samples, which are placed by then, nor where a row is for several experts, or
+    ranks share rows before they leave.
+    """
+    if layer is None or shape.moves_samples:
+        return False
+    return shape.expert_form in ("gather", "s1") and not layer.order.row_counts
 
 
 def kinds_of(experts: Experts) -> Kinds:

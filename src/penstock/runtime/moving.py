@@ -28,12 +28,14 @@ class ExpertMoving:
     """How a stack decides which experts are whose guests.
 
     planner: from the loads of a layer to what its ranks host. costs: what rows and weights cost, the same on
-    all ranks. every: the number of steps from one plan to the next; plans are judged after each.
+    all ranks. every: the number of steps from one plan to the next; plans are judged after each. exact:
+    whether rows are split by the loads of their own step.
     """
 
     planner: Planner
     costs: ExpertCosts
     every: int = 1
+    exact: bool = True
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -88,7 +90,11 @@ def _lasted(plan: Hosting, problem: ExpertProblem) -> bool:
 
 def _problem(plan: Hosting, loads_PE: Ints, moving: ExpertMoving) -> ExpertProblem:
     return ExpertProblem(
-        placement=plan.placement, guest_slots=plan.guest_slots, loads=loads_PE, costs=moving.costs
+        placement=plan.placement,
+        guest_slots=plan.guest_slots,
+        loads=loads_PE,
+        costs=moving.costs,
+        exact=moving.exact,
     )
 
 

@@ -161,7 +161,7 @@ class PipelinedStack(nn.Module):
         self.machinery.transports.open((task.lane, task.axes) for task in plan.graph.tasks if task.axes)
         check_guests(self.moe_layers, plan.shape, self.machinery.layout, self.machinery.control)
         self.makers = self._route_makers(plan.shape)
-        self.host.open(self.moe_layers, plan.shape.guest_slots)
+        self.host.open(self.moe_layers, plan.shape)
         self.relocation = self._relocation(plan.shape)
         self.plan = plan
         return plan

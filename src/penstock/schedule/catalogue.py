@@ -9,7 +9,8 @@ from functools import cached_property
 
 from penstock.config import ConfigError
 from penstock.decision import Decision, GradientBytes
-from penstock.graph import Graph, Phase
+from penstock.decision.moving import why_not_exact
+from penstock.graph import Graph, Phase, ScheduleError
 from penstock.ops.transfers import FLAT
 from penstock.schedule.baseline_esp import BaselineESP
 from penstock.schedule.dense_overlap import DenseOverlap
@@ -66,6 +67,11 @@ def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepSha
     Raises ConfigError for a form of experts' shards that does not go with the dispatch.
     """
     _check_dispatch(choice, shape)
+    if choice.guests and choice.split == "exact" and (why := why_not_exact(choice)):
+        raise ScheduleError(
+            f"placement.split = exact: {why}, so rows cannot be split by the loads of their own step. Leave "
+            "it out, or set placement.split=last_step"
+        )
     moving = replace(
         shape,
         expert_form=choice.form,

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from penstock.cost import StepCost, Workload
-from penstock.cost.placed import expert_costs
+from penstock.cost.placed import expert_costs, splits_exactly
 from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.dispatch import DISPATCHES
 from penstock.models import GPT, ModelConfig
@@ -88,8 +88,8 @@ def expert_moving(placement: PlacementConfig, choice: Decision, cost: StepCost) 
     """How the guests of the next step are planned; none where experts stay. cost: of a step of any cut."""
     if choice.experts == "none":
         return None
-    planner = find_planner(choice.experts)
-    return ExpertMoving(planner=planner, costs=expert_costs(cost), every=placement.every)
+    planner, exact = find_planner(choice.experts), splits_exactly(choice, cost.workload)
+    return ExpertMoving(planner=planner, costs=expert_costs(cost), every=placement.every, exact=exact)
 
 
 def _assumed_moving(config: RunConfig, layout: Layout) -> ExpertMoving | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.cost import ClusterConfig, StepCost, Workload
-from penstock.cost.placed import Placed, SampleMover, expert_costs, rank_loads
-from penstock.decision import PlacementConfig
+from penstock.cost.placed import Placed, SampleMover, expert_costs, rank_loads, splits_exactly
+from penstock.decision import Decision, PlacementConfig
+from penstock.decision.moving import SampleMoves
 from penstock.placement import Hosting
 from penstock.placing import find_planner
 from penstock.runtime.moving import ExpertMoving, Plans
@@ -93,8 +94,13 @@ class Movement:
     @cached_property
     def _moving(self) -> ExpertMoving:
         costs = expert_costs(StepCost(self.shape, self.workload, self.cluster))
+        samples: SampleMoves = "netmoe" if self.shape.moves_samples else "none"
+        choice = replace(self.placement.applied(Decision(dispatch=self.workload.dispatch)), samples=samples)
         return ExpertMoving(
-            planner=find_planner(self.placement.experts), costs=costs, every=self.placement.every
+            planner=find_planner(self.placement.experts),
+            costs=costs,
+            every=self.placement.every,
+            exact=splits_exactly(choice, self.workload),
         )
 
     @cached_property

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.ops.slices import joined, to_ranks, to_slices
+from penstock.runtime.ops.slices import as_at_home, by_position, joined, to_ranks, to_slices
 
 sizes = st.integers(1, 4).flatmap(
     lambda ranks: st.lists(
@@ -43,3 +43,16 @@ def test_one_slice_is_not_copied() -> None:
     assert to_ranks([rows], [[2, 3]]) is rows
     assert to_slices(rows, [[2, 3]])[0] is rows
     assert joined([rows]) is rows
+
+
+@given(st.permutations(range(6)), st.lists(st.integers(0, 3), min_size=6, max_size=6))
+def test_rows_that_lie_by_expert_leave_by_position_and_come_back(home: list[int], sizes: list[int]) -> None:
+    """Six positions, two of each of three ranks; every row says its position and its number there."""
+    sent = [sizes[:2], sizes[2:4], sizes[4:]]
+    at_home, leaving = (
+        torch.tensor([[q, i] for q in order for i in range(sizes[q])]).view(-1, 2)
+        for order in (home, range(6))
+    )
+    assert torch.equal(by_position(at_home, sent, home), leaving)
+    assert torch.equal(as_at_home(leaving, sent, home), at_home)
+    assert by_position(leaving, sent, range(6)) is leaving

@@ -3,6 +3,8 @@
 At home and at the experts rows lie slice by slice, so that either phase can take its own runs of them.
 Under way they lie rank by rank, since a rank gets what is meant for it in one piece. A block is one slice's
 rows for one rank. A chunk that is one slice lies the same either way, and nothing is copied.
+Where rows are split among several hosts of their expert when counts are known, they lie at home by expert,
+and leave by position.
 Shapes: K slices of a chunk, P ranks.
 """
 
@@ -36,3 +38,27 @@ def to_slices(rows: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
 def joined(slices: Sequence[Tensor]) -> Tensor:
     """One tensor, slice by slice."""
     return slices[0] if len(slices) == 1 else torch.cat(list(slices))
+
+
+def by_position(rows: Tensor, sent: Sequence[Sequence[int]], home: Sequence[int]) -> Tensor:
+    """A slice's rows, whose positions lie in the order `home`, by position. sent: by rank and slot there."""
+    return _turned(rows, _filled(sent, home), _filled(sent, sorted(home)))
+
+
+def as_at_home(rows: Tensor, sent: Sequence[Sequence[int]], home: Sequence[int]) -> Tensor:
+    """The inverse of `by_position`."""
+    return _turned(rows, _filled(sent, sorted(home)), _filled(sent, home))
+
+
+def _filled(sent: Sequence[Sequence[int]], positions: Sequence[int]) -> dict[int, int]:
+    """Sizes of the blocks that have rows, in this order."""
+    sizes = [size for of_rank in sent for size in of_rank]
+    return {position: sizes[position] for position in positions if sizes[position]}
+
+
+def _turned(rows: Tensor, lie: dict[int, int], wanted: dict[int, int]) -> Tensor:
+    """Blocks in another order; no copy where they lie in it."""
+    if list(lie) == list(wanted):
+        return rows
+    blocks = dict(zip(lie, rows.split(list(lie.values())), strict=True))
+    return torch.cat([blocks[position] for position in wanted])

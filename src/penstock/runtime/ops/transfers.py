@@ -13,7 +13,7 @@ from penstock.moe.routes import Routes
 from penstock.ops import Op, transfers
 from penstock.ops.transfers import AWAY, HOME
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
-from penstock.runtime.ops.slices import to_ranks, to_slices
+from penstock.runtime.ops.slices import as_at_home, by_position, to_ranks, to_slices
 from penstock.runtime.transport.legs import Later, exchange_counts, send_home, send_out
 
 F, B = Phase.FORWARD, Phase.BACKWARD
@@ -23,7 +23,7 @@ Rows = Tensor | tuple[Tensor, ...]
 @handles(Op.COUNTS, F)
 def counts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """route: how many rows go where."""
-    maker = context.maker(task.layer)
+    maker = context.counting(task.layer)
     transport = context.transports.of(task.lane, task.axes)
     return {"route": exchange_counts(inputs.one("counts"), maker, transport, context.degrees, task.axes)}
 
@@ -43,11 +43,18 @@ def _leg(context: StepContext, task: Task, inputs: Inputs, rows: Rows, *, outwar
     first, last = (0, len(legs) - 1) if outward else (len(legs) - 1, 0)
     if number == first:
         assert isinstance(rows, tuple), task
+        if outward and routes.home:
+            rows = tuple(by_position(each, s.sent, routes.home) for each, s in zip(rows, slices, strict=True))
         rows = to_ranks(rows, sent if outward else received)
     assert isinstance(rows, Tensor), task
     transport = context.transports.of(task.lane, legs[number].axes)
     moved = (send_out if outward else send_home)(rows, legs[number], transport)
-    return {"rows": to_slices(moved, received if outward else sent) if number == last else moved}
+    if number != last:
+        return {"rows": moved}
+    came = to_slices(moved, received if outward else sent)
+    if routes.home and not outward:
+        came = tuple(as_at_home(each, s.sent, routes.home) for each, s in zip(came, slices, strict=True))
+    return {"rows": came}
 
 
 def move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.dispatch import Leg
 from penstock.mesh import Axes, Group
 from penstock.moe.routes import Counts, Degrees, RouteMaker, Routes
+from penstock.runtime.split_routes import SplitRoutes
 from penstock.runtime.transport import Transport
 
 T = TypeVar("T")
@@ -61,22 +62,22 @@ class HostCounts:
 
 def exchange_counts(
     counts_CN: Tensor,
-    maker: RouteMaker,
+    maker: RouteMaker | SplitRoutes,
     transport: Transport,
     degrees: Degrees | None = None,
     group: Axes = Group.EXPERT,
 ) -> Later[Routes]:
     """Tell the others what they will get. counts_CN: by slice, N = counts per rank * ranks, rank by rank.
 
-    degrees: in how many chunks rows will travel; none = every slice is one. group: the ranks to be told.
+    maker: one of `SplitRoutes` takes them by expert. degrees: in how many chunks rows will travel; none =
+    every slice is one. group: the ranks to be told.
     """
+    once = [1] * transport.size(group)
+    if isinstance(maker, SplitRoutes) or maker.needs_table:  # everybody gets to know everything
+        everyone = HostCounts(transport.all_gather(counts_CN.unsqueeze(0), once, group))
+        return Later(lambda: maker.from_everyone(everyone.numbers, degrees))
     # [slice, rank, count] -> [rank, slice, count]: one equal piece per rank.
     sent_PCN = counts_CN.view(len(counts_CN), maker.place.ep_size, -1).transpose(0, 1).contiguous()
-    once = [1] * transport.size(group)
-    if maker.needs_table:  # everybody gets to know everything
-        table = transport.all_gather(sent_PCN.unsqueeze(0), once, group)
-        everyone = HostCounts(table)
-        return Later(lambda: maker.from_table(everyone.numbers, degrees))
     received_PCN = transport.all_to_all(sent_PCN, once, once, group)
     both = HostCounts(torch.stack([sent_PCN, received_PCN]))
     return Later(lambda: maker.from_pair(both.numbers[0], both.numbers[1], degrees))

@@ -1,0 +1,251 @@
+"""Rows of experts with several hosts, split by the loads of the step that runs, so that these are even.
+
+Ranks tell each other how many rows they have for every expert before a row travels. From that each finds the
+same split: rows are computed where they start as far as a rank then computes no more than its share, next in
+their node, and whatever is left goes to the hosts that have least to do. Integers only: what ranks find must
+not depend on how a library adds.
+
+Shapes: S sources (the ranks that share an expert, rank by rank), P ranks of the expert group, C slices, E
+experts, J those with several hosts, Q positions, N positions of a rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.placement import EMPTY, SPLIT, Hosting
+from penstock.placing.integers import Ints
+
+MOST_PASSED = 8
+"""How often rows are passed on for every rank, at most: half as often is more than was ever needed."""
+
+
+class _Shared(NamedTuple):
+    """An expert with several hosts. hosts: ranks, ascending. inside: by node with hosts, which of them are
+    there, the first of the node's ranks, and the one after the last."""
+
+    expert: int
+    hosts: tuple[int, ...]
+    positions: tuple[int, ...]
+    inside: tuple[tuple[tuple[int, ...], int, int], ...]
+
+
+@dataclass(frozen=True)
+class ExactSplit:
+    """Who computes whose rows under a hosting that has a limit. nodes: of every rank, ascending."""
+
+    hosting: Hosting
+    nodes: tuple[int, ...]
+
+    def table(self, counts_SCE: Ints) -> Ints:
+        """Rows from every source to every position, [S, P, C, N]. counts: for every expert, by slice."""
+        counts_SCE = counts_SCE.astype(np.int64, copy=False)
+        sources, slices, _ = counts_SCE.shape
+        rows_SCQ: Ints = counts_SCE[:, :, self._expert_Q] * self._alone_Q
+        if self._shared:
+            left_CJS = counts_SCE[:, :, [each.expert for each in self._shared]].transpose(1, 2, 0)
+            by_rank = left_CJS.reshape(*left_CJS.shape[:2], self.hosting.placement.ranks, -1).sum(axis=3)
+            fixed_CP = rows_SCQ.reshape(sources, slices, -1, self.hosting.slots).sum(axis=(0, 3))
+            computed = map(self._levelled, fixed_CP.tolist(), by_rank.tolist())
+            flows_CJSP = _matched(left_CJS, np.array(list(computed)), self._tiers(sources))
+            pairs = [(j, rank) for j, each in enumerate(self._shared) for rank in each.hosts]
+            experts, ranks = (list(each) for each in zip(*pairs, strict=True))
+            at = [position for each in self._shared for position in each.positions]
+            rows_SCQ[:, :, at] = flows_CJSP[:, experts, :, ranks].transpose(2, 1, 0)
+        by_rank_SCPN = rows_SCQ.reshape(sources, slices, -1, self.hosting.slots)
+        return by_rank_SCPN.transpose(0, 2, 1, 3)
+
+    @cached_property
+    def home(self) -> tuple[int, ...]:
+        """Positions that hold an expert, in the order in which rows lie at home: by expert, then position."""
+        held = self.hosting.by_position
+        return tuple(
+            sorted((q for q, expert in enumerate(held) if expert != EMPTY), key=lambda q: (held[q], q))
+        )
+
+    # ---- how many rows every host computes -----------------------------------------------------------------
+
+    def _levelled(self, fixed: list[int], starting: list[list[int]]) -> list[list[int]]:
+        """Rows of every shared expert by rank, [J][P]. fixed: of all others. starting: [J][P], where rows
+        start."""
+        load, totals = list(fixed), [sum(rows) for rows in starting]
+        everything = sum(load) + sum(totals)
+        assert self.hosting.limit is not None, "a hosting without a limit says itself where rows go"
+        most = -(-self.hosting.limit * everything // (SPLIT * len(load)))
+        order = sorted(range(len(totals)), key=lambda j: -totals[j])
+        given = [[0] * len(load) for _ in totals]
+        for first in (True, False):  # first of all where they start
+            for j in order:
+                hosts, rows = self._shared[j].hosts, given[j]
+                if not first and all(load[host] <= most for host in hosts):
+                    continue
+                for host in hosts:
+                    load[host] -= rows[host]
+                near = [load[host] for host in hosts]
+                for host, count in zip(
+                    hosts,
+                    _placed(self._shared[j], starting[j], near, everything if first else most),
+                    strict=True,
+                ):
+                    rows[host] = count
+                    load[host] += count
+        self._relieve(given, load, most)
+        return given
+
+    def _relieve(self, given: list[list[int]], load: list[int], most: int) -> None:
+        """Pass rows on from ranks that compute more than `most`, along chains of experts that ranks share."""
+        full_ones = list(range(len(load)))
+        for _ in range(MOST_PASSED * len(load)):
+            full = max(full_ones, key=load.__getitem__, default=None)
+            if full is None or load[full] <= most:
+                return
+            reached = self._reached(given, full)
+            least = min(reached, key=load.__getitem__)
+            gap = load[full] - load[least]
+            if gap < 2:  # nor can any rank on the way give rows away
+                full_ones = [rank for rank in full_ones if rank not in reached]
+                continue
+            steps, rank = [], least
+            while rank != full:
+                before, j = reached[rank]
+                steps.append((j, before, rank))
+                rank = before
+            wanted = min(load[full] - most, most - load[least]) if load[least] < most else gap // 2
+            rows = min(wanted, *(given[j][before] for j, before, _ in steps))
+            for j, before, after in steps:
+                given[j][before] -= rows
+                given[j][after] += rows
+            load[full] -= rows
+            load[least] += rows
+
+    def _reached(self, given: Sequence[Sequence[int]], start: int) -> dict[int, tuple[int, int]]:
+        """Ranks to which rows of `start` can be passed on, nearest first: by which rank, of which expert."""
+        found, queue = {start: (start, -1)}, deque([start])
+        while queue:
+            rank = queue.popleft()
+            for j in self._shared_by_rank[rank]:
+                if given[j][rank]:
+                    for host in self._shared[j].hosts:
+                        if host not in found:
+                            found[host] = rank, j
+                            queue.append(host)
+        return found
+
+    # ---- what never changes --------------------------------------------------------------------------------
+
+    @cached_property
+    def _expert_Q(self) -> Ints:  # noqa: N802  # the suffix is its shape
+        expert_Q: Ints = np.maximum(np.array(self.hosting.by_position), 0)
+        return expert_Q
+
+    @cached_property
+    def _alone_Q(self) -> Ints:  # noqa: N802
+        """1 where a position's expert has no other host."""
+        held = self.hosting.by_position
+        shared = {each.expert for each in self._shared}
+        alone: Ints = np.array([expert != EMPTY and expert not in shared for expert in held], np.int64)
+        return alone
+
+    @cached_property
+    def _shared(self) -> tuple[_Shared, ...]:
+        positions: dict[int, list[int]] = {}
+        for position, expert in enumerate(self.hosting.by_position):
+            if expert != EMPTY:
+                positions.setdefault(expert, []).append(position)
+        return tuple(self._described(e, at) for e, at in sorted(positions.items()) if len(at) > 1)
+
+    @cached_property
+    def _shared_by_rank(self) -> list[list[int]]:
+        """Which of the shared experts a rank hosts."""
+        ranks = range(len(self.nodes))
+        return [[j for j, each in enumerate(self._shared) if rank in each.hosts] for rank in ranks]
+
+    def _described(self, expert: int, positions: Sequence[int]) -> _Shared:
+        hosts = tuple(position // self.hosting.slots for position in positions)
+        inside: dict[int, list[int]] = {}
+        for place, host in enumerate(hosts):
+            inside.setdefault(self.nodes[host], []).append(place)
+        return _Shared(
+            expert,
+            hosts,
+            tuple(positions),
+            tuple(
+                (tuple(places), self.nodes.index(node), self.nodes.index(node) + self.nodes.count(node))
+                for node, places in inside.items()
+            ),
+        )
+
+    def _tiers(self, sources: int) -> list[tuple[Ints, Ints]]:
+        """Who is near whom, nearest first: the groups of sources and those of ranks."""
+        ranks, nodes = np.arange(len(self.nodes)), np.array(self.nodes)
+        each = sources // len(self.nodes)
+        groups = [ranks, nodes, 0 * ranks]
+        return [(np.repeat(group, each), group) for group in groups]
+
+
+def filled(heights: Sequence[int], rows: int) -> list[int]:
+    """Rows that each of several places gets, of which the lowest fill up first; heights: what they have."""
+    order = sorted(range(len(heights)), key=heights.__getitem__)
+    left, count, level = rows, 0, 0
+    for count, place in enumerate(order, start=1):
+        following = heights[order[count]] if count < len(order) else None
+        level = heights[place]
+        if following is None or (following - level) * count >= left:
+            break
+        left -= (following - level) * count
+    each, more = divmod(left, count)
+    found = [0] * len(heights)
+    for turn, place in enumerate(order[:count]):
+        found[place] = level - heights[place] + each + (turn < more)
+    return found
+
+
+def _placed(expert: _Shared, starting: Sequence[int], load: list[int], most: int) -> list[int]:
+    """Rows of an expert by host. load: of the hosts without it. most: that a host computes, if others can."""
+    left = sum(starting)
+    found = [min(starting[host], max(0, most - base)) for host, base in zip(expert.hosts, load, strict=True)]
+    left -= sum(found)
+    for places, first, last in expert.inside if left else ():
+        heights = [load[place] + found[place] for place in places]
+        room = sum(max(0, most - height) for height in heights)
+        rest = sum(starting[first:last]) - sum(found[place] for place in places)
+        if rows := min(rest, room):
+            left -= rows
+            for place, more in zip(places, filled(heights, rows), strict=True):
+                found[place] += more
+    if left:
+        heights = [base + rows for base, rows in zip(load, found, strict=True)]
+        found = [rows + more for rows, more in zip(found, filled(heights, left), strict=True)]
+    return found
+
+
+# ---- whose rows --------------------------------------------------------------------------------------------
+
+
+def _matched(left_CJS: Ints, room_CJP: Ints, tiers: Sequence[tuple[Ints, Ints]]) -> Ints:
+    """Rows from every source to every rank, [C, J, S, P], inside groups that are ever larger."""
+    found_CJSP = np.zeros((*left_CJS.shape, room_CJP.shape[2]), np.int64)
+    for of_source_S, of_rank_P in tiers:
+        starts_CJS, ends_CJS = _runs(left_CJS, of_source_S)
+        starts_CJP, ends_CJP = _runs(room_CJP, of_rank_P)
+        overlap = np.minimum(ends_CJS[..., None], ends_CJP[:, :, None])
+        overlap -= np.maximum(starts_CJS[..., None], starts_CJP[:, :, None])
+        np.maximum(overlap, 0, out=overlap)
+        overlap *= of_source_S[:, None] == of_rank_P
+        found_CJSP += overlap
+        left_CJS, room_CJP = left_CJS - overlap.sum(axis=3), room_CJP - overlap.sum(axis=2)
+    return found_CJSP
+
+
+def _runs(sizes: Ints, group: Ints) -> tuple[Ints, Ints]:
+    """Where runs of these sizes begin and end, which lie one after the other in their group."""
+    ends = sizes.cumsum(axis=2)
+    starts = ends - sizes
+    first = starts[..., np.searchsorted(group, group)]
+    return starts - first, ends - first

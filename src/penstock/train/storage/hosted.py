@@ -1,0 +1,99 @@
+"""Which experts ranks host, as a checkpoint keeps it: a run that goes on hosts what it would have hosted.
+
+Guests have no state of their own, so nothing is lost without it but a step. Where ranks, slots or owners are
+others than they were, a run starts without guests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock.mesh import Group
+from penstock.placement import Hosting, Part
+from penstock.runtime import PipelinedStack
+from penstock.runtime.moving import Plans
+from penstock.train.storage.files import DamagedError, read_table, to_json, write_durably
+
+HOSTED = "guests.json"
+MOST_BYTES = 1 << 26
+
+
+def gather_hosted(stack: PipelinedStack) -> list[Mapping[str, Any]]:
+    """What every expert group hosts next; [] where one hosts nothing. All ranks call it."""
+    plans, layout = stack.host.plans, stack.machinery.layout
+    empty = all(hosting.is_empty for hosting in plans.made)
+    mine = None if empty else _plain(plans)
+    everyone = stack.machinery.control.gather(mine, "gathering what ranks host")
+    found = [everyone[ranks[0]] for ranks in layout.mesh.groups(Group.EXPERT_SHARDS)]
+    return [each for each in found if each is not None] if all(found) else []
+
+
+def write_hosted(folder: Path, by_group: Sequence[Mapping[str, Any]]) -> None:
+    """Leave it in a checkpoint's folder."""
+    if by_group:
+        write_durably(folder / HOSTED, to_json({"groups": list(by_group)}))
+
+
+def host_again(folder: Path, stack: PipelinedStack) -> bool:
+    """Host what the ranks hosted when the checkpoint was written; whether that fits them now.
+
+    Raises DamagedError for a file that says something else.
+    """
+    now, layout = stack.host.plans, stack.machinery.layout
+    if not (folder / HOSTED).exists() or not now.made:
+        return False
+    groups = read_table(folder / HOSTED, MOST_BYTES).get("groups")
+    if not isinstance(groups, list):
+        raise DamagedError(f"{HOSTED} names no groups of ranks")
+    if len(groups) != len(layout.mesh.groups(Group.EXPERT_SHARDS)):
+        return False
+    try:
+        plans = _plans(groups[layout.mesh.group(layout.rank, Group.EXPERT_SHARDS)], now.made)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise DamagedError(f"{HOSTED} is not what a checkpoint says of guests: {error}") from error
+    if plans is None:
+        return False
+    stack.host.follow(plans)
+    return True
+
+
+def _plain(plans: Plans) -> dict[str, Any]:
+    """JSON. Splits as far as they are not those of guests for their own ranks' rows."""
+    layers = []
+    for hosting, hosted in zip(plans.made, plans.hosted, strict=True):
+        local = Hosting.local(hosting.placement, hosting.guests)
+        splits = [
+            [rank, expert, parts]
+            for rank, of_rank in enumerate(hosting.splits)
+            for expert, parts in enumerate(of_rank)
+            if parts != local.splits[rank][expert]
+        ]
+        said = {"owners": hosting.placement.digest, "guests": hosting.guests, "limit": hosting.limit}
+        layers.append({**said, "splits": splits, "hosted": hosted})
+    return {"age_steps": plans.age_steps, "layers": layers}
+
+
+def _plans(table: Mapping[str, Any], now: Sequence[Hosting]) -> Plans | None:
+    """The plans again; None where layers, owners or slots are others."""
+    layers = table["layers"]
+    if len(layers) != len(now):
+        return None
+    made = []
+    for layer, hosting in zip(layers, now, strict=True):
+        slots = {len(held) for held in layer["guests"]}
+        if layer["owners"] != hosting.placement.digest or slots != {hosting.guest_slots}:
+            return None
+        made.append(_hosting(layer, hosting))
+    return Plans(tuple(made), tuple(bool(layer["hosted"]) for layer in layers), int(table["age_steps"]))
+
+
+def _hosting(layer: Mapping[str, Any], like: Hosting) -> Hosting:
+    found = Hosting.local(like.placement, [tuple(map(int, held)) for held in layer["guests"]])
+    splits = [list(of_rank) for of_rank in found.splits]
+    for rank, expert, parts in layer["splits"]:
+        splits[rank][expert] = tuple(Part(int(position), int(share)) for position, share in parts)
+    limit = layer["limit"]
+    return replace(found, splits=tuple(map(tuple, splits)), limit=None if limit is None else int(limit))
