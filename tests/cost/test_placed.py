@@ -158,6 +158,8 @@ def test_rows_that_are_split_by_their_own_loads_are_even_and_all_ranks_are_told_
         sent, told = hosted.exchanged_counts(count, 3)
         assert sent.shape == ((8, 2, 2) if hosting is by_rank else (2, 8))
         assert told.shape == ((8, 2, 2) if hosting is by_rank else (8, 2, 8))
+        as_planned = RoutedCost(shape, WORK, CLUSTER, counts)
+        assert (hosted(count) > as_planned(count)).all() == (hosting is not by_rank)
     assert imbalance[SPLIT] < 0.7 * imbalance[None]
 
 

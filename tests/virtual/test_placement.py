@@ -11,6 +11,7 @@ import pytest
 from penstock.cost import ClusterConfig, RoutedCost, routing_sizes
 from penstock.cost.placed_moves import PLACEMENT_MOVES
 from penstock.decision import PlacementConfig, ScheduleConfig
+from penstock.decision.moving import SampleMoves
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.models import ModelConfig
@@ -128,10 +129,11 @@ def run_moving(rank: int, case: Case, placement: PlacementConfig) -> list[tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ep_size", [4, 2])
-def test_steps_run_on_real_ranks(ranks: Pools, ep_size: int) -> None:
+@pytest.mark.parametrize(("ep_size", "samples"), [(4, "netmoe"), (2, "netmoe"), (2, "none")])
+def test_steps_run_on_real_ranks(ranks: Pools, ep_size: int, samples: SampleMoves) -> None:
+    """Where samples stay, counts of all ranks are gathered in the place of those that concern each."""
     case = case_of(ep_size=ep_size)
-    for steps in ranks(4).run(run_moving, case, BOTH):
+    for steps in ranks(4).run(run_moving, case, replace(BOTH, samples=samples)):
         assert all(kept for kept, _ in steps)
         assert all(host_s > 0 for _, host_s in steps)
 

@@ -100,18 +100,18 @@ class PlacedMoves(RowMoves):
 
     def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
         """As in any step; where rows are split by the loads of it, all ranks' rows by expert, [W, C, E]."""
-        if not self._splits(task):
+        if not self.splits(task):
             return super().exchanged_counts(task, rank)
         rows_PCE = self.rows_PRCYE[:, task.microbatch, :, self._moe_layer(task)]
         return rows_PCE[rank], rows_PCE[list(self._members(task, rank))]
 
-    def _splits(self, task: Task) -> bool:
+    def splits(self, task: Task) -> bool:
         """Whether rows of the task's layer are split by the loads of the step."""
         hostings = self.placed.hostings
         return bool(hostings) and hostings[self._moe_layer(task)].limit is not None
 
     def _table(self, task: Task) -> Counts:
-        if not self._splits(task):
+        if not self.splits(task):
             return super()._table(task)
         key = task.microbatch, task.cut.held, task.layer
         if key not in self._known_tables:  # every slice is split for itself

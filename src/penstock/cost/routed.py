@@ -80,6 +80,9 @@ class RoutedCost:
             return self._by_load(task, self._moves.load(task))
         if isinstance(self._moves, PlacedMoves) and task.op == Op.SAMPLE_PLACES:
             return self._everywhere(self._moves.solving_s(task))
+        if isinstance(self._moves, PlacedMoves) and task.op == Op.COUNTS and self._moves.splits(task):
+            members = float(self.workload.mesh.size(task.axes))  # everybody gets what all others have
+            return self._everywhere(self._even.carried_s(task, members))
         if task.op not in ROW_MOVES or not work.sent_bytes:
             return self._everywhere(self._even.communication_s(task))
         # The model's argument is what a rank has for all experts if routing is even.
