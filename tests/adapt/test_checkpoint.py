@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import penstock
@@ -97,3 +98,24 @@ def test_what_an_optimizer_cannot_take_is_refused(tmp_path: Path) -> None:
     optimizer.param_groups[0]["lr"] = 1.0
     penstock.load_optimizer(model, optimizer, tmp_path / "saved")
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_state_that_lacks_parameters_is_refused(tmp_path: Path) -> None:
+    """Those that never had a gradient have none, and are no others than those that the groups say."""
+    model = penstock.parallelize(small("mixtral"))
+    model.lm_head.weight.requires_grad_(False)
+    optimizer = optimizer_of(model)
+    losses_of(model, optimizer, 0, 1, range(1))
+    penstock.save_checkpoint(model, optimizer, tmp_path)
+    penstock.load_optimizer(model, optimizer, tmp_path)
+    assert model.lm_head.weight not in optimizer.state
+    tensors = load_file(tmp_path / "optimizer.safetensors")
+    lost = [name for name in tensors if name.startswith("model.norm.weight:")]
+    others = {"other:exp_avg": torch.ones(1)}
+    for stored, words in (
+        ({**tensors, **others}, "unexpected other"),
+        ({name: each for name, each in tensors.items() if name not in lost}, r"missing model\.norm\.weight"),
+    ):
+        save_file(stored, tmp_path / "optimizer.safetensors")
+        with pytest.raises(ValueError, match=words):
+            penstock.load_optimizer(model, optimizer, tmp_path)

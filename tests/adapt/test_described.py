@@ -72,6 +72,10 @@ BOTH: list[tuple[Change, str]] = [
     (indexed("{"), rf"{INDEX} is not JSON: .* Copy it again"),
     (indexed('{"weight_map": {"lm_head.weight": 3}}'), rf"{INDEX} has no weight_map"),
     (indexed('{"weight_map": {"lm_head.weight": "gone"}}'), "gone cannot be read as safetensors"),
+    (
+        indexed('{"weight_map": {"lm_head.weight": "../gone"}}'),
+        r"\.json names \.\./gone: .* lead nowhere else",
+    ),
     (holding("config.json", "{"), r"config\.json is not JSON"),
     (holding("config.json", "{}"), r"config\.json names no model_type"),
     (saying(model_type="nonsense"), r"config\.json describes no model that transformers knows: .*nonsense"),
@@ -137,6 +141,46 @@ def test_a_tokenizer_is_refused(
     (tmp_path / "text").write_text("several words")
     for command in (("generate", folder, "--prompt", "ab"), ("evaluate", folder, tmp_path / "text")):
         check_line(refused(capsys, *command), words)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (
+            "config",
+            saying(model_type="evil", auto_map={"AutoConfig": "evil.A", "AutoModelForCausalLM": "evil.B"}),
+        ),
+        (
+            "tokenizer_config",
+            holding(
+                "tokenizer_config.json",
+                '{"tokenizer_class": "C", "auto_map": {"AutoTokenizer": ["evil.C", null]}}',
+            ),
+        ),
+    ],
+)
+def test_nobody_is_asked_to_run_what_a_folder_brings(
+    saved: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    change: Change,
+) -> None:
+    """Whoever is in a hurry would say yes."""
+    asked = []
+
+    def answer(question: str) -> str:
+        asked.append(question)
+        return "n"
+
+    monkeypatch.setattr("builtins.input", answer)
+    folder = shutil.copytree(saved / "mixtral", tmp_path / "mixtral")
+    (folder / "evil.py").touch()
+    change(folder)
+    said = refused(capsys, "generate", folder, "--prompt", "ab")
+    check_line(said, rf"{name}\.json .*(custom code|cannot be read as a tokenizer)")
+    assert not asked
 
 
 def check_line(said: str, words: str) -> None:

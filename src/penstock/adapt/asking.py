@@ -28,7 +28,13 @@ MOST_NATS = 700
 """Loss up to which a perplexity is a number."""
 
 AT_ONCE = 8
-"""Windows that are judged together."""
+"""Windows that are judged together, at most."""
+
+LOGITS_AT_ONCE = 1 << 25
+"""Numbers that are held for them; those of one window may be more."""
+
+TOKENS_AT_ONCE = 512
+"""Tokens whose losses are computed together, which takes their logits twice more."""
 
 OWN = "penstock"
 """The `model_type` of Penstock's own decoder."""
@@ -159,11 +165,12 @@ def _tokenizer_of(folder: Path) -> Words:
 
     try:
         with quiet():
-            words: Words = AutoTokenizer.from_pretrained(folder)
+            words: Words = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # of several libraries, and some of them bare `Exception`
         files = " or ".join(str(folder / name) for name in TOKENIZERS if (folder / name).exists())
+        told = " ".join(str(error).split())
         raise ValueError(
-            f"{files} cannot be read as a tokenizer ({type(error).__name__}: {error}). Copy it again, or "
+            f"{files} cannot be read as a tokenizer ({type(error).__name__}: {told}). Copy it again, or "
             "name another with --tokenizer"
         ) from error
     return words
@@ -188,7 +195,11 @@ def read_whole(folder: Path) -> Any:
     stored_tensors(folder)  # transformers would not say which file is damaged
     with quiet():
         model, told = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True
+            folder,
+            config=config,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     refuse_misfits(folder, told)
     return model
@@ -228,20 +239,24 @@ def judge(opened: Opened, text: str, length: int | None = None) -> Judgement:
     tokens = torch.tensor(opened.words.encode(text), device=opened.model.device)
     if len(tokens) < 2:
         raise ValueError("the text has less than two tokens: there is nothing to predict")
+    at_once = max(1, min(AT_ONCE, LOGITS_AT_ONCE // (length * int(config.vocab_size))))
     total = 0.0
     with torch.no_grad():
-        for given_BL, wanted_BL in _windows(tokens, length):
-            logits_BVL = opened.model(input_ids=given_BL).logits.transpose(1, 2)
-            total += F.cross_entropy(logits_BVL.double(), wanted_BL, reduction="sum").item()
+        for given_BL, wanted_BL in _windows(tokens, length, at_once):
+            logits_TV = opened.model(input_ids=given_BL).logits.flatten(0, 1)
+            pieces = (each.split(TOKENS_AT_ONCE) for each in (logits_TV, wanted_BL.flatten()))
+            for logits, wanted in zip(*pieces, strict=True):
+                losses_T = F.cross_entropy(logits.float(), wanted, reduction="none")
+                total += losses_T.double().sum().item()
     return Judgement(loss=total / (len(tokens) - 1), tokens=len(tokens) - 1)
 
 
-def _windows(tokens: Tensor, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _windows(tokens: Tensor, length: int, at_once: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of windows and of the tokens after each of theirs, [B, L]; what is left over comes last."""
     whole = (len(tokens) - 1) // length * length
     given, wanted = tokens[:-1], tokens[1:]
     if whole:
-        batches = (each[:whole].view(-1, length).split(AT_ONCE) for each in (given, wanted))
+        batches = (each[:whole].view(-1, length).split(at_once) for each in (given, wanted))
         yield from zip(*batches, strict=True)
     if whole < len(given):
         yield given[None, whole:], wanted[None, whole:]

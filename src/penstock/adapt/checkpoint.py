@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -22,13 +22,16 @@ from torch import Tensor
 from penstock.adapt.engine import Engine
 from penstock.adapt.export import expert_names
 from penstock.adapt.scheduled import engine_of
-from penstock.adapt.weights import StoredTensor
+from penstock.adapt.weights import StoredTensor, some_of
 from penstock.mesh import Group as Ranks
 from penstock.train.checkpoint import together
 from penstock.train.storage.shards import Outgoing, write_shard
 from penstock.train.storage.stored import Entry, writing_order
 
 STATE, GROUPS = "optimizer.safetensors", "optimizer.json"
+WITHOUT = "without_state"
+"""In a group, the names of parameters that were never updated."""
+
 UNFINISHED = ".unfinished-"
 OWN = re.compile(r"(model.*|optimizer)\.safetensors(\.index\.json)?|(optimizer|(generation_)?config)\.json")
 """Names of files that a checkpoint is made of."""
@@ -108,6 +111,15 @@ class _States:
             for group in self.optimizer.param_groups
         ]
 
+    @property
+    def written(self) -> list[Group]:
+        """The groups as a file has them: of which parameters there is no state, they say, too."""
+        bare = {name for parameter, name in self.names.items() if not self.optimizer.state.get(parameter)}
+        return [
+            {**group, WITHOUT: [name for name in group["parameters"] if name in bare]}
+            for group in self.groups
+        ]
+
     def check(self) -> None:
         """Raise ValueError for state that does not belong to single numbers of parameters, and for settings
         that cannot be written.
@@ -128,7 +140,7 @@ class _States:
         outgoing = sorted(self._all(), key=lambda each: writing_order(each.name, each.entry.dtype))
         if self.engine.layout.rank == 0:
             write_shard(folder / STATE, outgoing)
-            (folder / GROUPS).write_text(json.dumps(self.groups, indent=1, default=_number))
+            (folder / GROUPS).write_text(json.dumps(self.written, indent=1, default=_number))
         else:
             for each in outgoing:  # rank 0 waits for every part
                 each.load()
@@ -167,13 +179,14 @@ class _States:
         states: dict[int, dict[str, Tensor]] = {}
         with safe_open(file, framework="pt") as opened:
             shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+        _check_complete(file, {logical.rpartition(":")[0] for logical in shapes}, saved)
         for logical, shape in shapes.items():
             name, _, key = logical.rpartition(":")
             rows = self._rows(parameters[numbers[name]], shape)
             states.setdefault(numbers[name], {})[key] = StoredTensor(file, logical, rows)[...]
         groups, first = [], 0
         for group in saved:
-            settings = {key: value for key, value in group.items() if key != "parameters"}
+            settings = {key: value for key, value in group.items() if key not in ("parameters", WITHOUT)}
             last = first + len(group["parameters"])
             groups.append({**settings, "params": list(range(first, last))})
             first = last
@@ -194,6 +207,21 @@ def _check_names(path: Path, here: Sequence[Group], saved: Sequence[Group]) -> N
         differing = sorted(set(chain(*mine)) ^ set(chain(*theirs)))[:3]
         names = ", ".join(differing) or "the same ones, in other groups or another order"
         raise ValueError(f"{path} has the state of an optimizer of other parameters: {names}")
+
+
+def _check_complete(file: Path, found: Set[str], saved: Sequence[Group]) -> None:
+    """Raise ValueError unless a file has the state of the parameters that the groups say, and no others.
+
+    Files of earlier versions do not say which have none.
+    """
+    names = set(chain(*(group["parameters"] for group in saved)))
+    bare = set(chain(*(group[WITHOUT if WITHOUT in group else "parameters"] for group in saved)))
+    missing, unexpected = sorted(names - bare - found), sorted(found - names)
+    if missing or unexpected:
+        raise ValueError(
+            f"{file} is not what {GROUPS} says: missing {some_of(missing)}, unexpected "
+            f"{some_of(unexpected)}. Copy both again, or go on from another checkpoint"
+        )
 
 
 def _number(setting: object) -> object:

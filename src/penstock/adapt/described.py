@@ -33,7 +33,7 @@ def read_config(folder: Path) -> Any:
         raise ValueError(f"{file} names no model_type, so it is not known what model it is of. {COPY}")
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(folder)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever a configuration's own checks raise
         raise ValueError(
             f"{file} describes no model that transformers knows: {_line(error)}. {COPY}"
@@ -51,7 +51,7 @@ def empty_model(folder: Path, config: Any) -> Any:
 
     try:
         with quiet(), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever a model's own code raises for sizes that do not fit
         why = f"transformers cannot make a causal language model of it: {_line(error)}"
         raise ValueError(f"{folder / CONFIG}: {why}. {COPY}") from error

@@ -77,6 +77,11 @@ def _files(folder: Path) -> list[Path]:
     listed = read_table(index).get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(n, str) for n in listed.values()):
         raise ValueError(f"{index} has no weight_map that says which file holds each tensor. {COPY}")
+    if outside := [name for name in listed.values() if Path(name).name != name]:
+        raise ValueError(
+            f"{index} names {outside[0]}: files of a model lie in its folder, and it may "
+            f"lead nowhere else. {COPY}"
+        )
     return [folder / name for name in sorted(set(listed.values()))]
 
 
@@ -119,7 +124,7 @@ def refuse_misfits(folder: Path, told: Mapping[str, Any]) -> None:
     ]
     unexpected = [name for name in told["unexpected_keys"] if not name.startswith(BESIDE_TEXT)]
     found = {"missing": told["missing_keys"], "unexpected": unexpected, "misshapen": misshapen}
-    problems = [f"{what}: {_some(sorted(map(str, names)))}" for what, names in found.items() if names]
+    problems = [f"{what}: {some_of(sorted(map(str, names)))}" for what, names in found.items() if names]
     if problems:
         raise ValueError(
             f"{folder} does not hold the model of its {CONFIG}: {'; '.join(problems)}. Copy the weights and "
@@ -127,7 +132,7 @@ def refuse_misfits(folder: Path, told: Mapping[str, Any]) -> None:
         )
 
 
-def _some(names: Sequence[str]) -> str:
-    """The first few of them."""
+def some_of(names: Sequence[str]) -> str:
+    """The first few of them, in words."""
     more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "") or "nothing"
