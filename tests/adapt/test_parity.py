@@ -34,8 +34,6 @@ numbers that a token's scores say."""
 OWN = "granitemoeshared"
 """The family that the documentation adds."""
 
-BALANCED = ("mixtral", "qwen2_moe", "olmoe", "gpt_oss", "ernie4_5_moe", "dbrx")
-
 
 def clear_seed(family: str, given: Any) -> int:
     """A seed of weights with which rounding to float32 cannot decide which experts a token chooses."""
@@ -61,10 +59,10 @@ def agreement(
     first = sum(sizes[:rank])
     mine = batch.inputs(first, first + sizes[rank])
     seed = clear_seed(family, without_labels(everything))
-    options = {"output_router_logits": True} if family in BALANCED else {}
     found: dict[str, float] = {}
     with exactly(dtype), DrawnFromScores() if family == RANDOM else nullcontext():
         wanted, model = (small(family, seed=seed, dtype=dtype) for _ in range(2))
+        options = {"output_router_logits": True} if hasattr(wanted, "router_aux_loss_coef") else {}
         penstock.parallelize(model, ep_size=world, plan=plan)
         if again:
             model.gradient_checkpointing_enable()
@@ -167,6 +165,16 @@ def test_a_plan_of_expert_parallelism_says_where_experts_are(monkeypatch: pytest
     ):
         with pytest.raises(penstock.ConfigError, match=words):
             penstock.parallelize(small("qwen3_moe"), ep_plan=plan)
+
+
+def test_a_family_without_a_balance_loss_gets_none() -> None:
+    """Llama 4 has a coefficient in its configuration, and nothing that it weighs."""
+    wanted, model = (small("llama4_text", router_aux_loss_coef=10.0) for _ in range(2))
+    penstock.parallelize(model)
+    given = {**Batch().inputs(), "output_router_logits": True}
+    found = model(**given)
+    assert found.loss.item() == pytest.approx(wanted(**given).loss.item(), rel=1e-5)
+    assert found.aux_loss is None
 
 
 @pytest.mark.slow

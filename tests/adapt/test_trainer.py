@@ -94,6 +94,9 @@ def test_mixed_precision_is_what_the_arguments_say(tmp_path: Path) -> None:
     arguments.fp16 = True
     with pytest.raises(ValueError, match="use bf16"):
         trainer.train()
+    arguments.fp16, arguments.torch_compile = False, True
+    with pytest.raises(ValueError, match="torch_compile = True"):
+        trainer.train()
     AcceleratorState._reset_state(True)
 
 

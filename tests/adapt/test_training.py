@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,15 @@ import pytest
 import torch
 
 import penstock
+from penstock.adapt import FAMILIES
 from penstock.adapt.experts import keep_shares
 from penstock.config import ConfigError
 from tests.support.adapted import Batch, distance, grads_of, share_of, small, without_labels
 from tests.support.ranks import Pools
 
-FAMILIES = ("mixtral", "deepseek_v3", "gpt_oss")
+FEW = ("mixtral", "deepseek_v3", "gpt_oss")
+ALL = sorted(FAMILIES)
+MOST = [family if family in FEW else pytest.param(family, marks=pytest.mark.soak) for family in ALL]
 STEPS = 20
 
 
@@ -39,23 +42,24 @@ def by_parameters(model: Any, most: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MOST)
 def test_twenty_steps_follow_transformers(family: str) -> None:
     batches = [Batch(seed=seed).inputs() for seed in range(STEPS)]
     wanted, model = small(family, initializer_range=0.1), small(family, initializer_range=0.1)
+    torch.manual_seed(1)  # for those that draw experts by chance
     expected = train(wanted, batches, by_parameters)
-    assert train(penstock.parallelize(model), batches, penstock.clip_grad_norm_) == pytest.approx(
-        expected, rel=1e-5
-    )
+    torch.manual_seed(1)
+    found = train(penstock.parallelize(model), batches, penstock.clip_grad_norm_)
+    assert found == pytest.approx(expected, rel=1e-5)
     assert expected[-1] < expected[0]
 
 
-def fine_tune(rank: int, world: int, folder: str) -> dict[str, Any]:
+def fine_tune(rank: int, world: int, folder: str, families: Sequence[str]) -> dict[str, Any]:
     """Train, save and generate on this rank."""
     batch, each = Batch(samples=4), 4 // world
     mine = batch.inputs(rank * each, (rank + 1) * each)
     found: dict[str, Any] = {}
-    for family in FAMILIES:
+    for family in families:
         model = small(family, initializer_range=0.1, tie_word_embeddings=family == "mixtral")
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("layers.0.self_attn" not in name)  # frozen
@@ -69,10 +73,19 @@ def fine_tune(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_what_ranks_save_together_transformers_reads(ranks: Pools, tmp_path: Path, world: int) -> None:
-    results = ranks(world).run(fine_tune, world, str(tmp_path))
-    for family in FAMILIES:
+@pytest.mark.parametrize(
+    ("world", "families"),
+    [
+        (2, FEW),
+        pytest.param(2, ALL, marks=pytest.mark.soak),
+        pytest.param(4, FEW, marks=pytest.mark.soak),
+    ],
+)
+def test_what_ranks_save_together_transformers_reads(
+    ranks: Pools, tmp_path: Path, world: int, families: Sequence[str]
+) -> None:
+    results = ranks(world).run(fine_tune, world, str(tmp_path), families, timeout_s=300)
+    for family in families:
         kind = type(small(family))
         read, told = kind.from_pretrained(tmp_path / family, output_loading_info=True)
         assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
@@ -284,9 +297,9 @@ def test_a_share_of_experts_is_the_parameter_that_was_whole() -> None:
     one, other = (layer.mlp.experts for layer in small("mixtral").model.layers)
     other.down_proj = one.down_proj
     whole, before = one.down_proj.detach().clone(), dict(one.named_parameters())
-    keep_shares((one, other), [2, 5], 8)
+    keep_shares((one, other), [2, 3], 8)
     assert all(parameter is before[name] for name, parameter in one.named_parameters())
-    assert other.down_proj is one.down_proj and one.down_proj.equal(whole[[2, 5]])
+    assert other.down_proj is one.down_proj and one.down_proj.equal(whole[[2, 3]])
 
 
 def test_kept_logits_are_those_asked_for() -> None:

@@ -51,25 +51,24 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 8,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+LINEAR: dict[str, Any] = {
+    **EXPERTS,
+    "shared_expert_intermediate_size": 20,
+    "head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 LOCAL: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**LOCAL, "sliding_window": 5}),
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0], "head_dim": 8}),
     "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 20}),
-    "qwen3_next": (
-        "Qwen3Next",
-        {
-            **EXPERTS,
-            "shared_expert_intermediate_size": 20,
-            "head_dim": 8,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "layer_types": ["linear_attention", "full_attention"],
-        },
-    ),
+    "qwen3_next": ("Qwen3Next", LINEAR),
+    "qwen3_5_moe_text": ("Qwen3_5MoeText", LINEAR),
     "olmoe": ("Olmoe", {**EXPERTS, "norm_topk_prob": False}),
     "flex_olmo": ("FlexOlmo", {**EXPERTS}),
     "deepseek_v2": ("DeepseekV2", {**DEEPSEEK, **LATENT, "topk_method": "group_limited_greedy"}),

@@ -12,13 +12,13 @@ from penstock.adapt.cut import Cut, CutGate
 from penstock.adapt.decoder import Calls, CutLayer, Decoder, Layers, WholeLayer
 from penstock.adapt.engine import Engine, Spread
 from penstock.adapt.ep_plan import EpPlan, brought_by, check_ep_plan, check_spread
-from penstock.adapt.experts import ModelExperts, keep_shares
+from penstock.adapt.experts import ModelExperts, Shares
 from penstock.adapt.families import family_of
 from penstock.adapt.family import Family
 from penstock.adapt.guess import check, guess
 from penstock.adapt.look import Found, look
 from penstock.adapt.planning import planner_of
-from penstock.adapt.scheduled import schedule
+from penstock.adapt.scheduled import is_wrapped_by_peft, schedule
 from penstock.config import ConfigError
 from penstock.decision import Decision
 from penstock.graph import Lane
@@ -62,31 +62,48 @@ def parallelize(
     as transformers writes it; None = as the family or the model's configuration says. ranks_per_node,
     timeout_s: see ParallelConfig. Processes that torchrun or Slurm has started are joined, unless they are
     already.
-    Raises ValueError for a model that cannot be scheduled, ConfigError for sizes that do not fit.
+    Raises ValueError for a model that cannot be scheduled, ConfigError for sizes and plans that do not fit;
+    the model is then what it was.
     """
     if tp_size != 1:
         why = "attention stays the model's own, and how ranks could share it is not known"
         raise ConfigError("tp_size", tp_size, why, "Use 1, and spread experts with ep_size.")
-    if "_penstock" in model.__dict__:
-        raise ValueError("the model is scheduled already: parallelize it once")
+    _check_fresh(model)
     found = _found(model, ep_plan)
     parallel = ParallelConfig(ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
     machinery = machinery_for(parallel, found.num_experts, next(model.parameters()).device)
     layout = machinery.layout
     held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
-    keep_shares(found.experts, held, found.num_experts)
-    return scheduled(found, machinery, parallel, plan)
+    shares = Shares(found.experts, held, found.num_experts)
+    try:
+        scheduled(found, machinery, parallel, plan)
+    except BaseException:
+        shares.undo()
+        machinery.lanes.close()
+        raise
+    shares.settle()
+    return model
+
+
+def _check_fresh(model: Any) -> None:
+    """Raise ValueError for a model that is scheduled, and for one that stands around another."""
+    if is_wrapped_by_peft(model):
+        raise ValueError(
+            f"{type(model).__name__} is a model of peft, which stands around a model of transformers: call "
+            "parallelize(model.get_base_model(), ...) and go on with `model`, or parallelize first and call "
+            "get_peft_model with what that returns"
+        )
+    if "_penstock" in model.__dict__:
+        raise ValueError("the model is scheduled already: parallelize it once")
 
 
 def scheduled(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: str | Decision) -> Any:
     """Let a schedule run the training steps of a model that has its share of experts; returns the model."""
-    model = found.model
-    recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    if recomputes:
+    model, engine = found.model, _engine(found, machinery, parallel, plan)
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         model.gradient_checkpointing_disable()  # layers by themselves would recompute what they send
-    engine = schedule(model, _engine(found, machinery, parallel, plan))
-    if recomputes:
         engine.recompute("blocks")
+    schedule(model, engine)
     return model
 
 
@@ -106,8 +123,7 @@ def _found(model: Any, ep_plan: EpPlan | None) -> Found:
     try:
         check(model, Decoder(model, found.family, layers, calls, type(model).forward))
     finally:
-        for cut in cuts.values():
-            cut.undo()
+        _undo(cuts)
     return found
 
 
@@ -124,17 +140,26 @@ def _engine(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: 
     layout, calls = machinery.layout, Calls()
     planner = planner_of(plan, found.sizes, layout, parallel)
     cuts = _cuts(found)
-    layers = _layers(found, cuts, calls, layout.ep_size, layout.ep_rank)
-    decoder = Decoder(found.model, found.family, layers, calls, type(found.model).forward)
-    stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first)
+    try:
+        layers = _layers(found, cuts, calls, layout.ep_size, layout.ep_rank)
+        decoder = Decoder(found.model, found.family, layers, calls, type(found.model).forward)
+        stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first)
+        if layout.ep_size > 1:
+            machinery.transports.open([(Lane.INTER, Group.EXPERT)])
+    except BaseException:
+        _undo(cuts)
+        raise
     stack.mark_experts()
-    if layout.ep_size > 1:
-        machinery.transports.open([(Lane.INTER, Group.EXPERT)])
-        for layer, cut in cuts.items():
-            moe = layers[layer].moe
-            assert moe is not None
-            cut.spread = Spread(machinery, moe)
+    for layer, cut in cuts.items():
+        cut.ranks, moe = layout.world_size, layers[layer].moe
+        assert moe is not None, "it is cut where it has experts"
+        cut.spread = Spread(machinery, moe) if layout.ep_size > 1 else None
     return Engine(stack, decoder, planner)
+
+
+def _undo(cuts: Mapping[int, Cut]) -> None:
+    for cut in cuts.values():
+        cut.undo()
 
 
 def _cuts(found: Found) -> dict[int, Cut]:

@@ -7,7 +7,7 @@ Shapes: T tokens, M hidden size, E experts (total), k choices per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,8 +28,8 @@ Spread = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Caught:
     """What experts were called with.
 
-    logits_TE: of the router, as it returned them. attended_T: bool, the tokens that count for a balance loss;
-    None: all.
+    logits_TE: of the router, as it returned them. balances: whether its probabilities count for a balance
+    loss. attended_T: bool, the tokens that count for it; None: all.
     """
 
     x_TM: Tensor
@@ -37,13 +37,15 @@ class Caught:
     weights_Tk: Tensor
     logits_TE: Tensor
     attended_T: Tensor | None = None
+    balances: bool = False
 
 
 class Cut:
     """Stands in place of the `forward` of the experts of one MoE block, and of its shared experts.
 
     shared: the module of shared experts, or None. top_k: experts per token. spread: how experts run when the
-    model is not cut, where other ranks hold some of them. form: how experts are called.
+    model is not cut, where other ranks hold some of them. ranks: how many train the model. form: how experts
+    are called.
     """
 
     def __init__(self, *, experts: Any, router: nn.Module, shared: Any, top_k: int, form: ExpertForm) -> None:
@@ -53,6 +55,7 @@ class Cut:
         self._asked: RouterCall | None = None
         self._caught: Caught | None = None
         self.spread: Spread | None = None
+        self.ranks = 1
         # As attributes of the modules, which keep their classes: `nn.Module.__call__` looks there first.
         experts.forward = self._meet
         self._hook = router.register_forward_hook(self._note)
@@ -96,11 +99,28 @@ class Cut:
         if self.shared is not None:
             del self.shared.forward
 
+    def is_whole(self) -> bool:
+        """Whether the modules still call what stands in their place."""
+        met = self.experts.__dict__.get("forward") == self._meet
+        return met and (self.shared is None or self.shared.__dict__.get("forward") == self._pass)
+
     def _note(self, router: nn.Module, given: Any, returned: Any) -> None:
         del router
         self._asked = RouterCall(given, returned)
 
+    def _refuse_gradients(self, given: Sequence[Tensor]) -> None:
+        """Raise ValueError where backward would leave no gradient, or only this rank's part of it."""
+        entering = (*given, *self.experts.parameters())
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in entering):
+            raise ValueError(
+                f"{type(self.experts).__name__} was called with gradients enabled, outside of a training "
+                "step: backward would leave no gradients that belong to all ranks. For a loss give the "
+                "scheduled model labels=... in training mode; for anything else use torch.no_grad()"
+            )
+
     def _meet(self, *given: Tensor) -> Tensor:
+        if not self._cutting and self.ranks > 1:
+            self._refuse_gradients(given)
         if not self._cutting and self.spread is None:
             self._asked = None
             out: Tensor = type(self.experts).forward(self.experts, *given)
@@ -122,16 +142,13 @@ class Cut:
 
 
 class CutGate(Gate):
-    """The choice that the model's own router has made.
-
-    balances: whether the router's probabilities count for a balance loss.
-    """
+    """The choice that the model's own router has made."""
 
     kind = "token"
 
     def __init__(self, num_experts: int, cut: Cut) -> None:
         super().__init__(num_experts)
-        self.top_k, self._cut, self.balances = cut.top_k, cut, False
+        self.top_k, self._cut = cut.top_k, cut
 
     def forward(self, x_TM: Tensor, tokens: Tokens) -> TokenChoice:
         return self.choose(x_TM, tokens)
@@ -140,7 +157,7 @@ class CutGate(Gate):
         caught = self._cut.take()
         chosen_Tk = _without_padding(caught.experts_Tk, tokens)
         counted_Tk, probability_BE = chosen_Tk, x_TM.new_zeros(tokens.samples, self.num_experts)
-        if self.balances:
+        if caught.balances:
             probability_TE = caught.logits_TE.softmax(dim=-1)
             # As transformers counts: by logits and attention mask alone, whatever the router has chosen.
             judged = replace(tokens, valid_T=caught.attended_T)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -24,19 +25,24 @@ class Inputs:
     """What a step knows of its samples beside tokens and labels. first: the number of the first of them.
 
     mask_BL: the attention mask as it was given; positions_BL: of tokens, [1, L] where all samples have the
-    same.
+    same, or several such tables, [_, B, L]. balances: whether the router's probabilities count for a loss.
     """
 
     first: int = 0
     mask_BL: Tensor | None = None
     positions_BL: Tensor | None = None
+    balances: bool = False
 
     def of(self, keys: SampleKeys) -> dict[str, Tensor]:
         """Those of the samples of a microbatch, as the model takes them."""
         rows = slice(start := int(keys.sample_ids_B[0]) - self.first, start + len(keys.sample_ids_B))
-        given = {"attention_mask": self.mask_BL, "position_ids": self.positions_BL}
-        found = {name: value for name, value in given.items() if value is not None}
-        return {name: value if len(value) == 1 else value[rows] for name, value in found.items()}
+        found: dict[str, Tensor] = {}
+        if (mask_BL := self.mask_BL) is not None:
+            found["attention_mask"] = mask_BL if len(mask_BL) == 1 else mask_BL[rows]
+        if (positions_BL := self.positions_BL) is not None:
+            same = positions_BL.shape[-2] == 1
+            found["position_ids"] = positions_BL if same else positions_BL[..., rows, :]
+        return found
 
 
 @dataclass(frozen=True)
@@ -63,28 +69,49 @@ class _Recorder(nn.Module):
         return hidden_states
 
 
+@dataclass(frozen=True)
+class _Called:
+    """How every layer is to be called for one microbatch.
+
+    attended_T: bool, the tokens that the attention mask shows; None: all. balances: as `Inputs` has it.
+    """
+
+    layers: list[LayerCall]
+    attended_T: Tensor | None
+    balances: bool
+
+
 class Calls:
-    """How the layers are to be called for every microbatch of the step that runs, and its attention masks."""
+    """How layers are to be called for the microbatches of every step whose backward may be to come.
+
+    What a step keeps goes when its backward has run, or its loss is gone.
+    """
 
     def __init__(self) -> None:
-        self._by_first: dict[int, tuple[list[LayerCall], Tensor | None]] = {}
+        self._by_first: WeakValueDictionary[int, _Called] = WeakValueDictionary()
+        self._step: list[_Called] = []
 
-    def clear(self) -> None:
+    def begin(self) -> None:
         """Before a step."""
-        self._by_first.clear()
+        self._step = []
 
-    def put(self, keys: SampleKeys, calls: list[LayerCall], mask_BL: Tensor | None) -> None:
+    def end_with(self, loss: Tensor) -> None:
+        """After the forward pass of the step that has this loss."""
+        step, self._step = self._step, []
+        if loss.grad_fn is not None:
+            loss.grad_fn.register_hook(lambda *_: step.clear())
+
+    def put(self, keys: SampleKeys, layers: list[LayerCall], given: Inputs) -> None:
         """Of the microbatch with these samples."""
-        self._by_first[int(keys.sample_ids_B[0])] = calls, mask_BL
+        mask_BL = given.of(keys).get("attention_mask")
+        attended_T = None if mask_BL is None or mask_BL.dim() != 2 else mask_BL.bool().flatten()
+        called = _Called(layers, attended_T, given.balances)
+        self._step.append(called)
+        self._by_first[int(keys.sample_ids_B[0])] = called
 
-    def of(self, keys: SampleKeys, layer: int) -> LayerCall:
-        """Of one layer, for the microbatch with these samples."""
-        return self._by_first[int(keys.sample_ids_B[0])][0][layer]
-
-    def attended(self, keys: SampleKeys) -> Tensor | None:
-        """Which tokens of the microbatch the attention mask shows, bool [T]; None: all."""
-        mask_BL = self._by_first[int(keys.sample_ids_B[0])][1]
-        return None if mask_BL is None or mask_BL.dim() != 2 else mask_BL.bool().flatten()
+    def of(self, keys: SampleKeys) -> _Called:
+        """For the microbatch with these samples."""
+        return self._by_first[int(keys.sample_ids_B[0])]
 
 
 class CutLayer:
@@ -103,11 +130,11 @@ class CutLayer:
             none_Tk = x_TM.new_empty(0, self.cut.top_k)
             self.cut.put(Caught(x_TM, none_Tk.long(), none_Tk, x_TM.new_empty(0, self.moe.num_experts)))
             return h_BLM, x_TM
-        call = self._calls.of(keys, self.index)
+        called = self._calls.of(keys)
         with self.cut.open():
-            residual_BLM = _run(self.layer, h_BLM, call)
+            residual_BLM = _run(self.layer, h_BLM, called.layers[self.index])
         caught = self.cut.take()
-        self.cut.put(replace(caught, attended_T=self._calls.attended(keys)))
+        self.cut.put(replace(caught, attended_T=called.attended_T, balances=called.balances))
         return residual_BLM, caught.x_TM
 
     def here(self) -> Tensor:
@@ -142,8 +169,7 @@ class WholeLayer:
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
         out_BLM = h_BLM
         if len(h_BLM):
-            call = self._calls.of(keys, self.index)
-            out_BLM = _run(self.layer, h_BLM, call)
+            out_BLM = _run(self.layer, h_BLM, self._calls.of(keys).layers[self.index])
         return out_BLM, out_BLM.flatten(0, 1)
 
     def dense(self, x_TM: Tensor) -> Tensor:
@@ -191,8 +217,12 @@ class Decoder:
     def begin(self, inputs: Inputs, *, keep_logits: bool) -> None:
         """Before the forward pass of a step on these samples."""
         self._inputs, self.keeps_logits = inputs, keep_logits
-        self._calls.clear()
+        self._calls.begin()
         self.kept.clear()
+
+    def end_with(self, loss: Tensor) -> None:
+        """After the forward pass of a step: what its backward needs is there as long as its loss."""
+        self._calls.end_with(loss)
 
     def embed(self, tokens_BL: Tensor, keys: SampleKeys) -> Tensor:
         """Runs the decoder up to its first layer, and notes how it calls each."""
@@ -200,10 +230,9 @@ class Decoder:
             return torch.zeros(*tokens_BL.shape, self.hidden_size, dtype=self.dtype, device=tokens_BL.device)
         calls: list[LayerCall] = []
         entered: list[Tensor] = []
-        given = self._inputs.of(keys)
         with self._recording(calls, entered) as base:
-            base(input_ids=tokens_BL, use_cache=False, **given)
-        self._calls.put(keys, calls, given.get("attention_mask"))
+            base(input_ids=tokens_BL, use_cache=False, **self._inputs.of(keys))
+        self._calls.put(keys, calls, self._inputs)
         return entered[0]
 
     def head(self, h_BLM: Tensor, labels_BL: Tensor) -> Tensor:
@@ -237,9 +266,7 @@ class Decoder:
     @property
     def coefficient(self) -> float:
         """What weighs the balance loss: as in transformers, the model says so itself."""
-        config = self.base.config.get_text_config()
-        at_first = getattr(config, "router_aux_loss_coef", 0.0)
-        return float(getattr(self.model, "router_aux_loss_coef", at_first))
+        return float(self.model.router_aux_loss_coef)
 
     @property
     def hidden_size(self) -> int:

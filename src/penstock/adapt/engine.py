@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from penstock.adapt.balance import BalanceOverLayers
-from penstock.adapt.cut import CutGate
 from penstock.adapt.decoder import Decoder, Inputs
+from penstock.adapt.drift import check_alike, is_due
 from penstock.adapt.intact import check_intact
 from penstock.adapt.planning import Planner
 from penstock.dispatch import find_dispatch
@@ -71,7 +71,7 @@ class Engine:
         self._recompute: Recompute | None = None
         self._balance = BalanceOverLayers(stack.moe.top_k)
         self._planned = False
-        self._first = 0
+        self._first = self._steps = 0
 
     @property
     def layout(self) -> Layout:
@@ -89,12 +89,25 @@ class Engine:
         check_intact(self.decoder)
         self._prepare(given)
         ids_B = torch.arange(self._first, self._first + len(given.tokens_BL))
-        inputs = Inputs(self._first, given.mask_BL, given.positions_BL)
+        inputs = Inputs(self._first, given.mask_BL, given.positions_BL, given.balances)
         self._first += len(given.tokens_BL)
         self.decoder.begin(inputs, keep_logits=given.keep_logits)
         loss: Tensor = stack(given.tokens_BL, given.targets, ids_B, given.valid_tokens)
+        self.decoder.end_with(loss)
+        self._compare_parameters(loss)
         assert stack.statistics is not None
         return loss, stack.statistics.aux if given.balances else None
+
+    def check_alike(self) -> None:
+        """Raise ValueError, on all ranks, if they have drifted apart. All ranks call it."""
+        check_alike(self.decoder, self.stack.machinery.control)
+
+    def _compare_parameters(self, loss: Tensor) -> None:
+        """Now and then; after the forward pass, which tells of parameters that are not trained everywhere."""
+        if loss.requires_grad:
+            if is_due(self._steps):
+                self.check_alike()
+            self._steps += 1
 
     def kept_logits(self) -> Tensor | None:
         """Those of the last step, [B, L, V], if they were asked for."""
@@ -105,12 +118,10 @@ class Engine:
         stack = self.stack
         coefficient = self.decoder.coefficient if given.balances else 0.0
         moe: MoEConfig = replace(stack.moe, aux_loss_coeff=coefficient)
-        for layer in stack.moe_layers:
-            if layer is not None and isinstance(layer.gate, CutGate):
-                layer.gate.balances = given.balances
         stack.minimise(moe, self._balance, given.valid)
         stack.compute_in(_autocast_dtype(stack.machinery.device))
-        if stack.training and not (self._planned and self._reduces_all()):
+        trains = stack.training and torch.is_grad_enabled()  # else a plan would be measured without backward
+        if trains and not (self._planned and self._reduces_all()):
             sizes = stack.machinery.control.largest(given.tokens_BL.shape, "comparing the sizes of batches")
             batch, length = map(int, sizes)
             stack.adopt(self._planner.of(stack, batch, length, self._recompute))

@@ -48,9 +48,33 @@ def check_experts(experts: nn.Module, num_experts: int, rows: int, where: str) -
             )
 
 
+class Shares:
+    """This rank's share of the experts in some modules: consecutive ones, which are views of all until it
+    is settled that the others go.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], held: Sequence[int], num_experts: int) -> None:
+        found = {id(p): p for experts in modules for p in experts.parameters()}.values()
+        cut = len(held) < num_experts
+        self._whole = [(p, p.data, p.grad) for p in found if cut]
+        for parameter, whole, _ in self._whole:
+            share = whole.unflatten(0, (num_experts, -1))[held[0] : held[-1] + 1]
+            parameter.grad = None  # of another shape
+            parameter.data = share.flatten(0, 1)  # an optimizer may know the parameter
+
+    def settle(self) -> None:
+        """Give up the others: what stays gets memory of its own."""
+        while self._whole:  # one after the other, so that no two copies are held of more than one
+            parameter = self._whole.pop()[0]
+            parameter.data = parameter.data.clone()
+
+    def undo(self) -> None:
+        """Give the modules all experts again, and their gradients."""
+        for parameter, whole, grad in self._whole:
+            parameter.data, parameter.grad = whole, grad
+        self._whole = []
+
+
 def keep_shares(modules: Iterable[nn.Module], held: Sequence[int], num_experts: int) -> None:
-    """Of every module keep these experts of all, in memory of their own."""
-    for parameter in {id(p): p for experts in modules for p in experts.parameters()}.values():
-        if len(held) < num_experts:
-            kept = parameter.detach().unflatten(0, (num_experts, -1))[list(held)]  # a copy
-            parameter.data, parameter.grad = kept.flatten(0, 1), None  # an optimizer may know it
+    """Of every module keep these experts of all, which are consecutive, in memory of their own."""
+    Shares(modules, held, num_experts).settle()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.adapt.described import quiet
 from penstock.adapt.engine import Engine
+from penstock.adapt.weights import some_of
 from penstock.mesh import Group
 
 
@@ -23,17 +26,40 @@ def whole_state(
     machinery = engine.stack.machinery
     layout, control = machinery.layout, machinery.control
     state: dict[str, Any] = dict(model.state_dict() if given is None else given)
-    if layout.ep_size > 1:
-        members = layout.mesh.members(0, Group.EXPERT)
-        for name in expert_names(model, engine):
-            if layout.rank in members:
+    members = layout.mesh.members(0, Group.EXPERT)
+    if layout.ep_size > 1 and layout.rank in members:
+        whole: dict[int, Tensor] = {}
+        for name, parameter in expert_names(model, engine).items():
+            if id(parameter) not in whole:  # layers may share it, and are saved as sharing it
                 parts = control.collect(state[name].detach().cpu(), members, 0, f"saving {name}")
-                state[name] = torch.cat(parts) if parts else state[name]
+                whole[id(parameter)] = torch.cat(parts) if parts else state[name]
+            state[name] = whole[id(parameter)]
     return state if control.rank == 0 else None
 
 
-def expert_names(model: nn.Module, engine: Engine) -> list[str]:
-    """The names of all parameters of which this rank has a share."""
+def expert_names(model: nn.Module, engine: Engine) -> dict[str, nn.Parameter]:
+    """All parameters of which this rank has a share, by name; by several, if layers share them."""
     layers = range(len(engine.decoder.parts))
     held = {id(p) for layer in layers for p in engine.decoder.expert_parameters(layer)}
-    return [name for name, p in model.named_parameters() if id(p) in held]
+    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if id(p) in held}
+
+
+def check_names(model: Any, plain: Any, given: Mapping[str, Tensor] | None = None) -> None:
+    """Raise ValueError unless what is saved has the names that a model of this configuration has.
+
+    plain: its class. given: what is saved, where it is not the model's own state. Adapters that transformers
+    itself has put into a model are saved by themselves, without the model.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return
+    with quiet(), torch.device("meta"):
+        wanted = plain(copy.deepcopy(model.config)).state_dict().keys()
+    found = (model.state_dict() if given is None else given).keys()
+    missing, unexpected = sorted(wanted - found), sorted(found - wanted)
+    if missing or unexpected:
+        raise ValueError(
+            f"this is no {plain.__name__} of its configuration any more, and transformers would not read "
+            f"what is saved: missing {some_of(missing)}; unexpected "
+            f"{some_of(unexpected)}. Adapters of peft: merge them first (merge_and_unload), or "
+            "save them alone (save_pretrained of the PeftModel)"
+        )

@@ -58,6 +58,7 @@ FAMILIES = {
         Family(name="qwen3_moe"),
         Family(name="qwen2_moe", shared_module="shared_expert", shared=_gated_shared_expert),
         Family(name="qwen3_next", shared_module="shared_expert", shared=_gated_shared_expert),
+        Family(name="qwen3_5_moe_text", shared_module="shared_expert", shared=_gated_shared_expert),
         Family(name="olmoe"),
         Family(name="flex_olmo", finish=_normed),
         Family(name="deepseek_v2", shared_module="shared_experts", shared=_shared_experts),

@@ -22,6 +22,8 @@ def check_intact(decoder: Decoder) -> None:
             "model.loss_function was replaced, and a scheduled model computes the cross-entropy of the next "
             "tokens itself: leave it as transformers has it"
         )
+    if is_patched(decoder.base):
+        raise ValueError(patched(decoder.base, "parallelize the model without it"))
     layers = decoder.layers
     if len(layers) != len(decoder.parts):
         raise ValueError(
@@ -39,6 +41,19 @@ def check_intact(decoder: Decoder) -> None:
             _check_cut(part, layer, decoder)
 
 
+def is_patched(module: nn.Module) -> bool:
+    """Whether one module of its class calls something else: accelerate, hooks of device maps and the like."""
+    return "forward" in module.__dict__
+
+
+def patched(module: nn.Module, hint: str) -> str:
+    """What is said of such a module."""
+    return (
+        f"{type(module).__name__}.forward was replaced in this one module (accelerate does that for mixed "
+        f"precision and device maps), and steps would go on without what that adds: {hint}"
+    )
+
+
 def _check_cut(part: CutLayer, layer: Any, decoder: Decoder) -> None:
     block, family, cut = decoder.family.block_of(layer), decoder.family, part.cut
     experts = None if block is None else block.get_submodule(family.experts)
@@ -54,6 +69,11 @@ def _check_cut(part: CutLayer, layer: Any, decoder: Decoder) -> None:
     ):
         if found is not wanted:
             raise ValueError(_replaced(f"the {what} of layer {part.index} was", found))
+    for module in (layer, block):
+        if is_patched(module):
+            raise ValueError(patched(module, "parallelize the model without it"))
+    if not cut.is_whole():
+        raise ValueError(patched(experts, "leave those of a scheduled model as they are"))
     for module in (layer, block, experts, shared):
         if module is not None and any(_acting(module)):
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.adapt.experts import check_experts
 from penstock.adapt.family import Family
+from penstock.adapt.intact import is_patched, patched
 from penstock.adapt.planning import ModelSizes
 from penstock.moe import MoEConfig
 
@@ -111,7 +112,20 @@ def look(model: Any, family: Family) -> Found:
         )
     count = sizes.pop()
     top_k = _top_k(next(block for block in blocks if block is not None), family)
-    return Found(model=model, family=family, layers=layers, blocks=blocks, num_experts=count, top_k=top_k)
+    found = Found(model=model, family=family, layers=layers, blocks=blocks, num_experts=count, top_k=top_k)
+    _check_unpatched(found)
+    return found
+
+
+def _check_unpatched(found: Found) -> None:
+    """Raise ValueError if a module that steps run in parts calls something else than its class does."""
+    modules = [found.model, found.family.decoder(found.model)]
+    for layer, block in zip(found.layers, found.blocks, strict=True):
+        if block is not None:
+            modules += [layer, block, found.experts_of(block), found.shared_of(block)]
+    for module in modules:
+        if module is not None and is_patched(module):
+            raise ValueError(patched(module, "parallelize the model first, and prepare what that returns"))
 
 
 def _check_settings(model: Any, family: Family) -> None:

@@ -10,6 +10,7 @@ from penstock.autopilot.deciding import Beat, decided_slowly
 from penstock.autopilot.planned import Order
 from penstock.autopilot.profiling import profile_run
 from penstock.autopilot.start import find
+from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost, Workload
 from penstock.data import DataConfig
 from penstock.decision import Decision, GradientBytes, PlacementConfig, ScheduleConfig
@@ -33,6 +34,15 @@ LINE = 110
 
 FIRST_LENGTH = 128
 """Tokens per sample that a plan is made for before there was a step."""
+
+USUAL = Decision()
+UNKNOWN = (
+    ("samples", "masks and positions, which are the model's own, do not move with samples"),
+    ("experts", "experts are the model's own modules, whose shares stay on their ranks"),
+    ("dispatch", "rows of a model that is taken as it is travel to the ranks of their experts directly"),
+    ("compression", "rows of a model that is taken as it is travel as they are"),
+)
+"""What a decision may not say for a model of transformers, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +194,7 @@ class SearchedPlan:
 def planner_of(plan: str | Decision, sizes: ModelSizes, layout: Layout, parallel: ParallelConfig) -> Planner:
     """What makes the plan that `plan` asks for: "auto", a schedule's name, a decision.
 
-    Raises ConfigError for a name that is none.
+    Raises ConfigError for a name that is none, and for decisions that steps of such models do not know.
     """
     if plan == AUTO and layout.world_size == 1:
         return GivenPlan(_decision_of("sequential"), sizes, layout)
@@ -195,6 +205,11 @@ def planner_of(plan: str | Decision, sizes: ModelSizes, layout: Layout, parallel
 
 def _decision_of(plan: str | Decision) -> Decision:
     if isinstance(plan, Decision):
+        plan.check()
+        for name, why in UNKNOWN:
+            usual = getattr(USUAL, name)
+            if (value := getattr(plan, name)) != usual:
+                raise ConfigError(f"plan.{name}", value, why, f"Use {usual!r}.")
         return plan
     return ScheduleConfig(name=plan).decision("flat", PlacementConfig())
 

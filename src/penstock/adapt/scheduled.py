@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.adapt.engine import Engine, StepInputs
-from penstock.adapt.export import whole_state
+from penstock.adapt.export import check_names, whole_state
 from penstock.runtime.checks.misuse import refuse_data_parallel
 
 KNOWN = (
@@ -52,9 +52,15 @@ def schedule(model: nn.Module, engine: Engine) -> Engine:
     return engine
 
 
+def is_wrapped_by_peft(model: Any) -> bool:
+    """Whether it is a PeftModel, which holds a model of transformers and its adapters."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
 def engine_of(model: Any) -> Engine:
-    """What runs the steps of a scheduled model. Raises ValueError for any other."""
-    engine: Engine | None = model.__dict__.get("_penstock")
+    """What runs the steps of a scheduled model, also inside a model of peft. Raises ValueError for others."""
+    inner = model.get_base_model() if is_wrapped_by_peft(model) else model
+    engine: Engine | None = inner.__dict__.get("_penstock")
     if engine is None:
         raise ValueError(
             f"{type(model).__name__} is no scheduled model: give what parallelize or load_pretrained has "
@@ -79,7 +85,7 @@ def _forward(plain: Any) -> Callable[..., Any]:
                 "a scheduled model in training mode computes its loss inside the step, so it needs labels: "
                 "give labels=..., or call model.eval() to get logits without gradients"
             )
-        with torch.no_grad() if engine_of(self).layout.ep_size > 1 else nullcontext():
+        with torch.no_grad() if engine_of(self).layout.world_size > 1 else nullcontext():
             return plain.forward(self, **named)
 
     return forward
@@ -116,6 +122,12 @@ def _check_kinds(named: dict[str, Any]) -> None:
     mask = named.get("attention_mask")
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError(f"attention_mask must be one tensor in a training step, not {type(mask).__name__}")
+    positions, (samples, length) = named.get("position_ids"), named["input_ids"].shape
+    if positions is not None and positions.shape[-2:] not in ((samples, length), (1, length)):
+        raise ValueError(
+            f"position_ids must be [{samples}, {length}] or [1, {length}], as input_ids are, or several such "
+            f"tables, not {list(positions.shape)}"
+        )
 
 
 def _kept(logits_BLV: Tensor | None, named: dict[str, Any]) -> Tensor | None:
@@ -138,7 +150,7 @@ def _inputs_of(model: Any, named: dict[str, Any]) -> StepInputs:
         mask_BL=named.get("attention_mask"),
         positions_BL=named.get("position_ids"),
         valid=None if items is None else float(items),
-        balances=bool(balances),
+        balances=bool(balances) and hasattr(model, "router_aux_loss_coef"),  # else it has no such loss
         keep_logits=named.get("logits_to_keep") is not None,
     )
 
@@ -157,7 +169,10 @@ def _save_pretrained(plain: Any) -> Callable[..., Any]:
     @wraps(plain.save_pretrained)
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **named: Any) -> None:
         engine = engine_of(self)
-        state = whole_state(self, engine, named.pop("state_dict", None))
+        given = named.pop("state_dict", None)
+        check_names(self, plain, given)
+        engine.check_alike()
+        state = whole_state(self, engine, given)
         control = engine.stack.machinery.control
         failed = None
         if control.rank == 0:

@@ -34,7 +34,7 @@ class ScheduledTrainer(Trainer):
 
     def train(self, *arguments: Any, **named: Any) -> Any:
         """Raises ValueError for what would train something else: ranks that accelerate does not see, which
-        would all get the same data, losses averaged by rank, and scaled losses of float16.
+        would all get the same data, losses averaged by rank, scaled losses of float16, and a compiler.
         """
         seen, ranks = self.accelerator.num_processes, engine_of(self.model).layout.world_size
         if seen != ranks:
@@ -51,6 +51,11 @@ class ScheduledTrainer(Trainer):
             raise ValueError(
                 "fp16 = True: it scales losses, and ranks with different experts would not skip the same "
                 "steps; use bf16"
+            )
+        if self.args.torch_compile:
+            raise ValueError(
+                "torch_compile = True: a step runs the model in parts, which a compiler around the whole "
+                "would never see, so nothing would be compiled; leave it False"
             )
         return super().train(*arguments, **named)
 

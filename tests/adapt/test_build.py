@@ -1,0 +1,98 @@
+"""What `parallelize` refuses, and that a model that was refused is what it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import penstock
+from penstock.config import ConfigError
+from penstock.decision import Decision
+from tests.support.adapted import Batch, grads_of, small
+from tests.support.ranks import Pools
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (Decision(samples="netmoe"), r'plan\.samples = "netmoe": masks and positions'),
+        (Decision(experts="shadowing"), r'plan\.experts = "shadowing": experts are the model'),
+        (Decision(dispatch="node_once"), r'plan\.dispatch = "node_once": rows .* directly'),
+        (Decision(compression="int8"), r'plan\.compression = "int8": rows .* as they are'),
+        (Decision(schedule="nonsense"), r'schedule = "nonsense"'),
+        ("nonsense", r'name = "nonsense"'),
+    ],
+)
+def test_decisions_that_steps_do_not_know_are_refused(plan: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        penstock.parallelize(small("mixtral"), plan=plan)
+
+
+class Around(torch.nn.Module):
+    """As a PeftModel stands around a model of transformers."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base_model, self.peft_config = model, {"default": None}
+
+    def get_base_model(self) -> Any:
+        return self.base_model
+
+
+def test_a_model_of_peft_is_refused() -> None:
+    around = Around(small("mixtral"))
+    with pytest.raises(ValueError, match=r"parallelize\(model\.get_base_model\(\), \.\.\.\)"):
+        penstock.parallelize(around)
+    penstock.parallelize(around.get_base_model())
+    around.base_model(**Batch().inputs()).loss.backward()
+    assert penstock.clip_grad_norm_(around, 1.0) > 0
+
+
+def refuse_late(rank: int, world: int) -> None:
+    """First by the plan, then by the last parameter that the runtime looks at."""
+    model, given = small("mixtral"), Batch().inputs(rank, rank + 1)
+    model.gradient_checkpointing_enable()
+    model(**given).loss.backward()
+    before, grads = {name: p.detach().clone() for name, p in model.named_parameters()}, grads_of(model)
+    hooks = hooks_of(model)
+    head = model.lm_head.weight
+    for plan, weight, words in (
+        ("nonsense", head, "nonsense"),
+        ("flowmoe", torch.nn.Parameter(head.to("meta")), "lm_head.weight is on meta"),
+    ):
+        model.lm_head.weight = weight
+        with pytest.raises(ValueError, match=words):
+            penstock.parallelize(model, ep_size=world, plan=plan)
+        model.lm_head.weight = head
+        check_unchanged(model, before, grads)
+        assert hooks_of(model) == hooks
+    model(**given).loss.backward()
+    model.zero_grad()
+    penstock.parallelize(model, ep_size=world, plan="flowmoe")
+    model(**given).loss.backward()
+    held = model.model.layers[0].mlp.experts.down_proj
+    assert (
+        held.untyped_storage().nbytes()
+        == held.nbytes
+        == before["model.layers.0.mlp.experts.down_proj"].nbytes / world
+    )
+
+
+def hooks_of(model: Any) -> list[int]:
+    return [len(module._forward_hooks) for module in model.modules()]
+
+
+def check_unchanged(model: Any, before: dict[str, Tensor], grads: dict[str, Tensor]) -> None:
+    assert all(p.equal(before[name]) for name, p in model.named_parameters())
+    assert all(grad.equal(grads[name]) for name, grad in grads_of(model).items())
+    assert len(grads_of(model)) == len(grads)
+    assert model.is_gradient_checkpointing
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.slow
+def test_a_model_that_was_refused_is_what_it_was(ranks: Pools) -> None:
+    ranks(2).run(refuse_late, 2)

@@ -1,0 +1,40 @@
+"""Ranks that scale gradients differently are told so, and not after a long time."""
+
+from __future__ import annotations
+
+from itertools import count, islice
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock
+from penstock.adapt.drift import is_due
+from tests.support.adapted import Batch, small
+from tests.support.ranks import Pools
+
+
+def test_the_first_steps_are_compared_soon() -> None:
+    assert list(islice(filter(is_due, count()), 9)) == [1, 2, 4, 8, 16, 32, 64, 128, 192]
+
+
+def clip_by_rank(rank: int, world: int, folder: str) -> list[str]:
+    """What is said after an update with gradients that were scaled by each rank's own norm."""
+    model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe")
+    given = Batch().inputs(rank, rank + 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(**given).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    said = []
+    for again in (lambda: model(**given), lambda: model.save_pretrained(folder)):
+        with pytest.raises(ValueError) as caught:
+            again()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.slow
+def test_a_norm_of_one_rank_is_no_norm_to_clip_by(ranks: Pools, tmp_path: Path) -> None:
+    for said in ranks(2).run(clip_by_rank, 2, str(tmp_path)):
+        assert all("Clip with penstock.clip_grad_norm_" in each for each in said)

@@ -1,0 +1,134 @@
+"""Steps that are not one forward pass and its backward, and batches that are not like others."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import penstock
+from penstock.adapt.decoder import LayerCall
+from tests.support.adapted import Batch, distance, grads_of, share_of, small
+from tests.support.ranks import Pools
+
+
+def check_grads(found: Any, wanted: Any, rank: int = 0) -> None:
+    expected = grads_of(wanted)
+    assert grads_of(found).keys() == expected.keys()
+    for name, grad in grads_of(found).items():
+        assert distance(grad, share_of(expected[name], grad, rank)) < 1e-5, name
+
+
+def calls_kept() -> int:
+    """How many calls of layers are remembered in this process."""
+    gc.collect()
+    return sum(isinstance(each, LayerCall) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_second_forward_pass_before_the_first_backward(again: bool) -> None:
+    """Each with masks, positions and losses of its own; nothing is kept afterwards."""
+    before = calls_kept()
+    wanted, model = (small("mixtral") for _ in range(2))
+    penstock.parallelize(model, plan="flowmoe")
+    if again:
+        model.gradient_checkpointing_enable()
+    first = {**Batch(padded=True).inputs(), "output_router_logits": True}
+    second = Batch(samples=3, length=9, seed=6).inputs()
+    for each in (wanted, model):
+        losses = [each(**given).loss for given in (first, second)]
+        each(**second)  # without any backward
+        for loss in losses:
+            loss.backward()
+    check_grads(model, wanted)
+    assert calls_kept() == before, "losses are still there"
+
+
+def without_gradients_first(rank: int, world: int) -> tuple[float, bool]:
+    model = penstock.parallelize(small("mixtral"), ep_size=world)
+    with torch.no_grad():
+        loss: Tensor = model(**Batch().inputs(2 * rank, 2 * rank + 2)).loss
+    return loss.item(), loss.requires_grad
+
+
+@pytest.mark.slow
+def test_a_first_step_without_gradients_needs_no_plan(ranks: Pools) -> None:
+    wanted = small("mixtral")(**Batch().inputs()).loss.item()
+    assert ranks(2).run(without_gradients_first, 2) == [(pytest.approx(wanted, rel=1e-5), False)] * 2
+
+
+def unequal_step(rank: int, world: int) -> None:
+    """One rank has all samples, another none; of its own it has the gradients all the same."""
+    wanted, model = (small("mixtral") for _ in range(2))
+    penstock.parallelize(model, ep_size=world, plan="flowmoe")
+    given = Batch(padded=True).inputs()
+    found = model(**{name: each[: len(each) * (1 - rank)] for name, each in given.items()})
+    expected = wanted(**given).loss
+    assert found.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    found.loss.backward()
+    expected.backward()
+    check_grads(model, wanted, rank)
+
+
+@pytest.mark.slow
+def test_a_rank_may_have_no_samples(ranks: Pools) -> None:
+    ranks(2).run(unequal_step, 2)
+
+
+def test_a_batch_without_labels_to_predict() -> None:
+    """In evaluation as in transformers, where the mean of nothing is no number; a step changes nothing."""
+    wanted, model = (small("mixtral") for _ in range(2))
+    penstock.parallelize(model)
+    given = Batch().inputs()
+    given["labels"].fill_(-100)
+    for each in (wanted, model):
+        assert math.isnan(each.eval()(**given).loss.item())
+    loss = model.train()(**given).loss
+    loss.backward()
+    assert loss.item() == 0 and not any(grad.any() for grad in grads_of(model).values())
+
+
+def resized(model: Any) -> Any:
+    torch.manual_seed(3)
+    model.resize_token_embeddings(70)
+    return model
+
+
+def test_embeddings_may_be_resized(tmp_path: Any) -> None:
+    wanted, model = resized(small("mixtral")), penstock.parallelize(small("mixtral"))
+    model(**Batch().inputs()).loss.backward()
+    model.zero_grad()
+    resized(model)
+    given = Batch().inputs()
+    given["input_ids"][0, 0] = 69
+    for each in (wanted, model):
+        each(**given).loss.backward()
+    check_grads(model, wanted)
+    model.save_pretrained(tmp_path)
+    assert type(wanted).from_pretrained(tmp_path).lm_head.weight.equal(model.lm_head.weight)
+
+
+def test_several_tables_of_positions() -> None:
+    """As models have them that also see: of time, height and width, for every sample."""
+    wanted, model = (small("qwen3_5_moe_text") for _ in range(2))
+    penstock.parallelize(model, plan="flowmoe")
+    generator = torch.Generator().manual_seed(3)
+    positions_3BL = torch.randint(12, (3, 4, 12), generator=generator).sort(-1).values
+    given = {**Batch().inputs(), "position_ids": positions_3BL}
+    for each in (wanted, model):
+        each(**given).loss.backward()
+    check_grads(model, wanted)
+
+
+@pytest.mark.parametrize(
+    "positions", [torch.arange(12), torch.zeros(2, 12).long(), torch.zeros(4, 3, 12).long()]
+)
+def test_positions_of_other_samples_are_refused(positions: Tensor) -> None:
+    model: Callable[..., Any] = penstock.parallelize(small("mixtral"))
+    with pytest.raises(ValueError, match=r"position_ids must be \[4, 12\] or \[1, 12\]"):
+        model(**Batch().inputs(), position_ids=positions)

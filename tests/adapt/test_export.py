@@ -1,0 +1,58 @@
+"""What is saved has the names that transformers looks for, and all experts under each of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import penstock
+from tests.support.adapted import small
+from tests.support.ranks import Pools
+
+ONE, OTHER = (f"model.layers.{layer}.mlp.experts.down_proj" for layer in range(2))
+
+
+def sharing() -> Any:
+    """A model with a second layer that has a parameter of its experts from the first."""
+    model = small("gpt_oss")
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.down_proj = first.down_proj
+    return model
+
+
+def tied(model: Any) -> Any:
+    """A model that says so: what is shared is then saved once."""
+    model._tied_weights_keys = {**type(model)._tied_weights_keys, OTHER: ONE}
+    return model
+
+
+def save_what_layers_share(rank: int, world: int, folder: str) -> None:
+    del rank
+    model = penstock.parallelize(sharing(), ep_size=world, plan="flowmoe")
+    with pytest.raises(RuntimeError, match=r"shared tensors|rank 0 could not save"):
+        model.save_pretrained(folder)
+    tied(model).save_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_experts_that_layers_share_are_saved_as_transformers_does(ranks: Pools, tmp_path: Path) -> None:
+    """Which refuses them, unless the model says that they are shared."""
+    ranks(2).run(save_what_layers_share, 2, str(tmp_path / "spread"))
+    tied(sharing()).save_pretrained(tmp_path / "plain")
+    found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("spread", "plain"))
+    assert found.keys() == wanted.keys() and ONE in found and OTHER not in found
+    assert all(tensor.equal(wanted[name]) for name, tensor in found.items())
+
+
+def test_what_transformers_would_not_read_is_refused(tmp_path: Path) -> None:
+    model = penstock.parallelize(small("mixtral"))
+    with pytest.raises(ValueError, match=r"missing lm_head\.weight, .* and \d+ more; unexpected other\."):
+        model.save_pretrained(tmp_path, state_dict={"other": torch.ones(1)})
+    model.adapter = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"missing nothing; unexpected adapter\.bias, .*merge_and_unload"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
