@@ -136,7 +136,7 @@ def _summary(name: str, rate: float, turns: Sequence[_Turn], base: Sequence[floa
         iterations_s=seconds,
         speedup=Spread.of([first / own for first, own in zip(base, seconds, strict=True)]),
         uplink_bytes=median(turn.uplink_bytes for turn in turns),
-        imbalance=fmean(turn.mean("rank_load_max_over_mean") for turn in turns),
+        imbalance=fmean(turn.mean("rank_rows_max_over_mean") for turn in turns),
         crossing=fmean(turn.mean("rows_crossing_nodes") for turn in turns),
         loss=turns[-1].steps[-1]["loss"],
     )

@@ -24,7 +24,7 @@ from penstock.runtime import PipelinedStack
 from penstock.topology import Control, Layout, ProcessInfo, detect, find_node_size, leave
 from penstock.topology.blame import give_up, reason
 from penstock.topology.join import ALONE, joined
-from penstock.train.assemble import build_machinery, build_stack, pick_device
+from penstock.train.assemble import build_machinery, build_stack, on_device, pick_device
 from penstock.train.config import RunConfig
 from penstock.train.pilot import Ranks
 
@@ -101,7 +101,8 @@ def _read(config: RunConfig | str | Path | None, settings: Sequence[str]) -> Run
 
 def _built(config: RunConfig, info: ProcessInfo, device: torch.device, make_moe: MakeLayer | None) -> Session:
     """The model with its first plan, as `penstock train` makes them."""
-    config, control = config.resolved(info.world_size), Control(info.rank, info.world_size)
+    config = on_device(config.resolved(info.world_size), device)
+    control = Control(info.rank, info.world_size)
     node_size = find_node_size(control, info.local_rank)
     ranks = Ranks(control=control, device=device, node_size=node_size)
     say = _say if info.rank == 0 else _silent

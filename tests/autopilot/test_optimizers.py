@@ -14,7 +14,7 @@ from penstock.decision import Decision
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan import PlanFile, Problem, estimate_memory
-from penstock.plan.optimizers import whole_s
+from penstock.plan.candidate import whole_s
 from penstock.plan.plan_config import PlanConfig
 from penstock.topology import Layout
 from penstock.train.config import RunConfig

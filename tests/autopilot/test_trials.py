@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from penstock.autopilot.planned import Planned, Rival
 from penstock.autopilot.trials import TRIAL_STEPS, Trials, worth_while
 from penstock.decision import Decision
-from penstock.plan import evaluate
+from penstock.plan import PlanFile, evaluate
+from penstock.plan.candidate import whole_s
+from penstock.plan.optimizers import sharing_updates
 from penstock.plan.plan_config import DROPPED_STEPS
+from penstock.plan.plan_file import OtherPlan
+from penstock.plan.predict import closing_s
 from tests.plan.problems import problem
 
 EACH = problem()
@@ -65,10 +70,22 @@ def test_turns_of_equal_length_and_the_fastest_is_kept() -> None:
 def test_later_predictions_are_corrected_like_the_first() -> None:
     kept = run({"penstock": 0.5, "flowmoe": 0.3, "sequential": 0.4})[0].turn
     penstock, lina = (evaluate(EACH, Decision(schedule=name)) for name in ("penstock", "lina"))
-    assert kept.expected_s(penstock) == pytest.approx(0.5 / predicted_s() * penstock.predicted_s)
+    assert kept.expected_s(penstock) == pytest.approx(0.5 / predicted_s() * whole_s(EACH, penstock))
     usual = (0.5 / predicted_s() + 1.5 + 0.4 / 0.3) / 3
-    assert kept.expected_s(lina) == pytest.approx(usual * lina.predicted_s)
-    assert planned().expected_s(lina) == lina.predicted_s
+    assert kept.expected_s(lina) == pytest.approx(usual * whole_s(EACH, lina))
+    assert planned().expected_s(lina) == whole_s(EACH, lina)
+
+
+def test_steps_are_measured_with_their_updates_and_predicted_with_them(tmp_path: Path) -> None:
+    found = evaluate(EACH, planned().choice)
+    assert predicted_s() == found.predicted_s + closing_s(EACH) > found.predicted_s
+    planned().save(tmp_path, "a model")
+    paper = PlanFile.read(tmp_path / "plan.json")
+    assert paper.predicted_s == predicted_s() >= paper.lower_bound_s > found.bound.seconds
+    (other,) = OtherPlan.among(EACH, [found])
+    assert other.predicted_s == predicted_s()
+    sharded = sharing_updates(EACH)
+    assert whole_s(sharded, evaluate(sharded, found.choice)) == evaluate(sharded, found.choice).predicted_s
 
 
 def test_only_runs_that_gain_by_it_try_plans() -> None:

@@ -12,7 +12,7 @@ from penstock.bench.naming import Named
 def turn(seconds: float, loss: float = 2.0) -> _Turn:
     """Steps that took so long, after some slower ones that do not count."""
     slow = [{"iteration_s": 9.0, "loss": 3.0}] * 4
-    loads = {"rank_load_max_over_mean": [1.5, 1.7], "rows_crossing_nodes": [0.5, 0.3]}
+    loads = {"rank_rows_max_over_mean": [1.5, 1.7], "rows_crossing_nodes": [0.5, 0.3]}
     return _Turn(steps=[*slow, *[{"iteration_s": seconds, "loss": loss, **loads}] * 3], uplink_bytes=2e6)
 
 

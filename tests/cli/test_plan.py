@@ -215,3 +215,21 @@ def test_a_busiest_rank_costs_time(capsys: pytest.CaptureFixture[str], tmp_path:
     assert main([*SMALL, "--imbalance", "99"]) == 2
     error = capsys.readouterr().err
     assert "--imbalance = 99.0" in error and "Use 1 for even routing" in error
+
+
+@pytest.mark.slow
+def test_a_plan_that_moves_has_the_order_that_was_found_and_fits_into_memory(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    routed = ["plan", "--model", "MoE-GPT-S", "--layers", "1", "--cluster", "fsmoe-testbed-b"]
+    routed += ["--budget", "0.01", "--recompute", "none", "--routing", "hot_expert,hot_share=0.5"]
+    routed += ["--json", "--out", str(path)]
+    free = json.loads(run(routed, capsys))["moving"]
+    choice = PlanFile.read(path).choice
+    assert free["pays"] and choice.experts != "none"
+    assert choice.priority == free["best"]["priority"] != free["still"]["priority"] == "critical_path"
+    limit = free["still"]["memory_bytes"]
+    tight = json.loads(run([*routed, "--memory-gib", str(limit / 2**30)], capsys))["moving"]
+    assert not tight["pays"] and "Experts  moving does not fit" in tight["lines"][-1]
+    assert PlanFile.read(path).memory_bytes <= limit

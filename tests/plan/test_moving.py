@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from penstock.cost import routing_sizes
-from penstock.cost.placed import Evidence
-from penstock.decision import Decision, Movable
-from penstock.plan import Problem, Subject, explain, find_plan
-from penstock.plan.moving import WORTH, weigh, with_routing
+from penstock.cost.placed import Evidence, SampleMover, planned_hostings, planning_share
+from penstock.decision import Decision, Movable, PlacementConfig
+from penstock.ops import Op
+from penstock.placing import ExpertCosts
+from penstock.plan import MemoryBudget, Problem, Subject, explain, find_plan
+from penstock.plan.moving import WORTH, in_full, weigh, with_routing
 from penstock.report.plan import PlanReport
 from penstock.workloads import RoutingConfig, routing_of
 from tests.plan.problems import problem
+from tests.support.searching import short_search
 
 CHOICE = Decision(schedule="moe_pipeline")
+Costs = Sequence[ExpertCosts]
 
 
 def routed(text: str, movable: Movable) -> Problem:
@@ -77,3 +83,74 @@ def test_ranks_wait_as_their_loads_differ() -> None:
     assert others == pytest.approx([4 * 0.2] * 3, rel=0.2)
     slow = replace(one, slowness=(2.0,) * 4)
     assert slow.paces == pytest.approx([2 * pace for pace in one.paces])
+
+
+def test_what_does_not_fit_is_not_taken_and_that_is_said() -> None:
+    each = routed(
+        "hot_expert,hot_share=0.5", Movable(samples=("none", "netmoe"), experts=("none", "planned"))
+    )
+    free = weigh(each, [CHOICE])
+    assert free.moves and free.best.memory_bytes > free.still.memory_bytes
+    tight = weigh(each, [CHOICE], memory=MemoryBudget(bytes=free.best.memory_bytes - 1))
+    assert tight.best.memory_bytes <= free.still.memory_bytes and tight.best.choice.experts == "none"
+    samples, experts = tight.lines
+    assert samples.startswith("Samples  moving ") and "not fit" not in samples
+    assert experts.startswith("Experts  moving does not fit: planned with 1 guest slot needs ")
+
+
+def test_what_was_weighed_by_a_quick_rule_gets_the_order_that_was_asked_for() -> None:
+    each = routed("hot_expert,hot_share=0.5", Movable(experts=("none", "planned")))
+    asked = Decision(schedule="penstock", priority="search")
+    found = weigh(each, [asked])
+    with short_search():
+        full = in_full(each, found, asked)
+    assert found.best.choice.priority == "critical_path"
+    assert full.best.choice == replace(found.best.choice, priority="search")
+    assert full.best.predicted_s <= found.best.predicted_s
+    assert in_full(each, replace(found, best=found.still), asked).best == found.still
+
+
+def test_what_is_given_moves_in_every_plan_that_is_compared() -> None:
+    movable = Movable(samples=("none", "netmoe"), experts=("planned",), guest_slots=(2,))
+    found = weigh(routed("hot_expert,hot_share=0.5", movable), [CHOICE])
+    for each in (found.still, found.best):
+        assert (each.choice.experts, each.choice.guest_slots) == ("planned", 2)
+    assert [line.split()[0] for line in found.lines] == ["Samples"]
+
+
+def test_samples_are_priced_where_the_settings_would_put_them() -> None:
+    each = routed("dirichlet,dirichlet_concentration=0.1", Movable(samples=("none", "netmoe")))
+    choice = replace(CHOICE, samples="netmoe")
+    blind = replace(each, placement=PlacementConfig(prediction="none", solver="kuhn_munkres"))
+    cut = each.cut(choice)
+    mover = SampleMover(work=each.workload, shape=cut, solver="kuhn_munkres", predicts=False)
+    wanted = mover.placed(each.evidence.now_DBYE) if each.evidence else None
+    found, usual = blind.placed(choice, cut), each.placed(choice, cut)
+    assert found is not None and usual is not None and wanted is not None
+    assert (found.held_YDB == wanted.held_YDB).all() and (found.held_YDB != usual.held_YDB).any()
+
+
+def test_guests_are_priced_with_the_slack_that_the_step_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Costs] = []
+
+    def noted(*given: Any) -> Any:
+        seen.append(given[4])
+        return planned_hostings(*given)
+
+    monkeypatch.setattr("penstock.plan.problem.planned_hostings", noted)
+    each = routed("hot_expert,hot_share=0.5", Movable(experts=("none", "planned")))
+    choice = replace(CHOICE, experts="planned")
+    assert each.placed(choice, each.cut(choice)) is not None
+    (costs,) = seen
+    hidden_s = [costs_of_layer.slack_s(1e9) for costs_of_layer in costs]
+    assert len(hidden_s) == 2 and max(map(max, hidden_s)) < 1e9, "not what Eq 8 takes for it"
+
+
+def test_planning_guests_takes_the_time_that_it_was_seen_to_take() -> None:
+    each = routed("hot_expert,hot_share=0.5", Movable(experts=("none", "planned")))
+    choice = replace(CHOICE, experts="planned")
+    plan = each.plan(choice)
+    placed, cost = each.placed(choice, plan.shape), each.cost(choice, plan.shape)
+    (task,) = [task for task in plan.graph.tasks if task.op == Op.PLAN_GUESTS]
+    assert placed is not None and 0 < placed.planning_s <= float(cost(task)[0])
+    assert planning_share(each.workload, 2) == 0.5, "two layers on four ranks: some plan one, some none"

@@ -10,8 +10,9 @@ from penstock.config import ConfigError
 from penstock.cost import ClusterConfig
 from penstock.decision import Decision
 from penstock.plan import Problem, estimate_memory, evaluate
+from penstock.plan.candidate import whole_s
 from penstock.plan.effort import Searched
-from penstock.plan.optimizers import Find, find_updated, sharing_updates, whole_s
+from penstock.plan.optimizers import Find, find_updated, sharing_updates
 from penstock.plan.search import FoundPlan
 from tests.plan.problems import problem
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from penstock.config import ConfigError, Table, Within
 from penstock.decision import TAIL, Decision, Field, Partition, Portion, Slot, register, unregister
 from penstock.plan import Candidate, PlanFile, Problem, evaluate
+from penstock.plan.candidate import whole_s
 from penstock.plan.space import space
 from tests.plan.problems import problem, problems
 from tests.support.draws import draws
@@ -51,7 +52,7 @@ def test_what_is_saved_is_read_and_replayed(
     file = saved(tmp_path_factory.mktemp("plans") / "deep" / "plan.json", each, found)
     assert file.choice == choice
     assert (file.predicted_s, file.memory_bytes, file.why) == (
-        found.predicted_s,
+        whole_s(each, found),
         found.memory_bytes,
         ("because",),
     )

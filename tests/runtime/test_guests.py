@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -21,12 +22,18 @@ from tests.steps import PLAIN
 from tests.support.hosted import Hosts, check_hosted, hosted_stack
 from tests.support.layouts import Layout, layout_case
 from tests.support.parity import Case, batch_of
+from tests.support.placers import RandomHomes
 from tests.support.ranks import Pools
 
 ROUTINGS = [("softmax raw", "sort"), ("noisy", "sort"), ("sigmoid", "merged"), ("deepseek", "merged")]
 """Gates whose choices tokens make, and the orders without fixed slots."""
 DISPATCHES = ("flat", "hierarchical_1d", "hierarchical_2d")
 EXPERTS = ("gelu", "swiglu", "module")
+
+
+def soak(layout: Layout) -> Any:
+    """For `make soak` alone."""
+    return pytest.param(layout, marks=pytest.mark.soak)
 
 
 def hosting_case(
@@ -109,6 +116,14 @@ def test_samples_move_too(ranks: Pools, schedule: str, dispatch: str, placer: st
 def test_ranks_that_share_experts_or_attention(ranks: Pools, layout: Layout) -> None:
     """Replicas are summed after guests came home; shards of an expert are guests of the same shards."""
     check_hosted(ranks, layout_case(layout, "penstock", "gather"), Hosts(slots=2, pieces=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(4, 2, 2, 2), *map(soak, ((4, 2, 4, 1), (4, 1, 2, 2)))])
+def test_samples_and_experts_move_where_ranks_share(ranks: Pools, layout: Layout) -> None:
+    """A sample's home is all ranks that share its tokens; a guest is hosted by all shards of its expert."""
+    step = replace(layout_case(layout, "penstock", "gather"), placer=RandomHomes())
+    check_hosted(ranks, step, Hosts(slots=2, pieces=2))
 
 
 def test_where_several_ranks_have_the_same_rows_guests_are_refused() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.decision import PlacementConfig
 from penstock.placement import ExpertPlacement, Hosting, PlacementError
 from penstock.runtime import PipelinedStack
+from penstock.runtime.hosting import Host
 from penstock.train.assemble import first_plan
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.optimizer import build_adamw, initialise_state
@@ -284,3 +285,15 @@ def test_fixed_slots_are_refused() -> None:
     case = replace(CASE, moe=replace(CASE.moe, capacity_factor=1.5))
     with pytest.raises(ValueError, match="every expert has a fixed number of rows"):
         adopt(stack_of(0, case), case)
+
+
+def test_a_room_that_comes_back_from_a_step_of_an_earlier_plan_is_not_lent_again() -> None:
+    stack = stack_of(0, CASE)
+    layers, host = stack.moe_layers, Host(stack.machinery.layout, stack.machinery.device)
+    shape = replace(stack.base_shape, guest_slots=1)
+    host.open(layers, shape)
+    under_way = host.lend(layers)
+    host.open(layers, replace(shape, guest_slots=2))
+    host.take_back(under_way)
+    slots = {room.guests.num_local_experts for room in host.lend(layers).rooms if room is not None}
+    assert slots == {2}

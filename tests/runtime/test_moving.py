@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.cost.placed import planned_hostings
 from penstock.mesh import Mesh
 from penstock.placement import EMPTY, ExpertPlacement, Hosting
 from penstock.placing.experts import PLANNERS
@@ -64,6 +65,14 @@ def test_plans_are_made_after_every_so_many_steps_and_judged_after_each() -> Non
         ExpertMoving(planner=planner, costs=COSTS, every=0)
 
 
+def test_a_new_plan_that_its_own_loads_do_not_pay_for_is_not_hosted() -> None:
+    """Its planner may price links otherwise: here it asks no price at all."""
+    dear = ExpertMoving(planner=planner, costs=costs_of((0, 1), row_s=1e-9, expert_bytes=1e9))
+    plans = Plans.none([Hosting.none(EVEN, 1)]).after([HOT], dear)
+    assert not plans.made[0].is_empty and plans.hostings[0].is_empty
+    assert planned_hostings(np.stack([HOT]), "least_loaded", 1, EVEN, [dear.costs])[0].is_empty
+
+
 def test_loads_are_those_of_the_own_expert_group_by_expert_holder() -> None:
     loads_PYE = np.arange(8 * 2 * 3, dtype=np.int32).reshape(8, 2, 3)
     mesh = Mesh(world_size=8, ep_size=2, esp_size=2)
@@ -80,6 +89,41 @@ def test_what_ranks_host_is_told_apart_by_its_hash() -> None:
     hashes = {Plans.none([hosting]).hash64 for hosting in (none, some)}
     assert len(hashes) == 2 and Plans.none([some]).hash64 in hashes
     assert Plans((some,), (False,)).hash64 not in hashes
+
+
+def tables(rng: np.random.Generator) -> list[np.ndarray[Any, Any]]:
+    """Loads of three layers, with many ties."""
+    return [rng.integers(0, high, (4, 8)) * 16 for high in (2, 4, 200)]
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_ranks_find_the_same_together_as_one_alone_whatever_ties_there_are(name: str) -> None:
+    """However many share the layers, and however a rank's copy of the loads lies in memory."""
+    rng, moving = np.random.default_rng(0), small(4, name)
+    plans = Plans.none([Hosting.none(ExpertPlacement.even(8, 4), 2)] * 3)
+    for number in range(40):
+        loads = tables(rng)
+        alone = plans.after(loads, moving)
+        places = 1 + number % 4
+        copies = [np.asfortranarray(each) for each in loads]
+        shares = [plans.share(copies, moving, place, places) for place in range(places)]
+        assert sum(map(len, shares)) == 3
+        assert plans.joined(shares, moving) == alone
+        plans = alone
+    assert not all(hosting.is_empty for hosting in plans.made)
+
+
+def test_a_rank_plans_its_own_layers_only() -> None:
+    asked: list[int] = []
+
+    def counting(problem: ExpertProblem) -> Hosting:
+        asked.append(int(problem.loads.sum()))
+        return planner(problem)
+
+    moving = ExpertMoving(planner=counting, costs=COSTS)
+    plans = Plans.none([Hosting.none(EVEN, 1)] * 3)
+    plans.share([HOT, 2 * HOT, 3 * HOT], moving, place=1, places=2)
+    assert asked == [2 * HOT.sum()]
 
 
 # ---- on ranks ----------------------------------------------------------------------------------------------
@@ -102,12 +146,15 @@ def test_planned_guests_change_nothing_but_speed(ranks: Pools, world_size: int, 
 
 
 def hosted_and_computed(rank: int, case: Case, hosts: Hosts) -> tuple[list[str], list[bool]]:
-    """After two steps: digests of what is hosted next, and whether ranks have guests."""
+    """After two steps: digests of what is hosted next, and whether ranks have guests. A step's loads have the
+    guests that it ran with."""
     stack = hosted_stack(rank, case, hosts)
     tokens, labels = batch_of(case)
     mine = case.mine(rank)
     for _ in range(2):
+        found = [hosting for hosting in stack.host.hostings if hosting is not None]
         stack(tokens[mine], labels[mine]).backward()
+        assert stack.loads.hostings == tuple(found)
     found = [hosting for hosting in stack.host.hostings if hosting is not None]
     return [hosting.digest for hosting in found], [hosting.is_empty for hosting in found]
 
@@ -135,5 +182,5 @@ def disagreeing(rank: int, case: Case) -> str:
 
 def test_ranks_that_plan_different_guests_are_told(ranks: Pools) -> None:
     for text in ranks(2).run(disagreeing, skewed(2, "sequential")):
-        assert "L0.PH.B" in text
+        assert "L0.PH.B" in text and "host others than it does, or plan in another way" in text
     ranks(2).close()

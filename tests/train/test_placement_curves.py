@@ -9,10 +9,11 @@ import torch
 
 from penstock.config import load
 from penstock.topology import Layout
-from penstock.train.assemble import build_machinery, build_stack
-from penstock.train.clip import clip_grad_norm
+from penstock.train.assemble import build_machinery, build_optimizer, build_stack
+from penstock.train.batches import Batch
 from penstock.train.config import RunConfig
-from penstock.train.optimizer import build_adamw, initialise_state
+from penstock.train.evaluate import evaluate
+from penstock.train.update import build_update
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow
@@ -34,13 +35,17 @@ SETTINGS = [
     "optimizer.lr=1e-2",
 ]
 BOTH = ["placement.samples=netmoe", "placement.experts=planned", "placement.guest_slots=2"]
+EVERYTHING = [*BOTH, "optimizer.sharded=true", "optimizer.shard_gradients=true", "plan.recompute=blocks"]
 LONG_S = 900.0
+EVALUATED, HELD_OUT = 6, 10_000
+"""After every so many steps the loss of this batch is asked for."""
 FLAVOURS = 4
 """Samples come in so many languages, so that they have favourite experts."""
 
 
 class Curve(NamedTuple):
-    """losses: of every step. hosted, moved: in how many steps guests were hosted, and samples away."""
+    """losses: of every step, and of evaluations between. hosted, moved: in how many steps guests were hosted,
+    and samples away."""
 
     losses: list[float]
     hosted: int
@@ -67,19 +72,21 @@ def curve(rank: int, world_size: int, overrides: list[str], steps: int, dtype: t
     stack = build_stack(
         config, build_machinery(layout, torch.device("cpu"), config.parallel, "float32"), dtype
     )
-    optimizer = build_adamw(stack.model.named_parameters(), config.optimizer)
-    initialise_state(optimizer)
+    update = build_update(stack, build_optimizer(stack, config.optimizer), config.optimizer)
     away, losses, hosted, moved = _Away(stack), [], 0, 0
     for step in range(steps):
         tokens_BL, labels_BL, ids_B = batch(config, layout, step)
         hosted += any(h is not None and not h.is_empty for h in stack.host.hostings)
         loss = stack(tokens_BL, labels_BL, ids_B)
-        loss.backward()
+        update.backward(loss, step + 1)
         moved += away.saw(ids_B)
-        clip_grad_norm(stack, config.optimizer.clip_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update.apply(accepted=True)
         losses.append(loss.item())
+        if (step + 1) % EVALUATED == 0:
+            tokens_BL, labels_BL, ids_B = batch(config, layout, HELD_OUT)
+            held_out = Batch(tokens_BL, labels_BL, ids_B, largest_batch=len(ids_B))
+            losses.append(evaluate(stack, [held_out]).loss)
+            away.saw(ids_B)
     stack.close()
     return Curve(losses, hosted, moved)
 
@@ -124,6 +131,15 @@ def check_double(ranks: Pools, world_size: int, steps: int) -> None:
 
 def test_losses_of_some_steps_are_those_without_moves(ranks: Pools) -> None:
     check_double(ranks, 2, 24)
+
+
+def test_with_shares_of_the_optimiser_and_blocks_computed_again_losses_are_the_same(ranks: Pools) -> None:
+    """All that changes memory and traffic, in one run, and nothing of it in the other."""
+    found = ranks(2).run(curves, 2, [[], EVERYTHING], 12, torch.float64, timeout_s=LONG_S)
+    for plain, all_of_it in found:
+        assert largest_difference(plain, all_of_it) < 1e-8
+        assert all_of_it.hosted > 6
+    assert sum(each[1].moved for each in found) > 4
 
 
 @pytest.mark.soak

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.mesh import Group, Mesh, node_of
-from penstock.placement import ExpertPlacement
+from penstock.placement import EMPTY, ExpertPlacement, Hosting
 from penstock.workloads.figures import LoadFigures, max_over_mean, rank_loads, relative_entropy
 
 
@@ -20,6 +20,23 @@ def test_written_out() -> None:
     assert found.expert_max_over_mean == found.rank_max_over_mean == (3.0,)
     assert found.crossing_nodes == (0.25,), "rank 1's"
     assert found.entropy == pytest.approx([-(0.25 * np.log(0.25) + 0.75 * np.log(0.75)) / np.log(4)])
+
+
+def test_rows_count_where_guests_compute_them_and_loads_are_compared_with_those_before() -> None:
+    """Rank 1 hosts the expert of rank 3, which three ranks want: it computes its own rows, and none of them
+    leaves its node any more."""
+    loads = np.zeros((4, 1, 4), dtype=np.int32)
+    loads[0, 0, 0], loads[1:, 0, 3] = 8, 8
+    before, even = loads.copy(), ExpertPlacement.even(4, 4)
+    before[1, 0] = (0, 8, 0, 0)
+    guests = [Hosting.local(even, [[EMPTY], [3], [EMPTY], [EMPTY]])]
+    mesh = Mesh(world_size=4, ep_size=4)
+    found = LoadFigures.of(loads, [even], mesh, 2, hostings=guests, before_PYE=before)
+    assert (found.rank_max_over_mean, found.rank_rows_max_over_mean) == ((3.0,), (2.0,))
+    assert found.crossing_nodes == (0.0,) and found.in_common == (0.75,)
+    alone = LoadFigures.of(loads, [even], mesh, 2, hostings=[Hosting.none(even, 1)])
+    assert alone.rank_rows_max_over_mean == alone.rank_max_over_mean == (3.0,)
+    assert alone.crossing_nodes == (0.25,) and alone.in_common is None
 
 
 def test_one_node_has_no_rows_that_leave_it() -> None:
@@ -60,3 +77,6 @@ def test_every_row_counts_at_the_rank_and_the_node_that_hold_its_expert(
     assert (rank_loads(loads.astype(np.int64), [placement], mesh)[:, 0] == ranks).all()
     found = LoadFigures.of(loads, [placement], mesh, 4)
     assert found.crossing_nodes == pytest.approx([away / loads.sum()])
+    guests = [Hosting.local(placement, [[EMPTY], *[[EMPTY]] * (mesh.ep_size - 2), [placement.held(0)[0]]])]
+    hosted = LoadFigures.of(loads, [placement], mesh, 4, hostings=guests)
+    assert hosted.crossing_nodes is not None and hosted.crossing_nodes[0] <= away / loads.sum()

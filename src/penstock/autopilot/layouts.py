@@ -155,7 +155,7 @@ def _chosen(config: RunConfig, ranks: Ranks, say: Say) -> LayoutSizes:
         files = _measured(config, possible, ranks, say)
     else:
         files = (decided(control, lambda: find_cluster(name), "reading the cluster file"),) * 2
-    memory = None if files[0].memory_bytes is None else MemoryBudget(bytes=files[0].memory_bytes)
+    memory = MemoryBudget.of(files[0].memory_bytes)
 
     def decide(beat: Beat) -> tuple[LayoutSizes, tuple[str, ...]]:
         def file_of(sizes: LayoutSizes) -> ClusterFile:

@@ -11,9 +11,10 @@ from penstock.cost.model_flops import ModelFlops
 from penstock.decision import Decision, PlacementConfig
 from penstock.moe import MoEConfig
 from penstock.plan import Candidate, PlanFile, Problem, estimate_memory, predict_s
+from penstock.plan.candidate import whole_s
 from penstock.plan.effort import Searched
 from penstock.plan.plan_file import OtherPlan
-from penstock.plan.predict import bound, interval_s, predicted_timeline
+from penstock.plan.predict import bound, closing_s, interval_s, predicted_timeline
 from penstock.runtime.moving import ExpertMoving
 from penstock.schedule import Schedule, StepPlan
 from penstock.step import StepShape, build_graph
@@ -26,7 +27,7 @@ from penstock.words import within
 
 @dataclass(frozen=True, kw_only=True)
 class Rival:
-    """A plan that may be tried, and the seconds per step that were predicted for it."""
+    """A plan that may be tried, and the seconds that were predicted for a whole step."""
 
     choice: Decision
     plan: StepPlan
@@ -71,11 +72,12 @@ class Planned:
         """The predicted seconds times the miss of its schedule, or the mean miss for one never tried."""
         misses = self.misses.values()
         usual = sum(misses) / len(misses) if misses else 1.0
-        return candidate.predicted_s * self.misses.get(candidate.choice.schedule, usual)
+        return whole_s(self.problem, candidate) * self.misses.get(candidate.choice.schedule, usual)
 
     @property
     def predicted_s(self) -> float:
-        return predict_s(self.problem, self.choice, self.plan)
+        """Of a whole step, as it is measured: clipping and update included."""
+        return predict_s(self.problem, self.choice, self.plan) + closing_s(self.problem)
 
     @property
     def predicted_words(self) -> str:
@@ -100,7 +102,8 @@ class Planned:
     def moving(self, placement: PlacementConfig) -> ExpertMoving | None:
         """How the guests of the next step are planned; None where experts stay."""
         work = self.problem.workload_of(self.choice)
-        return expert_moving(placement, self.choice, StepCost(self.plan.shape, work, self.problem.cluster))
+        cost = StepCost(self.plan.shape, work, self.problem.cluster)
+        return expert_moving(placement, self.choice, cost, self.plan)
 
     def knowing(self, paper: PlanFile) -> Planned:
         """The same with what a file says of this plan and of others."""
@@ -119,10 +122,9 @@ class Planned:
         candidate = Candidate(
             choice=self.choice,
             plan=self.plan,
-            predicted_s=self.predicted_s,
+            predicted_s=predict_s(self.problem, self.choice, self.plan),
             bound=bound(self.problem, self.choice, self.plan),
             memory_bytes=estimate_memory(self.problem, self.choice).total_bytes,
-            interval_s=interval_s(self.problem, self.predicted_s),
         )
         cluster = self.file.name if self.file is not None else "section [cluster]"
         paper = PlanFile.of(

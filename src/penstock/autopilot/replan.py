@@ -112,9 +112,8 @@ def _decide(
         line = f"{diagnosis.text}: keeping {now.name} in a new order ({predicted})"
     why = lines if best is found.best else now.lines if best is old else (line,)
     order = Order.of(best.plan)
-    others = OtherPlan.among(
-        [each for each in (old, found.best, *found.others) if each.choice != best.choice]
-    )
+    rest = [each for each in (old, found.best, *found.others) if each.choice != best.choice]
+    others = OtherPlan.among(now.problem, rest)
     return Verdict(
         choice=best.choice, order=order, why=why, line=line, searched=found.searched, others=others
     )

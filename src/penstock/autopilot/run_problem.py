@@ -59,6 +59,7 @@ def _problem(
         compressions=_compressions(config, layout),
         slowness=slowness,
         movable=config.placement.movable,
+        placement=config.placement,
         recompute=config.plan.open_recompute,
     )
 

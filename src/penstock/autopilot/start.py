@@ -26,7 +26,7 @@ from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.cost.doubts import summary
 from penstock.cost.match import mismatch
-from penstock.decision import Decision, ScheduleConfig
+from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.plan import (
     Candidate,
     MemoryBudget,
@@ -36,8 +36,8 @@ from penstock.plan import (
     explain,
     find_plan,
 )
+from penstock.plan.candidate import whole_s
 from penstock.plan.effort import Searched
-from penstock.plan.optimizers import whole_s
 from penstock.plan.plan_config import AUTO, GIVEN
 from penstock.plan.plan_file import OtherPlan
 from penstock.plan.predict import interval_s
@@ -56,6 +56,11 @@ _Found = tuple[int, list[tuple[Decision, Order, float]], tuple[str, ...], Search
 
 UNUSED = (
     "warning: section [schedule] (name {name}) is ignored because plan.source = {source}. "
+    "Set plan.source=given to use it"
+)
+
+UNMOVED = (
+    "warning: placement.{name} = {asked} is ignored because the plan in {source} has {planned}. "
     "Set plan.source=given to use it"
 )
 
@@ -115,8 +120,9 @@ def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
     def decide(beat: Beat) -> _Found:
         number, found, lines = _fastest(problems, file, config.plan.budget, say, beat)
         promising = [found.best, *_rivals(found, config.plan.trials - 1)]
-        orders = [(each.choice, Order.of(each.plan), each.predicted_s) for each in promising]
-        return number, orders, lines, found.searched, OtherPlan.among(found.others)
+        problem = problems[number]
+        orders = [(each.choice, Order.of(each.plan), whole_s(problem, each)) for each in promising]
+        return number, orders, lines, found.searched, OtherPlan.among(problem, found.others)
 
     decided_by = machinery.control, decide, "choosing a plan", config.parallel.timeout_s
     number, promising, lines, searched, others = decided_slowly(*decided_by)
@@ -192,6 +198,8 @@ def replay(config: RunConfig, machinery: Machinery, path: Path, say: Say) -> Pla
     if config.plan.cluster is not None:
         file = cluster_of(config, machinery, say)
         problem = run_problem(config, layout, file)
+    for line in overruled(config.placement, paper.choice, path):
+        say(line)
     plan = paper.step_plan(problem, str(path))
     interval = (paper.interval_s[0], paper.interval_s[1]) if len(paper.interval_s) == 2 else None
     predicted = f"{within(paper.predicted_s, interval)} per step were predicted"
@@ -224,7 +232,7 @@ def find(
     Memory is an estimate: if no plan fits by it, a warning is printed and the best plan is still taken,
     since the run will show whether it fits. beat: called after every simulation.
     """
-    memory = None if file.memory_bytes is None else MemoryBudget(bytes=file.memory_bytes)
+    memory = MemoryBudget.of(file.memory_bytes)
 
     def searched() -> FoundPlan:
         return find_plan(problem, memory=memory, budget=budget, progress=lambda _: beat())
@@ -253,3 +261,17 @@ def numbered(lines: Sequence[str], number: int) -> list[str]:
 def unused(schedule: ScheduleConfig) -> ScheduleConfig:
     """The section with nothing but the settings that count with every plan.source."""
     return ScheduleConfig(refine_after=schedule.refine_after)
+
+
+def overruled(placement: PlacementConfig, choice: Decision, path: Path) -> list[str]:
+    """Warnings of what section [placement] asks for and the plan of a file has otherwise."""
+    asked = {name: getattr(placement, name) for name in ("samples", "experts")}
+    if choice.guests:
+        usual = PlacementConfig()
+        own = {name: getattr(placement, name) for name in ("guest_slots", "split")}
+        asked |= {name: value for name, value in own.items() if value != getattr(usual, name)}
+    return [
+        UNMOVED.format(name=name, asked=value, source=path, planned=getattr(choice, name))
+        for name, value in asked.items()
+        if value not in (AUTO, getattr(choice, name))
+    ]

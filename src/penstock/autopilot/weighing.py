@@ -9,7 +9,8 @@ from penstock.autopilot.observing import Observer
 from penstock.autopilot.planned import Order, Planned
 from penstock.decision import Decision
 from penstock.decision.field import NOTHING_MOVES, Movable
-from penstock.plan.moving import weigh
+from penstock.plan import MemoryBudget
+from penstock.plan.moving import in_full, weigh
 from penstock.runtime import PipelinedStack
 from penstock.train.config import RunConfig
 
@@ -75,8 +76,10 @@ class Weighing:
 
 
 def _weighed(planned: Planned, adopts: bool, beat: Beat) -> _Verdict:
-    found = weigh(planned.problem, [planned.choice], beat)
+    problem, file = planned.problem, planned.file
+    memory = None if file is None else MemoryBudget.of(file.memory_bytes)
+    found = weigh(problem, [planned.choice], beat, memory)
     if not (adopts and found.moves):
         return _Verdict(lines=found.lines)
-    choice = replace(found.best.choice, priority=planned.choice.priority)
-    return _Verdict(lines=found.lines, choice=choice, order=Order.of(planned.problem.plan(choice)))
+    best = in_full(problem, found, planned.choice).best
+    return _Verdict(lines=found.lines, choice=best.choice, order=Order.of(best.plan))

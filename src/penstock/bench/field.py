@@ -19,7 +19,7 @@ from penstock.bench.tune import variants
 from penstock.cost import ProfiledCluster
 from penstock.decision import ScheduleConfig
 from penstock.plan import Candidate, FoundPlan, Problem, evaluate, explain, find_plan
-from penstock.plan.optimizers import whole_s
+from penstock.plan.candidate import whole_s
 from penstock.plan.predict import interval_s
 from penstock.plan.published import PUBLISHED
 from penstock.topology import Control, Layout

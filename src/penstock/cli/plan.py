@@ -24,11 +24,12 @@ from penstock.cli.out import check_out, save_out
 from penstock.config import UNSET, ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
+from penstock.decision import Decision
 from penstock.plan import MemoryBudget, PlanFile, Problem, Subject, explain, find_plan, published_problem
 from penstock.plan import Progress as Step
 from penstock.plan.effort import PLACEMENTS, check_budget
 from penstock.plan.layouts import find_layouts, with_layout
-from penstock.plan.moving import weigh, with_routing
+from penstock.plan.moving import Weighed, in_full, weigh, with_routing
 from penstock.plan.optimizers import Find, find_updated, sharing_updates
 from penstock.plan.plan_config import AUTO
 from penstock.plan.search import FoundPlan
@@ -172,7 +173,7 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
         find = partial(find_plan, memory=memory, progress=progress, budget=budget)
         subject, found, updates = _found(subject, find)
         explanation = explain(subject.problem, found, memory)
-        weighed = None if routed is None else weigh(_updating(routed, subject), [found.best.choice])
+        weighed = None if routed is None else _weighed(_updating(routed, subject), found.best.choice, memory)
     best = found.best if weighed is None or not weighed.moves else weighed.best
     moving = () if weighed is None else weighed.lines
     why = (*explanation.lines, *updates, *found.searched.lines, *moving)
@@ -205,6 +206,11 @@ def _found(subject: Subject, find: Find) -> tuple[Subject, FoundPlan, tuple[str,
         return subject, find(subject.problem), ()
     problem, found, line = find_updated(subject.problem, subject.sharded, find)
     return replace(subject, problem=problem), found, (line,)
+
+
+def _weighed(problem: Problem, choice: Decision, memory: MemoryBudget | None) -> Weighed:
+    """The chosen plan with and without moving, in the order that was chosen."""
+    return in_full(problem, weigh(problem, [choice], memory=memory), choice)
 
 
 def _updating(routed: Problem, subject: Subject) -> Problem:
@@ -315,6 +321,8 @@ def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
     from penstock.train.config import RunConfig
 
     config = load(RunConfig, options.config, options.overrides).resolved(file.ranks)
+    gpus = file.measured is not None and file.measured.device != "cpu"
+    config = config.computing_in("bfloat16" if gpus else "float32")
     notes: tuple[str, ...] = ()
     if (options.layout or config.plan.layout) == AUTO:
         found = layouts.run_layouts(config, file, _memory(options.memory_gib, file.memory_bytes))
@@ -335,7 +343,7 @@ def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
 
 def _memory(wanted_gib: float | None, known_bytes: int | None) -> MemoryBudget | None:
     if wanted_gib is None:
-        return None if known_bytes is None else MemoryBudget(bytes=known_bytes)
+        return MemoryBudget.of(known_bytes)
     wanted_bytes = wanted_gib * 2**30
     if not 0 < wanted_bytes < math.inf:
         raise ConfigError("--memory-gib", wanted_gib, "must be positive and finite", "Such as 11.")

@@ -26,7 +26,7 @@ from penstock.extras import install, is_there, needs
 from penstock.report.profile import profile_text
 from penstock.report.profile_figure import draw_profile
 from penstock.topology import Control, Layout, ProcessInfo, detect
-from penstock.train.assemble import build_machinery
+from penstock.train.assemble import build_machinery, on_device
 from penstock.train.config import RunConfig
 from penstock.train.fits import check_memory, device_bytes, host_bytes
 from penstock.train.stopping import StopRequests
@@ -106,6 +106,7 @@ def _configured(
 def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.device) -> ClusterFile:
     find = partial(check_out, wanted.out, EXAMPLE)
     decided(Control(layout.rank, layout.world_size), find, "looking where the cluster file is to be")
+    config = on_device(config, device)
     batch, there = config.data.batch_per_device, device_bytes(device)
     check_memory(config.model, config.moe, batch, layout, there_bytes=there)
     machinery = build_machinery(layout, device, config.parallel, config.train.precision)

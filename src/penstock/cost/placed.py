@@ -18,7 +18,7 @@ from penstock.cost.links import links_of, nodes_of
 from penstock.cost.rows import cut_rows
 from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload, split_sizes
-from penstock.decision import Decision
+from penstock.decision import Decision, PlacementConfig
 from penstock.decision.moving import why_not_exact
 from penstock.graph import Phase
 from penstock.mesh import Axes, Group, node_of
@@ -30,6 +30,7 @@ from penstock.placing import (
     Nearness,
     assign,
     find_planner,
+    pays,
     sample_problem,
 )
 from penstock.placing.exact import ExactSplit
@@ -45,11 +46,12 @@ class Placed:
 
     held_YDB: [Y + 1, D, B], which sample is at every place before each MoE layer, and after the last one;
     samples are numbered group by group, as the batch has them. hostings: by MoE layer, the same in all expert
-    groups; () = experts stay.
+    groups; () = experts stay. planning_s: that a rank plans its share of the next step's guests.
     """
 
     held_YDB: Counts
     hostings: tuple[Hosting, ...] = ()
+    planning_s: float = 0.0
 
     def leaving(self, counts_DBYE: Counts) -> Counts:
         """Counts of the samples that are at every place when rows leave for the experts of a layer."""
@@ -110,6 +112,11 @@ class SampleMover:
     shape: StepShape
     solver: str = "network_simplex"
     predicts: bool = True
+
+    @staticmethod
+    def of(how: PlacementConfig, work: Workload, shape: StepShape) -> SampleMover:
+        """As section [placement] says."""
+        return SampleMover(work=work, shape=shape, solver=how.solver, predicts=how.prediction != "none")
 
     def placed(self, counts_DBYE: Counts, hostings: tuple[Hosting, ...] = ()) -> Placed:
         """Where samples of these counts are before and after every layer.
@@ -234,13 +241,23 @@ def planned_hostings(
     planner: str,
     guest_slots: int,
     placement: ExpertPlacement,
-    costs: ExpertCosts,
+    costs: Sequence[ExpertCosts],
     exact: bool = True,
 ) -> tuple[Hosting, ...]:
-    """What every layer hosts by a planner's name, from the loads of the step before."""
-    plan = find_planner(planner)
-    common = partial(ExpertProblem, placement=placement, guest_slots=guest_slots, costs=costs, exact=exact)
-    return tuple(plan(common(loads=loads_PE)) for loads_PE in loads_YPE)
+    """What every layer hosts by a planner's name, from the loads of the step before: nothing where that would
+    not have paid. costs: by layer."""
+    plan, hostings = find_planner(planner), list[Hosting]()
+    common = partial(ExpertProblem, placement=placement, guest_slots=guest_slots, exact=exact)
+    for loads_PE, cost in zip(loads_YPE, costs, strict=True):
+        problem = common(loads=loads_PE, costs=cost)
+        hosting = plan(problem)
+        hostings.append(hosting if pays(problem, hosting) else Hosting.none(placement, guest_slots))
+    return tuple(hostings)
+
+
+def planning_share(work: Workload, layers: int) -> float:
+    """The part of planning all layers' guests that the busiest rank does: each plans some of the layers."""
+    return -(-layers // work.mesh.size(counting_axes(work))) / max(1, layers)
 
 
 def rank_loads(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:

@@ -136,11 +136,11 @@ class PlacedMoves(RowMoves):
 
     @cached_property
     def _own_moves(self) -> Mapping[str, Callable[[Task, int], Move]]:
-        hashes, guests = self._hashes, self._guests
+        guests = self._guests
         return {
             Op.SAMPLE_LOADS: self._sample_counts,
-            Op.SAMPLE_HOMES: hashes,
-            Op.COMPARE_GUESTS: hashes,
+            Op.SAMPLE_HOMES: self._hashes,
+            Op.COMPARE_GUESTS: self._hostings,
             Op.SAMPLE_MOVE: self._with_samples,
             Op.GUEST_PARAMETERS: guests,
             Op.GUEST_GRADIENTS: guests,
@@ -157,6 +157,11 @@ class PlacedMoves(RowMoves):
     def _hashes(self, task: Task, rank: int) -> Move:
         """Of what every rank has found."""
         return self._gathered(task, rank, 1, DIGEST_BYTES)
+
+    def _hostings(self, task: Task, rank: int) -> Move:
+        """Every rank's share of what is planned."""
+        members = len(self._members(task, rank))
+        return self._gathered(task, rank, 1, round(self.even.work(task).sent_bytes / members))
 
     def _with_samples(self, task: Task, rank: int) -> Move:
         """What follows a sample beside its rows: labels and so on; gradients back."""

@@ -83,6 +83,8 @@ class RoutedCost:
         if isinstance(self._moves, PlacedMoves) and task.op == Op.COUNTS and self._moves.splits(task):
             members = float(self.workload.mesh.size(task.axes))  # everybody gets what all others have
             return self._everywhere(self._even.carried_s(task, members))
+        if self.placed is not None and task.op == Op.PLAN_GUESTS:
+            return self._everywhere(max(self.placed.planning_s, self._even.communication_s(task)))
         if task.op not in ROW_MOVES or not work.sent_bytes:
             return self._everywhere(self._even.communication_s(task))
         # The model's argument is what a rank has for all experts if routing is even.

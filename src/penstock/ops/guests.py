@@ -6,7 +6,7 @@ from penstock.graph.task import Task
 from penstock.ops.base import Backward, Kind, OpSpec, register
 from penstock.ops.loads import LOAD_BYTES
 from penstock.ops.names import Op
-from penstock.ops.work import Sizes, Work, compared
+from penstock.ops.work import DIGEST_BYTES, Sizes, Work
 
 GUESTS = "guest gradients of L{layer}"
 """State: the gradients of the experts that a rank hosts for a step."""
@@ -20,9 +20,15 @@ def _guests(task: Task, sizes: Sizes) -> Work:
 
 
 def _planning(task: Task, sizes: Sizes) -> Work:
-    """The loads that are read. The planner's own time is not known here."""
+    """The loads that are read. The planner's own time is timed where it is known, see `Placed`."""
     del task
     return Work(copied_bytes=sum(sizes.moe_layers) * sizes.num_experts * LOAD_BYTES)
+
+
+def _hostings(task: Task, sizes: Sizes) -> Work:
+    """About a number by rank and expert, of all layers, and whether ranks agree."""
+    found = LOAD_BYTES * sum(sizes.moe_layers) * sizes.num_experts + 2 * DIGEST_BYTES
+    return Work(collective="all_gather", sent_bytes=sizes.members(task) * found)
 
 
 register(
@@ -52,9 +58,9 @@ register(
     ),
     OpSpec(
         name=Op.COMPARE_GUESTS,
-        title="comparison of what ranks will host",
+        title="exchange of what ranks will host",
         kind=Kind.COLLECTIVE,
-        work=compared,
+        work=_hostings,
         backward=Backward.NONE,
         indices="",
     ),

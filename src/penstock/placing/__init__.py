@@ -3,7 +3,7 @@
 from penstock.placing.experts import PLANNERS, Planner, find_planner, overlap, pays
 from penstock.placing.model import LayerLoad, LayerSeconds, copies_of, layer_seconds
 from penstock.placing.prediction import ConditionalTable
-from penstock.placing.problem import ExpertCosts, ExpertProblem, Links
+from penstock.placing.problem import ExpertCosts, ExpertProblem, Links, Slack
 from penstock.placing.rows import Nearness, SampleProblem, sample_problem
 from penstock.placing.samples import assign
 from penstock.placing.transport import SOLVERS, find_solver, prepare
@@ -20,6 +20,7 @@ __all__ = [
     "Nearness",
     "Planner",
     "SampleProblem",
+    "Slack",
     "assign",
     "copies_of",
     "find_planner",

@@ -5,8 +5,9 @@ Shapes: P ranks of the expert group, N nodes, E experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -76,6 +77,13 @@ class Links:
         return 1.0 - self.across - np.eye(len(self.nodes))
 
 
+class Slack(NamedTuple):
+    """Seconds of Trans and of Agg that a schedule hides in one layer."""
+
+    forward_s: float
+    backward_s: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertCosts:
     """What rows and experts of a layer cost; the same in every step.
@@ -96,6 +104,10 @@ class ExpertCosts:
     other_s: float = 0.0
     forward_slack_s: float | None = None
     backward_slack_s: float | None = None
+
+    def hiding(self, slack: Slack) -> ExpertCosts:
+        """The same in a layer where so much is hidden."""
+        return replace(self, forward_slack_s=slack.forward_s, backward_slack_s=slack.backward_s)
 
     def slack_s(self, experts_s: float) -> tuple[float, float]:
         """Hidden time of Trans and of Agg. experts_s: forward of the layer's experts."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.decision import Decision
 from penstock.plan.memory import estimate_memory
-from penstock.plan.predict import bound, interval_s, predict_s
+from penstock.plan.predict import bound, closing_s, interval_s, predict_s
 from penstock.plan.prices import impossible
 from penstock.plan.problem import Problem
 from penstock.schedule import StepPlan
@@ -37,6 +37,11 @@ class Candidate:
     def bound_s(self) -> float:
         """What no order of the same tasks beats: the sharper of two bounds."""
         return max(self.bound.seconds, self.quick_bound_s)
+
+
+def whole_s(problem: Problem, candidate: Candidate) -> float:
+    """The predicted seconds of a whole iteration, clipping and updates included: what runs measure."""
+    return candidate.predicted_s + closing_s(problem)
 
 
 def evaluate(problem: Problem, choice: Decision) -> Candidate:

@@ -44,6 +44,11 @@ class MemoryBudget:
 
     bytes: int
 
+    @staticmethod
+    def of(size_bytes: int | None) -> MemoryBudget | None:
+        """As much; None = not known."""
+        return None if size_bytes is None else MemoryBudget(bytes=size_bytes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:

@@ -7,9 +7,11 @@ residuals, weights, gradients) is in the simulated step as tasks, so one number 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.cost import RoutedCost, routing_sizes
 from penstock.cost.placed import Evidence
@@ -17,8 +19,9 @@ from penstock.decision import Decision, Movable
 from penstock.decision.record import FIELDS
 from penstock.graph import ScheduleError
 from penstock.plan.candidate import Candidate, evaluate
+from penstock.plan.memory import MemoryBudget
 from penstock.plan.problem import Problem
-from penstock.words import change, counted
+from penstock.words import change, counted, gib
 from penstock.workloads import RoutingConfig, routing_of
 
 WORTH = 0.97
@@ -50,11 +53,15 @@ def with_routing(problem: Problem, routing: RoutingConfig, movable: Movable) -> 
 
 
 def weigh(
-    problem: Problem, choices: Sequence[Decision], progress: Callable[[], None] = lambda: None
+    problem: Problem,
+    choices: Sequence[Decision],
+    progress: Callable[[], None] = lambda: None,
+    memory: MemoryBudget | None = None,
 ) -> Weighed:
     """Compare the best of `choices` with itself moving. problem: with evidence, and what may move.
 
-    progress: called before every simulation.
+    progress: called before every simulation. memory: of a rank, into which what moves must fit; None = not
+    known.
     """
     assert problem.evidence is not None, "without it nothing is known of routing"
 
@@ -66,28 +73,46 @@ def weigh(
                 found.append(evaluate(problem, choice))
         return found
 
-    still = _least(price(map(_settled, choices)))
+    still = _least(price(_settled(problem, choice) for choice in choices))
     samples = price(_moving_samples(problem, still.choice))
     experts = price(_moving_experts(problem, still.choice))
-    alone = [_least(each) for each in (samples, experts) if each]
+    most = math.inf if memory is None else max(memory.bytes, still.memory_bytes)  # what runs fits
+    alone = [_least(fit) for each in (samples, experts) if (fit := _fitting(each, most))]
     both = price(_joined(alone)) if len(alone) > 1 else []
-    best = _least([still, *samples, *experts, *both])
+    best = _least([still, *_fitting([*samples, *experts, *both], most)])
     worth = best.predicted_s < WORTH * still.predicted_s
-    lines = [_line(problem, "Samples", still, samples)] if samples else []
-    lines += [_line(problem, "Experts", still, experts)] if experts else []
-    lines += [_line(problem, "Both   ", still, both)] if both else []
+    told = ("Samples", samples), ("Experts", experts), ("Both   ", both)
+    lines = [_line(problem, what, still, found, most) for what, found in told if found]
     return Weighed(still=still, best=best if worth else still, lines=tuple(lines))
 
 
-def _settled(choice: Decision) -> Decision:
-    """Without moves, and by a quick rule, so that like is compared with like."""
+def in_full(problem: Problem, weighed: Weighed, choice: Decision) -> Weighed:
+    """The same with the order that `choice` asks for: what moves was weighed by a quick rule."""
+    if not weighed.moves:
+        return weighed
+    best = evaluate(problem, replace(weighed.best.choice, priority=choice.priority))
+    return replace(weighed, best=best)
+
+
+def _fitting(candidates: Sequence[Candidate], most_bytes: float) -> list[Candidate]:
+    return [each for each in candidates if each.memory_bytes <= most_bytes]
+
+
+def _settled(problem: Problem, choice: Decision) -> Decision:
+    """Without moves that are open, and by a quick rule, so that like is compared with like."""
     quick = "critical_path" if choice.reads("priority") else choice.priority
-    return replace(choice, samples="none", experts="none", guest_slots=1, priority=quick)
+    samples, experts = (_least_of(FIELDS[name].values(problem, choice)) for name in ("samples", "experts"))
+    settled = replace(choice, samples=samples, experts=experts, priority=quick)
+    return replace(settled, guest_slots=FIELDS["guest_slots"].values(problem, settled)[0])
+
+
+def _least_of(moves: Sequence[Any]) -> Any:
+    return "none" if "none" in moves else moves[0]
 
 
 def _moving_samples(problem: Problem, choice: Decision) -> Iterator[Decision]:
     for samples in FIELDS["samples"].values(problem, choice):
-        if samples != "none":
+        if samples not in ("none", choice.samples):
             yield replace(choice, samples=samples)
 
 
@@ -95,7 +120,7 @@ def _moving_experts(problem: Problem, choice: Decision) -> Iterator[Decision]:
     for experts in FIELDS["experts"].values(problem, choice):
         moving = replace(choice, experts=experts)
         for slots in FIELDS["guest_slots"].values(problem, moving):
-            if experts != "none":
+            if experts not in ("none", choice.experts):
                 yield replace(moving, guest_slots=slots)
 
 
@@ -111,9 +136,14 @@ def _least(candidates: Sequence[Candidate]) -> Candidate:
 # ---- words -------------------------------------------------------------------------------------------------
 
 
-def _line(problem: Problem, what: str, still: Candidate, moving: Sequence[Candidate]) -> str:
+def _line(
+    problem: Problem, what: str, still: Candidate, moving: Sequence[Candidate], most_bytes: float
+) -> str:
     """Whether the best of some moves pays: the step with it and without, and what it saves."""
-    best = _least(moving)
+    if not (fitting := _fitting(moving, most_bytes)):
+        leanest = min(moving, key=lambda each: each.memory_bytes)
+        return f"{what}  moving does not fit: {_words(leanest)} needs {gib(leanest.memory_bytes)} per rank"
+    best = _least(fitting)
     verdict = "pays" if best.predicted_s < WORTH * still.predicted_s else "does not pay"
     saved = _saved(problem, still, best) if best.choice.samples != "none" else _evened(problem, still, best)
     return f"{what}  moving {verdict}: {_words(best)} {_against(best, still)}; {saved}"

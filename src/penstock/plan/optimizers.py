@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from penstock.config import ConfigError
 from penstock.mesh import Group
-from penstock.plan.candidate import Candidate
-from penstock.plan.predict import closing_s, interval_s
+from penstock.plan.candidate import whole_s
+from penstock.plan.predict import interval_s
 from penstock.plan.problem import Problem
 from penstock.plan.search import FoundPlan
 from penstock.step.shape import Updating
@@ -41,11 +41,6 @@ class Updated:
             return f"{of} does not fit" if self.problem.shape.updating is None else f"{of} do not fit"
         seconds = within(self.iteration_s, interval_s(self.problem, self.iteration_s))
         return f"{seconds} with {of} ({gib(self.found.best.memory_bytes)} per rank)"
-
-
-def whole_s(problem: Problem, candidate: Candidate) -> float:
-    """The predicted seconds of a whole iteration, clipping and updates included."""
-    return candidate.predicted_s + closing_s(problem)
 
 
 def sharing_updates(problem: Problem, *, releases: bool = False) -> Problem:

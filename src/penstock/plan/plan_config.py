@@ -93,6 +93,11 @@ class PlanConfig:
                 f"a layout is chosen together with a plan, and plan.source = {self.source} searches for none"
             )
             raise ConfigError("layout", self.layout, why, "Use plan.source=auto, or plan.layout=given.")
+        if self.lossy and self.source == GIVEN:
+            why = "lets a search choose, and with plan.source = given nothing is searched"
+            raise ConfigError(
+                "lossy", True, why, "Use plan.source=auto, or say it: moe.compression=bfloat16."
+            )
 
     @property
     def given_recompute(self) -> Recompute:

@@ -24,8 +24,9 @@ from penstock.cost.json_file import write_json
 from penstock.decision import Decision
 from penstock.decision.record import FIELDS
 from penstock.graph import ScheduleError
-from penstock.plan.candidate import Candidate
+from penstock.plan.candidate import Candidate, whole_s
 from penstock.plan.effort import Searched
+from penstock.plan.predict import closing_s, interval_s
 from penstock.plan.problem import Problem
 from penstock.schedule import Schedule, StepPlan
 from penstock.step import build_graph
@@ -91,8 +92,8 @@ MOST_OTHERS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class OtherPlan:
-    """A plan that was not chosen, in words. measured_s: what its steps took if it was tried; null = it was
-    not."""
+    """A plan that was not chosen, in words. predicted_s: of a whole step, as in PlanFile. measured_s: what
+    its steps took if it was tried; null = it was not."""
 
     words: str
     predicted_s: Seconds
@@ -102,16 +103,17 @@ class OtherPlan:
         check_bounds(self)
 
     @staticmethod
-    def among(found: Sequence[Candidate]) -> tuple[OtherPlan, ...]:
+    def among(problem: Problem, found: Sequence[Candidate]) -> tuple[OtherPlan, ...]:
         """The first of some candidates, each told once."""
-        told = {each.choice.words: each.predicted_s for each in reversed(found)}
+        told = {each.choice.words: whole_s(problem, each) for each in reversed(found)}
         ordered = sorted(told.items(), key=lambda each: each[1])
         return tuple(OtherPlan(words=words, predicted_s=seconds) for words, seconds in ordered[:MOST_OTHERS])
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
-    """A plan on paper. interval_s: of the prediction, see Candidate; empty = unknown. why: its explanation;
+    """A plan on paper. predicted_s, lower_bound_s: of a whole step, clipping and update included. interval_s:
+    of the prediction, see Candidate; empty = unknown. why: its explanation;
     schedule: the text of the order, a line per lane; null = the order is made again from the choice. search:
     how much was looked at to find it; null = unknown. others: the next best plans. trial_s: seconds per step
     when the plan was tried; null = it was not."""
@@ -152,12 +154,13 @@ class PlanFile:
         search: Searched | None = None,
     ) -> PlanFile:
         """What is to be saved of a plan."""
+        predicted_s = whole_s(problem, candidate)
         return PlanFile(
             model=model,
             cluster=cluster,
-            predicted_s=candidate.predicted_s,
-            interval_s=candidate.interval_s or (),
-            lower_bound_s=candidate.bound_s,
+            predicted_s=predicted_s,
+            interval_s=interval_s(problem, predicted_s) or (),
+            lower_bound_s=candidate.bound_s + closing_s(problem),
             memory_bytes=candidate.memory_bytes,
             why=why,
             sizes=PlanSizes.of(problem),

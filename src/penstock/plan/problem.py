@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,19 +14,24 @@ from penstock.cost.placed import (
     SampleMover,
     expert_costs,
     planned_hostings,
+    planning_share,
     rank_loads,
     splits_exactly,
 )
-from penstock.decision import Decision, GradientBytes, Movable
+from penstock.decision import Decision, GradientBytes, Movable, PlacementConfig
 from penstock.decision.field import NOTHING_MOVES
 from penstock.dispatch import DISPATCHES
 from penstock.mesh import Group, Mesh
 from penstock.placement import Hosting
+from penstock.placing import ExpertCosts
+from penstock.plan.slack import guest_slack
 from penstock.schedule import Cost, StepPlan, cut, plan_step
 from penstock.schedule.system import least_chunk_bytes
 from penstock.simulate import LowerBound, Timeline, lower_bound, simulate
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS, Recompute
+
+USUAL = PlacementConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +43,8 @@ class Problem:
     slowness: by rank, how many times longer its computation takes than the cluster says; empty = none.
     load: by rank, how many times as many tokens its experts get as with even routing; empty = even.
     recompute: what may be computed again, that which takes least time first.
-    movable: samples and experts, as far as they may move. evidence: how steps are routed; none = evenly.
+    movable: samples and experts, as far as they may move. placement: how it is decided where to. evidence:
+    how steps are routed; none = evenly.
     """
 
     shape: StepShape
@@ -49,6 +56,7 @@ class Problem:
     load: tuple[float, ...] = ()
     recompute: tuple[Recompute, ...] = ("none",)
     movable: Movable = NOTHING_MOVES
+    placement: PlacementConfig = USUAL
     evidence: Evidence | None = None
 
     @cached_property
@@ -161,16 +169,29 @@ class Problem:
     def _place(self, evidence: Evidence, choice: Decision, cut: StepShape) -> Placed:
         work = self.workload_of(choice)
         hostings: tuple[Hosting, ...] = ()
+        planning_s = 0.0
         if choice.guests:
             loads_YPE = rank_loads(evidence.before_DBYE, cut, work)
-            costs = expert_costs(StepCost(cut, work, self.cluster))
+            costs = self._guest_costs(choice, StepCost(cut, work, self.cluster))
             exact = splits_exactly(choice, work)
+            begin_s = time.thread_time()
             hostings = planned_hostings(
                 loads_YPE, choice.experts, choice.guests, work.placement, costs, exact
             )
-        if choice.samples == "none":
-            return Placed.still(evidence.now_DBYE, hostings)
-        return SampleMover(work=work, shape=cut).placed(evidence.now_DBYE, hostings)
+            planning_s = planning_share(work, len(hostings)) * (time.thread_time() - begin_s)
+        found = (
+            Placed.still(evidence.now_DBYE, hostings)
+            if choice.samples == "none"
+            else SampleMover.of(self.placement, work, cut).placed(evidence.now_DBYE, hostings)
+        )
+        return replace(found, planning_s=planning_s)
+
+    def _guest_costs(self, choice: Decision, even: StepCost) -> list[ExpertCosts]:
+        """By MoE layer what planners of guests know, with the slack that a quick order of the step leaves."""
+        quick = replace(choice, priority="critical_path") if choice.reads("priority") else choice
+        plan = plan_step(quick, self.uncut(choice), self.gradients, lambda _: even)
+        costs = expert_costs(even)
+        return [costs.hiding(slack) for slack in guest_slack(plan, even, self.mesh)]
 
     def plan(self, choice: Decision) -> StepPlan:
         """The graph and the frozen order that a choice means."""

@@ -9,9 +9,11 @@ from typing import Any
 from penstock.config import to_dict
 from penstock.decision import Field
 from penstock.decision.record import FIELDS
-from penstock.plan import Candidate, Explanation, FoundPlan, PlanFile, Subject
+from penstock.plan import Candidate, Explanation, FoundPlan, PlanFile, Problem, Subject
+from penstock.plan.candidate import whole_s
 from penstock.plan.moving import Weighed
 from penstock.plan.plan_file import PlanSizes
+from penstock.plan.predict import closing_s, interval_s
 from penstock.words import change, folded, gib, milliseconds
 
 LEGEND = "R: microbatches; chunks: forward/backward; bound: lower bound for any order of the same tasks"
@@ -61,9 +63,9 @@ class PlanReport:
             **file,
             "why": self.explanation.to_dict(),
             "updates": list(self.updates),
-            "moving": None if self.weighed is None else _weighed(self.weighed),
+            "moving": None if self.weighed is None else _weighed(subject.problem, self.weighed),
             "notes": list(subject.notes),
-            "others": [_plain(candidate) for candidate in found.others],
+            "others": [_plain(subject.problem, candidate) for candidate in found.others],
             "complete": found.searched.complete,
             "search_s": self.seconds,
             "saved": self.saved,
@@ -111,19 +113,21 @@ def heading(subject: Subject, width: int) -> str:
     return "\n".join(folded(line, width) for line in lines)
 
 
-def _plain(candidate: Candidate) -> dict[str, Any]:
+def _plain(problem: Problem, candidate: Candidate) -> dict[str, Any]:
+    """Of whole steps, as a plan file has it."""
+    predicted_s = whole_s(problem, candidate)
     return {
         **to_dict(candidate.choice),
-        "predicted_s": candidate.predicted_s,
-        "interval_s": candidate.interval_s,
-        "lower_bound_s": candidate.bound_s,
+        "predicted_s": predicted_s,
+        "interval_s": interval_s(problem, predicted_s),
+        "lower_bound_s": candidate.bound_s + closing_s(problem),
         "memory_bytes": candidate.memory_bytes,
     }
 
 
-def _weighed(weighed: Weighed) -> dict[str, Any]:
+def _weighed(problem: Problem, weighed: Weighed) -> dict[str, Any]:
     """Plain data: with the given routing the best plan without moves, and the best of all."""
-    plans = {"still": _plain(weighed.still), "best": _plain(weighed.best)}
+    plans = {"still": _plain(problem, weighed.still), "best": _plain(problem, weighed.best)}
     return {"lines": list(weighed.lines), "pays": weighed.moves, **plans}
 
 

@@ -31,9 +31,10 @@ class RunSummary:
     skipped_steps: how many steps of this start were not finite and changed nothing.
     interrupted: the run was stopped early and saved. parameters: of the whole model, every expert counted
     once. mp_size, esp_size: processes that share attention, and that share every expert.
-    rank_load_max_over_mean: rows of the busiest process over the mean, in a typical step.
-    rows_crossing_nodes: the share of rows whose expert is on another node. None is not known. Outputs are
-    paths; None was not written. loads: a picture of them.
+    rank_load_max_over_mean: rows that the busiest process computes over the mean, in a typical step.
+    rows_crossing_nodes: the share of rows that another node computes. loads_in_common: the share of rows that
+    a step and the one before have alike. None is not known. Outputs are paths; None was not written. loads: a
+    picture of them.
     """
 
     schedule: str
@@ -66,6 +67,7 @@ class RunSummary:
     esp_size: int = 1
     rank_load_max_over_mean: float | None = None
     rows_crossing_nodes: float | None = None
+    loads_in_common: float | None = None
     loads: str | None = None
     eval_noise: float | None = None
     unit: str = "byte"
@@ -113,6 +115,7 @@ class RunSummary:
             "num_local_experts": self.num_local_experts,
             "rank_load_max_over_mean": self.rank_load_max_over_mean,
             "rows_crossing_nodes": self.rows_crossing_nodes,
+            "loads_in_common": self.loads_in_common,
             "parameters": self.parameters,
             "corpus": self.corpus,
             "outputs": {
@@ -199,7 +202,10 @@ class RunSummary:
     def _balance(self, ratio: float) -> str:
         away = self.rows_crossing_nodes
         crossing = "" if away is None else f"; {100 * away:.0f} % of rows go to another node"
-        return f"the busiest process computes {ratio:.2f} times the mean number of expert rows{crossing}"
+        alike = self.loads_in_common
+        lasting = "" if alike is None else f"; {100 * alike:.0f} % of loads are as in the step before"
+        computed = f"the busiest process computes {ratio:.2f} times the mean number of expert rows"
+        return f"{computed}{crossing}{lasting}"
 
     def _outputs(self) -> Iterator[tuple[str, str]]:
         if self.checkpoint:

@@ -98,8 +98,15 @@ def may_carry(parts: ModelParts) -> bool:
     return all(block.row_norm is not None for block in _with_experts(parts))
 
 
-def check_carries(parts: ModelParts) -> None:
-    """Raise ValueError where they cannot."""
+def check_carries(parts: ModelParts, autocast_dtype: torch.dtype | None) -> None:
+    """Raise ValueError where they cannot, or what they bring would be rounded under way."""
+    if autocast_dtype is not None:
+        dtype = str(autocast_dtype).removeprefix("torch.")
+        raise ValueError(
+            "rows carry the residual stream of samples that move (placement.samples) in a step planned for "
+            f"exact rows, and this stack computes under autocast in {dtype}, which would round it. Make the "
+            "plan for this precision (train.precision), or let samples stay (placement.samples=none)"
+        )
     for block in _with_experts(parts):
         row_norm(block)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.mesh import node_of
+from penstock.mesh import Group, node_of
 from penstock.moe import MoELayer
 from penstock.moe.experts.base import Experts
 from penstock.moe.seats import Spread, seats_of
@@ -17,6 +18,7 @@ from penstock.placement import Hosting
 from penstock.placing.exact import ExactSplit
 from penstock.runtime.checks.guests import check_no_hooks
 from penstock.runtime.guests import LayerGuests, Trip
+from penstock.runtime.hosting_text import share_of, text_of
 from penstock.runtime.moving import ExpertMoving, Plans, loads_of_group
 from penstock.step import StepShape
 from penstock.topology import Layout
@@ -52,9 +54,11 @@ class Room:
         """A new one, with as many slots."""
         return Room(own, kinds_of(own), own.guests(slots))
 
-    def fits(self, own: Experts) -> bool:
-        """Whether it is still like the layer's experts, which may have been exchanged or converted."""
-        return self.own is own and self.kinds == kinds_of(own)
+    def fits(self, own: Experts, slots: int) -> bool:
+        """Whether it has as many slots and is still like the layer's experts: these may have been exchanged,
+        or converted."""
+        same = self.own is own and self.kinds == kinds_of(own)
+        return same and self.guests.num_local_experts == slots
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Lodging:
     layers: Layers
     guests: tuple[LayerGuests | None, ...]
     rooms: tuple[Room | None, ...]
+    hostings: Hostings = ()
 
     def split(self, layer: int) -> ExactSplit | None:
         """How a layer's rows are split when all ranks' counts are known; None where AT says where they go."""
@@ -138,16 +143,44 @@ class Host:
         self._host(hostings)
         self._plans = Plans.none([hosting for hosting in hostings if hosting is not None])
 
-    def plan(self, loads_PYE: Tensor) -> Plans:
-        """What to host after a step with these loads of all ranks; costs a copy from a GPU."""
+    def plan(self, loads_PYE: Tensor) -> bytes:
+        """What to host after a step with these loads of all ranks, as text: this rank's share of the layers.
+
+        Costs a copy from a GPU.
+        """
+        if self.moving is None:
+            return b""
+        layout, (place, places) = self._layout, self._planners
+        loads_YPE = loads_of_group(loads_PYE.cpu().numpy(), layout.mesh, layout.rank)
+        share = self._plans.share(loads_YPE, self.moving, place, places)
+        return text_of(share, self._known_of(place))
+
+    def joined(self, texts: Sequence[bytes]) -> Plans:
+        """What all ranks that exchange rows have found, by place."""
         if self.moving is None:
             return self._plans
-        layout = self._layout
-        loads_YPE = loads_of_group(loads_PYE.cpu().numpy(), layout.mesh, layout.rank)
-        return self._plans.after(loads_YPE, self.moving)
+        shares = [share_of(text, self._known_of(place)) for place, text in enumerate(texts)]
+        return self._plans.joined(shares, self.moving)
+
+    @property
+    def premise(self) -> int:
+        """A hash of what ranks must agree on before each plans its layers, of 8 bytes."""
+        how = "nobody" if self.moving is None else self.moving.name
+        found = hashlib.blake2b(f"{self._plans.hash64} {self._plans.age_steps} {how}".encode(), digest_size=8)
+        return int.from_bytes(found.digest(), signed=True)
+
+    @property
+    def _planners(self) -> tuple[int, int]:
+        """This rank's place among those that exchange rows, and their number."""
+        axes = Group.EXPERT if self._layout.esp_size == 1 else Group.EXPERT_SHARDS
+        return self._layout.mesh.place(self._layout.rank, axes), self._layout.mesh.size(axes)
+
+    def _known_of(self, place: int) -> list[Hosting]:
+        """What was planned before, of the layers of one of these ranks."""
+        return [self._plans.made[y] for y in self._plans.layers_of(place, self._planners[1])]
 
     def follow(self, plans: Plans) -> None:
-        """Host from the next forward pass on what was planned, which all ranks have found alike."""
+        """Host from the next forward pass on what was planned, the same on all ranks."""
         if plans is self._plans:
             return
         found = iter(plans.hostings)
@@ -168,12 +201,12 @@ class Host:
                 continue
             own, hosting = layer.experts, hosted.hosting
             check_no_hooks(own)
-            if room is None or not room.fits(own):
+            if room is None or not room.fits(own, hosting.guest_slots):
                 room = Room.like(own, hosting.guest_slots)  # noqa: PLW2901
             seats = seats_of(own, room.guests, layer.order, hosting, hosted.spread)
             rooms.append(room)
             guests.append(LayerGuests(hosted.trip, own, room.guests, seats, hosted.split))
-        return Lodging(layers, tuple(guests), tuple(rooms))
+        return Lodging(layers, tuple(guests), tuple(rooms), self.hostings)
 
     def take_back(self, lodging: Lodging) -> None:
         """The step is over, so another may have its rooms."""

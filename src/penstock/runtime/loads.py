@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from penstock.placement import Hosting
+
 Loads = npt.NDArray[np.int32]
 STEPS_KEPT = 32
 
@@ -35,18 +37,23 @@ class LoadHistory:
     P are the ranks of the world; of ranks that have the same tokens the first one counts them. All ranks have
     the same history. Only steps that were trained on are in it, and only those whose graph gathers loads.
     steps: how many there have been in all. of_samples: those of the samples that this rank had in the
-    last step, by MoE layer and microbatch.
+    last step, by MoE layer and microbatch. hostings: of the last step, by MoE layer; () where nothing may be
+    hosted.
     """
 
     def __init__(self, kept: int = STEPS_KEPT) -> None:
         self._kept: deque[Tensor | Loads] = deque(maxlen=kept)
         self.steps = 0
         self.of_samples: LayerLoads = ()
+        self.hostings: tuple[Hosting, ...] = ()
 
-    def add(self, loads_PYE: Tensor, of_samples: LayerLoads = ()) -> None:
+    def add(
+        self, loads_PYE: Tensor, of_samples: LayerLoads = (), hostings: Sequence[Hosting | None] = ()
+    ) -> None:
         """The loads of one more step. They stay on their device until they are first read."""
         self._kept.append(loads_PYE)
         self.of_samples = of_samples
+        self.hostings = tuple(hosting for hosting in hostings if hosting is not None)
         self.steps += 1
 
     def __len__(self) -> int:

@@ -2,7 +2,8 @@
 
 A plan is made for the loads that it was made from, and runs with those of the next step. So every plan is
 judged by the loads of the step after it, whether it ran or not: while it would have been slower than no
-guests at all, none are hosted, and when plans hold again, they are.
+guests at all, none are hosted, and when plans hold again, they are. A new one is judged by the loads that it
+was made from, too: published planners price links by an average.
 
 Shapes: P ranks of the world, Y MoE layers, E experts.
 """
@@ -19,7 +20,7 @@ from penstock.mesh import Group, Mesh
 from penstock.placement import Hosting
 from penstock.placing.experts import Planner, pays
 from penstock.placing.integers import Ints
-from penstock.placing.problem import ExpertCosts, ExpertProblem
+from penstock.placing.problem import ExpertCosts, ExpertProblem, Slack
 from penstock.runtime.loads import Loads
 
 
@@ -28,18 +29,34 @@ class ExpertMoving:
     """How a stack decides which experts are whose guests.
 
     planner: from the loads of a layer to what its ranks host. costs: what rows and weights cost, the same on
-    all ranks. every: the number of steps from one plan to the next; plans are judged after each. exact:
-    whether rows are split by the loads of their own step.
+    all ranks. slack: by MoE layer what the schedule hides of guests' way; () = what Eq 8 takes for it. every:
+    the number of steps from one plan to the next; plans are judged after each. exact: whether rows are split
+    by the loads of their own step.
     """
 
     planner: Planner
     costs: ExpertCosts
+    slack: tuple[Slack, ...] = ()
     every: int = 1
     exact: bool = True
 
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ValueError(f"every = {self.every}: experts are planned after 1 step or more. Use 1")
+
+    @property
+    def name(self) -> str:
+        """What tells it from other ways."""
+        planner = getattr(self.planner, "__qualname__", type(self.planner).__qualname__)
+        return f"{planner} every {self.every}"
+
+    def costs_of(self, moe_layer: int) -> ExpertCosts:
+        """What rows and weights cost in a layer."""
+        return self.costs.hiding(self.slack[moe_layer]) if self.slack else self.costs
+
+
+Share = tuple[tuple[Hosting, bool], ...]
+"""Of some MoE layers what is planned, and whether it is hosted in the next step."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +77,36 @@ class Plans:
 
     def after(self, loads_YPE: Sequence[Ints], moving: ExpertMoving) -> Plans:
         """What to host after a step with these loads, [P, E] of each layer."""
-        pairs = zip(self.made, loads_YPE, strict=True)
-        problems = [_problem(plan, loads_PE, moving) for plan, loads_PE in pairs]
-        lasted = tuple(map(_lasted, self.made, problems))
-        made = self.made if self.age_steps else tuple(map(moving.planner, problems))
-        return Plans(made, lasted, (self.age_steps + 1) % moving.every)
+        return self.joined([self.share(loads_YPE, moving)], moving)
+
+    def share(
+        self, loads_YPE: Sequence[Ints], moving: ExpertMoving, place: int = 0, places: int = 1
+    ) -> Share:
+        """What one of `places` ranks finds, of its layers: those that `layers_of` it names."""
+        assert len(loads_YPE) == len(self.made), (
+            f"{len(loads_YPE)} layers have loads, {len(self.made)} guests"
+        )
+        return tuple(self._next(y, loads_YPE[y], moving) for y in self.layers_of(place, places))
+
+    def joined(self, shares: Sequence[Share], moving: ExpertMoving) -> Plans:
+        """What all ranks have found, by place."""
+        places = len(shares)
+        found = [shares[y % places][y // places] for y in range(len(self.made))]
+        made, hosted = tuple(plan for plan, _ in found), tuple(used for _, used in found)
+        return Plans(made, hosted, (self.age_steps + 1) % moving.every)
+
+    def layers_of(self, place: int, places: int) -> range:
+        """The MoE layers that one of `places` ranks plans, counted from 0."""
+        return range(place, len(self.made), places)
+
+    def _next(self, layer: int, loads_PE: Ints, moving: ExpertMoving) -> tuple[Hosting, bool]:
+        before = self.made[layer]
+        problem = _problem(before, loads_PE, moving.costs_of(layer), exact=moving.exact)
+        hosted = _harmless(before, problem)
+        if self.age_steps:
+            return before, hosted
+        made = moving.planner(problem)
+        return made, hosted and _harmless(made, problem)
 
     @property
     def hash64(self) -> int:
@@ -83,18 +125,14 @@ class Plans:
         )
 
 
-def _lasted(plan: Hosting, problem: ExpertProblem) -> bool:
-    """Whether a plan does no harm with loads that it was not made from."""
+def _harmless(plan: Hosting, problem: ExpertProblem) -> bool:
+    """Whether a plan makes the layer no slower than no guests would, by rank and link."""
     return plan.is_empty or pays(problem, plan)
 
 
-def _problem(plan: Hosting, loads_PE: Ints, moving: ExpertMoving) -> ExpertProblem:
+def _problem(plan: Hosting, loads_PE: Ints, costs: ExpertCosts, *, exact: bool) -> ExpertProblem:
     return ExpertProblem(
-        placement=plan.placement,
-        guest_slots=plan.guest_slots,
-        loads=loads_PE,
-        costs=moving.costs,
-        exact=moving.exact,
+        placement=plan.placement, guest_slots=plan.guest_slots, loads=loads_PE, costs=costs, exact=exact
     )
 
 

@@ -131,8 +131,7 @@ class PipelinedStack(nn.Module):
         # Usually `parts` is `model` itself: registered a second time, every parameter would have two names.
         object.__setattr__(self, "parts", parts)
         check_shards(model, parts, machinery.layout)
-        carries = machinery.autocast_dtype is None and may_carry(parts)
-        self._shape = replace(self._checked_shape(), carries_residual=carries)
+        self._shape = self._checked_shape()
         self._placements = check_placements(placements_of(self.moe_layers), machinery.control)
         self.balance = BALANCES[moe.aux_loss_group]
         self.codec = StatisticsCodec(moe, self.balance)
@@ -149,7 +148,7 @@ class PipelinedStack(nn.Module):
         self._make_plan = make_plan
         self._programs = Programs(HANDLERS, machinery.layout.mesh.silent, repeated(HANDLERS))
         self.host = Host(machinery.layout, machinery.device, moving)
-        self.plan = self.adopt(make_plan(self._shape, self.gradients.sizes_bytes))
+        self.plan = self.adopt(make_plan(self.base_shape, self.gradients.sizes_bytes))
 
     def adopt(self, plan: StepPlan) -> StepPlan:
         """Use `plan` from the next step on; an error for one of other layers, or if ranks' orders differ."""
@@ -188,7 +187,7 @@ class PipelinedStack(nn.Module):
         Worth it after much was frozen or thawed: a plan reckons with the gradients that there were.
         """
         self.gradients.prepare()
-        return self.adopt(self._make_plan(self._shape, self.gradients.sizes_bytes))
+        return self.adopt(self._make_plan(self.base_shape, self.gradients.sizes_bytes))
 
     @property
     def buckets(self) -> Buckets:
@@ -243,8 +242,10 @@ class PipelinedStack(nn.Module):
         self.codec = StatisticsCodec(moe, balance, valid)
 
     def compute_in(self, autocast_dtype: torch.dtype | None) -> None:
-        """Compute the next steps under autocast in this type; None: without."""
+        """Compute the next steps under autocast in this type. ValueError where rows must stay exact."""
         if autocast_dtype != self.machinery.autocast_dtype:
+            if self.plan.shape.residual_in_rows:
+                check_carries(self.parts, autocast_dtype)
             self.machinery = replace(self.machinery, autocast_dtype=autocast_dtype)
 
     def records(self, step: int = 0) -> list[TaskRecord]:
@@ -313,8 +314,7 @@ class PipelinedStack(nn.Module):
             )
         if not self.gradients.holds(self.plan.shape):
             check_not_sharded(self.model)
-            now, carries = self._checked_shape(), self._shape.carries_residual
-            check_same(replace(now, carries_residual=carries), self._shape)
+            check_same(self._checked_shape(), self._shape)
             check_not_moved(placements_of(self.moe_layers), self._placements)
             check_can_host(self.moe_layers, self.plan.shape, self.machinery.layout)
             self.makers = self._route_makers(self.plan.shape)
@@ -371,13 +371,14 @@ class PipelinedStack(nn.Module):
             return None
         check_samples_may_move(self.moe_layers, self.moe)
         if shape.residual_in_rows:
-            check_carries(self.parts)
+            check_carries(self.parts, self.machinery.autocast_dtype)
         return Relocation.on(self.machinery.layout, self.sample_moving, self._habits)
 
     @property
     def base_shape(self) -> StepShape:
         """The uncut shape of a step, before a system transforms it."""
-        return self._shape
+        carries = self.machinery.autocast_dtype is None and may_carry(self.parts)
+        return replace(self._shape, carries_residual=carries)
 
     def _route_makers(self, shape: StepShape) -> list[RouteMaker | None]:
         layout = self.machinery.layout

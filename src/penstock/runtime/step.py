@@ -137,7 +137,8 @@ class Step:
             self.context.updates.end(self.execution.graph, statistics.loss)
         self._count_choices(statistics)
         if self.context.loads_PYE is not None:
-            self.stack.loads.add(self.context.loads_PYE, self.context.sample_loads)
+            loads, samples = self.context.loads_PYE, self.context.sample_loads
+            self.stack.loads.add(loads, samples, self.lodging.hostings)
         if self.context.plans is not None:
             self.stack.host.follow(self.context.plans)
         self._show(statistics)

@@ -17,6 +17,7 @@ from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
 from penstock.moe.experts.base import ExpertShard
 from penstock.placing import find_planner
+from penstock.plan.slack import guest_slack
 from penstock.runtime import Machinery, PipelinedStack, ShardedAdamW
 from penstock.runtime.checks.layers import shape_of, sharing_of
 from penstock.runtime.gradients.assignment import sizes_bytes
@@ -40,13 +41,14 @@ def build_machinery(
     lanes: Lanes = (
         StreamLanes(device, transports.abort) if device.type == "cuda" else ThreadLanes(transports.abort)
     )
+    rounds = _meant(precision, device) == "bfloat16"
     return Machinery(
         lanes=lanes,
         transports=transports,
         layout=layout,
         control=Control(layout.rank, layout.world_size),
         device=device,
-        autocast_dtype=_autocast_dtype(device, precision),
+        autocast_dtype=torch.bfloat16 if rounds else None,
     )
 
 
@@ -84,12 +86,19 @@ def build_stack(
     )
 
 
-def expert_moving(placement: PlacementConfig, choice: Decision, cost: StepCost) -> ExpertMoving | None:
-    """How the guests of the next step are planned; none where experts stay. cost: of a step of any cut."""
+def expert_moving(
+    placement: PlacementConfig, choice: Decision, cost: StepCost, plan: StepPlan | None = None
+) -> ExpertMoving | None:
+    """How the guests of the next step are planned; none where experts stay.
+
+    cost: of a step of any cut. plan: whose order says how much of guests' way is hidden; None = Eq 8 does.
+    """
     if choice.experts == "none":
         return None
     planner, exact = find_planner(choice.experts), splits_exactly(choice, cost.workload)
-    return ExpertMoving(planner=planner, costs=expert_costs(cost), every=placement.every, exact=exact)
+    slack = () if plan is None else guest_slack(plan, cost, cost.workload.mesh)
+    costs, every = expert_costs(cost), placement.every
+    return ExpertMoving(planner=planner, costs=costs, slack=slack, every=every, exact=exact)
 
 
 def _assumed_moving(config: RunConfig, layout: Layout) -> ExpertMoving | None:
@@ -240,9 +249,14 @@ def pick_device(local_rank: int) -> torch.device:
     return device
 
 
-def _autocast_dtype(device: torch.device, precision: Precision) -> torch.dtype | None:
-    if precision == "bfloat16":
-        return torch.bfloat16
-    if precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported():
-        return torch.bfloat16
-    return None
+def on_device(config: RunConfig, device: torch.device) -> RunConfig:
+    """The run with the precision that `auto` means there, so that planning and computing mean the same."""
+    return config.computing_in(_meant("auto", device))
+
+
+def _meant(precision: Precision, device: torch.device) -> Precision:
+    """What a setting means on a device."""
+    if precision != "auto":
+        return precision
+    rounds = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return "bfloat16" if rounds else "float32"

@@ -16,6 +16,7 @@ from penstock.models import PRESETS, ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import GIVEN, PlanConfig
 from penstock.topology import ParallelConfig
+from penstock.train.moves import check_moves
 from penstock.train.optimizer import OptimizerConfig
 from penstock.train.shares import check_shares
 from penstock.train.wandb_sink import MetricsConfig
@@ -117,7 +118,16 @@ class RunConfig:
         """
         found = self._with_preset(world_size)
         check_shares(found.model, found.moe, found.parallel, world_size)
+        check_moves(found.placement, found.plan.source, found.parallel, world_size)
         return found
+
+    def computing_in(self, usual: Precision) -> RunConfig:
+        """The run with its precision, or where it leaves that to the device, with the `usual` one there."""
+        return (
+            self
+            if self.train.precision != "auto"
+            else replace(self, train=replace(self.train, precision=usual))
+        )
 
     def _with_preset(self, world_size: int) -> RunConfig:
         if self.model.preset is None:

@@ -25,12 +25,21 @@ def with_loads(metrics: StepMetrics, stack: PipelinedStack) -> StepMetrics:
     if loads_PYE is None:
         return metrics
     placements = [part.moe.placement for part in stack.parts.parts if part.moe is not None]
-    found = LoadFigures.of(loads_PYE, placements, layout.mesh, layout.node_size)
+    found = LoadFigures.of(
+        loads_PYE,
+        placements,
+        layout.mesh,
+        layout.node_size,
+        hostings=stack.loads.hostings,
+        before_PYE=stack.loads[-2] if len(stack.loads) > 1 else None,
+    )
     return replace(
         metrics,
         expert_load_max_over_mean=found.expert_max_over_mean,
         rank_load_max_over_mean=found.rank_max_over_mean,
+        rank_rows_max_over_mean=found.rank_rows_max_over_mean,
         expert_load_entropy=found.entropy,
+        loads_in_common=found.in_common,
         rows_crossing_nodes=found.crossing_nodes,
     )
 

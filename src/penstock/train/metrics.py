@@ -53,9 +53,13 @@ class StepMetrics:
     `expert_load_max_over_mean`, `rank_load_max_over_mean`
                               by MoE layer: rows of the busiest expert, and of the rank whose experts get
                               most, over the mean; 1 is perfect balance
+    `rank_rows_max_over_mean` by MoE layer: the same of the rows that ranks compute, those of experts that
+                              they host as guests in this step included
     `expert_load_entropy`     by MoE layer: entropy of the experts' shares over that of equal ones; 1 is
                               perfect balance, 0 means that one expert gets everything
-    `rows_crossing_nodes`     by MoE layer: share of rows whose expert is on another node
+    `loads_in_common`         by MoE layer: share of rows that this step and the one before have alike, by
+                              rank and expert; 1 is the same distribution. None in the first
+    `rows_crossing_nodes`     by MoE layer: share of rows that another node computes
     `z_loss`                  mean over MoE layers, without its coefficient
     `aux_loss_global`, `..._sequence`, `..._microbatch`
                               the balance loss, mean over MoE layers, without its coefficient, under the name
@@ -94,7 +98,9 @@ class StepMetrics:
     all_reduce_chunk_bytes: int | None = None
     expert_load_max_over_mean: tuple[float, ...] | None = None
     rank_load_max_over_mean: tuple[float, ...] | None = None
+    rank_rows_max_over_mean: tuple[float, ...] | None = None
     expert_load_entropy: tuple[float, ...] | None = None
+    loads_in_common: tuple[float, ...] | None = None
     rows_crossing_nodes: tuple[float, ...] | None = None
     skipped: bool | None = None
     aux_loss_by_layer: tuple[float, ...] | None = None
@@ -114,7 +120,9 @@ class StepMetrics:
 BY_LAYER = (
     "expert_load_max_over_mean",
     "rank_load_max_over_mean",
+    "rank_rows_max_over_mean",
     "expert_load_entropy",
+    "loads_in_common",
     "rows_crossing_nodes",
     "aux_loss_by_layer",
     "rows_dropped",

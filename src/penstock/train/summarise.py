@@ -70,8 +70,9 @@ def summarise(
         plan=_if_there(output.dir / PLAN_FILE) if config.plan.is_saved else None,
         cluster=_if_there(output.dir / CLUSTER_FILE) if config.plan.is_saved else None,
         skipped_steps=len(history) - len(applied),
-        rank_load_max_over_mean=_typical(m.rank_load_max_over_mean for m in steady),
+        rank_load_max_over_mean=_typical(m.rank_rows_max_over_mean for m in steady),
         rows_crossing_nodes=_typical(m.rows_crossing_nodes for m in steady),
+        loads_in_common=_typical(m.loads_in_common for m in steady),
         loads=loads,
     )
 

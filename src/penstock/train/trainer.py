@@ -22,7 +22,7 @@ from penstock.runtime.checks.agree import check_layouts
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.trace import TaskRecord
-from penstock.train.assemble import build_machinery, build_optimizer, build_stack
+from penstock.train.assemble import build_machinery, build_optimizer, build_stack, on_device
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.config import RunConfig
 from penstock.train.curves import ScalarLog
@@ -81,7 +81,7 @@ class Trainer:
         node_size, say = find_node_size(control, info.local_rank), self.progress.say
         self.resumption = find_resumption(config, control, say)  # before anything is measured
         ranks = Ranks(control=control, device=device, node_size=node_size)
-        config = make_pilot.layout(config, ranks, self.resumption, say)
+        config = make_pilot.layout(on_device(config, device), ranks, self.resumption, say)
         self.layout = Layout.build(
             config.parallel, info.world_size, info.rank, config.moe.num_experts, node_size
         )

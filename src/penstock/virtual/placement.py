@@ -12,11 +12,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.cost import ClusterConfig, StepCost, Workload
-from penstock.cost.placed import Placed, SampleMover, expert_costs, rank_loads, splits_exactly
+from penstock.cost.placed import (
+    Placed,
+    SampleMover,
+    expert_costs,
+    planning_share,
+    rank_loads,
+    splits_exactly,
+)
 from penstock.decision import Decision, PlacementConfig
 from penstock.decision.moving import SampleMoves
 from penstock.placement import Hosting
-from penstock.placing import find_planner
+from penstock.placing import Slack, find_planner
 from penstock.runtime.moving import ExpertMoving, Plans
 from penstock.step import StepShape
 from penstock.workloads import Routing
@@ -26,7 +33,7 @@ from penstock.workloads import Routing
 class Movement:
     """What moves in the steps of one plan, and who decides on it.
 
-    cluster: what planners of guests take links and experts to cost.
+    cluster: what planners of guests take links and experts to cost; slack: by MoE layer, see ExpertMoving.
     """
 
     shape: StepShape
@@ -34,6 +41,7 @@ class Movement:
     routing: Routing
     placement: PlacementConfig
     cluster: ClusterConfig
+    slack: tuple[Slack, ...] = ()
 
     @property
     def is_none(self) -> bool:
@@ -45,8 +53,9 @@ class Movement:
         return None if self.is_none else self._placed(number, self._plans(number))
 
     def host_s(self) -> tuple[float, float]:
-        """Processor seconds of this machine to find homes for a microbatch in one layer, and to plan guests
-        of all layers; 0 for what does not move. The processor's, because virtual ranks share it."""
+        """Processor seconds of this machine to find homes for a microbatch in one layer, and to plan the
+        guests of a rank's share of the layers; 0 for what does not move. The processor's, because virtual
+        ranks share it."""
         homes_s = plan_s = 0.0
         if self.shape.moves_samples:
             counts_DBYE = self.routing.counts(0)
@@ -55,6 +64,7 @@ class Movement:
             homes_s /= max(1, self._layers) * self.shape.microbatches
         if self.shape.guest_slots:
             plan_s = _processor_s(lambda: self._after(0, self._known[0]))
+            plan_s *= planning_share(self.workload, self._layers)
         return homes_s, plan_s
 
     def _plans(self, number: int) -> Plans:
@@ -99,15 +109,14 @@ class Movement:
         return ExpertMoving(
             planner=find_planner(self.placement.experts),
             costs=costs,
+            slack=self.slack,
             every=self.placement.every,
             exact=splits_exactly(choice, self.workload),
         )
 
     @cached_property
     def _mover(self) -> SampleMover:
-        how = self.placement
-        predicts = how.prediction != "none"
-        return SampleMover(work=self.workload, shape=self.shape, solver=how.solver, predicts=predicts)
+        return SampleMover.of(self.placement, self.workload, self.shape)
 
 
 def _processor_s(work: Callable[[], object]) -> float:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from penstock.cost import ClusterConfig, RoutedCost, Workload
+from penstock.cost import ClusterConfig, RoutedCost, StepCost, Workload
 from penstock.decision import GradientBytes, PlacementConfig
 from penstock.dispatch import of_hops
 from penstock.ops import Op
+from penstock.placing import Slack
+from penstock.plan.slack import guest_slack
 from penstock.runtime.checks.agree import check_agreement
 from penstock.runtime.executor import Execution
 from penstock.runtime.program import Programs
@@ -99,10 +101,20 @@ class VirtualStack:
         """What moves under the plan of now."""
         key = self.plan.shape, self.placement
         if key not in self._movements:
+            slack = self._slack() if self.plan.shape.guest_slots else ()
             self._movements[key] = Movement(
-                self.plan.shape, self.workload, self.routing, self.placement, self.links
+                self.plan.shape, self.workload, self.routing, self.placement, self.links, slack
             )
         return self._movements[key]
+
+    def _slack(self) -> tuple[Slack, ...]:
+        even = StepCost(self.plan.shape, self._workload, self.links)
+        return guest_slack(self.plan, even, self.machinery.layout.mesh)
+
+    @property
+    def _workload(self) -> Workload:
+        """With the dispatch of the plan of now."""
+        return replace(self.workload, dispatch=of_hops(self.plan.shape.dispatch).name)
 
     def _time_host(self) -> None:
         """How long the host's tasks take, the same on all ranks: the slowest one's."""
@@ -117,8 +129,10 @@ class VirtualStack:
         if self._counts is None or self._counts[0] != number:
             self._counts = number, self.routing.counts(number)
         counts_DBYE, placed = self._counts[1], self.movement.placed(number)
-        work = replace(self.workload, dispatch=of_hops(self.plan.shape.dispatch).name)
-        return RoutedCost(self.plan.shape, work, self.cluster, counts_DBYE, placed=placed)
+        if placed is not None:
+            planning_s = self._host_s.get(self.movement, {}).get(Op.PLAN_GUESTS, 0.0)
+            placed = replace(placed, planning_s=planning_s)
+        return RoutedCost(self.plan.shape, self._workload, self.cluster, counts_DBYE, placed=placed)
 
     def prepare(self, number: int) -> None:
         """Draw the routing of step `number` and work out its sizes and durations, before the step is timed.

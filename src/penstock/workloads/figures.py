@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.mesh import Group, Mesh, node_of
-from penstock.placement import ExpertPlacement
+from penstock.placement import ExpertPlacement, Hosting
+from penstock.placing import LayerLoad, overlap
 
 Numbers = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
@@ -25,31 +26,51 @@ class LoadFigures:
 
     expert_max_over_mean, rank_max_over_mean: the busiest expert's or rank's rows over the mean; 1 = balance.
     entropy: of the experts' shares, over that of equal ones: 1 = balance, 0 = one expert has all.
-    crossing_nodes: the share of rows whose expert is on another node; None with one node.
+    rank_rows_max_over_mean: of what ranks compute, rows of their guests included. crossing_nodes: the share
+    of rows that another node computes; None with one node. in_common: with the step before, as `overlap` has
+    it; None where there is none.
     """
 
     expert_max_over_mean: tuple[float, ...]
     rank_max_over_mean: tuple[float, ...]
     entropy: tuple[float, ...]
+    rank_rows_max_over_mean: tuple[float, ...]
     crossing_nodes: tuple[float, ...] | None
+    in_common: tuple[float, ...] | None = None
 
     @staticmethod
     def of(
-        loads_PYE: npt.NDArray[np.int32], placements: Sequence[ExpertPlacement], mesh: Mesh, node_size: int
+        loads_PYE: npt.NDArray[np.int32],
+        placements: Sequence[ExpertPlacement],
+        mesh: Mesh,
+        node_size: int,
+        *,
+        hostings: Sequence[Hosting] = (),
+        before_PYE: npt.NDArray[np.int32] | None = None,
     ) -> LoadFigures:
-        """placements: of every MoE layer. node_size: consecutive ranks in one node; 0 = not known."""
-        loads = loads_PYE.astype(np.int64)
-        nodes = _nodes(mesh, node_size)
-        crossing = _floats(_crossing(loads, placements, mesh, nodes)) if len(set(nodes)) > 1 else None
+        """placements: of every MoE layer. node_size: consecutive ranks in one node; 0 = not known.
+
+        hostings: of every MoE layer; () = none. before_PYE: the loads of the step before, if there was one.
+        """
+        loads, nodes = loads_PYE.astype(np.int64), _nodes(mesh, node_size)
+        owned_PY = rank_loads(loads, placements, mesh)
+        rows_PY: Whole | Numbers = owned_PY
+        if all(hosting.is_empty for hosting in hostings):
+            away_Y: Whole | Numbers = _away(loads, placements, mesh, nodes)
+        else:
+            rows_PY, away_Y = _with_guests(loads, hostings, mesh, nodes)
+        crossing = _floats(away_Y / np.maximum(loads.sum(axis=(0, 2)), 1)) if len(set(nodes)) > 1 else None
         return LoadFigures(
             expert_max_over_mean=_floats(max_over_mean(loads.sum(axis=0))),
-            rank_max_over_mean=_floats(max_over_mean(rank_loads(loads, placements, mesh).T)),
+            rank_max_over_mean=_floats(max_over_mean(owned_PY.T)),
             entropy=_floats(relative_entropy(loads.sum(axis=0))),
+            rank_rows_max_over_mean=_floats(max_over_mean(rows_PY.T)),
             crossing_nodes=crossing,
+            in_common=None if before_PYE is None else _in_common(before_PYE.astype(np.int64), loads),
         )
 
 
-def max_over_mean(loads: Whole) -> Numbers:
+def max_over_mean(loads: Whole | Numbers) -> Numbers:
     """The largest over the mean along the last axis; 0 where there is nothing."""
     found: Numbers = loads.max(axis=-1) / np.maximum(loads.mean(axis=-1), 1e-9)
     return found
@@ -76,17 +97,34 @@ def rank_loads(loads_PYE: Whole, placements: Sequence[ExpertPlacement], mesh: Me
     return found
 
 
-def _crossing(
-    loads_PYE: Whole, placements: Sequence[ExpertPlacement], mesh: Mesh, nodes: Sequence[int]
-) -> Numbers:
-    """The share of rows whose expert is on another node than the rank that has them, [Y]."""
+def _away(loads_PYE: Whole, placements: Sequence[ExpertPlacement], mesh: Mesh, nodes: Sequence[int]) -> Whole:
+    """Rows whose expert is on another node than the rank that has them, [Y]."""
     node_P = np.array(nodes)
     owners_YE = np.array([placement.owners for placement in placements])
     hosts_PH = np.array([mesh.members(rank, Group.EXPERT) for rank in range(len(nodes))])
     abroad_PYE = node_P[hosts_PH][:, owners_YE] != node_P[:, None, None]
-    away_Y = (loads_PYE * abroad_PYE).sum(axis=(0, 2))
-    found: Numbers = away_Y / np.maximum(loads_PYE.sum(axis=(0, 2)), 1)
-    return found
+    away_Y: Whole = (loads_PYE * abroad_PYE).sum(axis=(0, 2))
+    return away_Y
+
+
+def _with_guests(
+    loads_PYE: Whole, hostings: Sequence[Hosting], mesh: Mesh, nodes: Sequence[int]
+) -> tuple[Numbers, Numbers]:
+    """Rows that every rank computes, [P, Y], and those that another node computes, [Y]."""
+    node_P, holders = np.array(nodes), mesh.size(Group.EXPERT)
+    rows_PY, away_Y = np.zeros(loads_PYE.shape[:2]), np.zeros(loads_PYE.shape[1])
+    for members in mesh.groups(Group.EXPERT_SHARDS):
+        ranks_HS = np.array(members).reshape(holders, -1)
+        loads_HYE, node_H = loads_PYE[ranks_HS].sum(axis=1), node_P[ranks_HS[:, 0]]
+        for layer, hosting in enumerate(hostings):
+            traffic_HH = LayerLoad.of(loads_HYE[:, layer], hosting, node_H.tolist()).traffic
+            rows_PY[ranks_HS, layer] = traffic_HH.sum(axis=0)[:, None]
+            away_Y[layer] += traffic_HH[node_H[:, None] != node_H].sum()
+    return rows_PY, away_Y
+
+
+def _in_common(before_PYE: Whole, now_PYE: Whole) -> tuple[float, ...]:
+    return tuple(overlap(before_PYE[:, y], now_PYE[:, y]) for y in range(now_PYE.shape[1]))
 
 
 def _nodes(mesh: Mesh, node_size: int) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import torch
 
 from penstock.graph import Phase, Task
@@ -9,7 +11,6 @@ from penstock.ops import Op
 from penstock.placement import PlacementError
 from penstock.runtime.guests import Piece
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
-from penstock.runtime.moving import Plans
 
 
 @handles(Op.GUEST_PARAMETERS, Phase.FORWARD)
@@ -30,25 +31,29 @@ def take_home(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.PLAN_GUESTS, Phase.BACKWARD)
 def plan(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """hostings: what this rank has found for the next step."""
+    """hostings: what this rank has found for the next step, of its share of the layers."""
     del task
     return {"hostings": context.host.plan(inputs.one("loads"))}
 
 
 @handles(Op.COMPARE_GUESTS, Phase.BACKWARD)
-def compare(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """All ranks that exchange rows must have found the same: an error says who has not."""
-    plans: Plans = inputs.one("hostings")
-    transport = context.transports.of(task.lane, task.axes)
-    mine = torch.tensor([plans.hash64], device=context.marks.device)
-    everyone = transport.all_gather(mine, [1] * transport.size(task.axes), task.axes).tolist()
-    if different := [place for place, theirs in enumerate(everyone) if theirs != plans.hash64]:
+def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """What all ranks that exchange rows have found. They must have begun alike: an error says who has not."""
+    text: bytes = inputs.one("hostings")
+    transport, device = context.transports.of(task.lane, task.axes), context.marks.device
+    size, premise = transport.size(task.axes), context.host.premise
+    mine = torch.tensor([[premise, len(text)]], device=device)
+    premises, lengths = zip(*transport.all_gather(mine, [1] * size, task.axes).tolist(), strict=True)
+    if different := [place for place, theirs in enumerate(premises) if theirs != premise]:
         raise PlacementError(
-            f"ranks have planned different guests for the next step: in the group of this rank those at "
-            f"places {different} have others than it has. Plans are made from the same loads, so versions or "
-            "settings differ between ranks. Start all ranks with the same ones"
+            f"ranks would plan different guests for the next step: in the group of this rank those at places "
+            f"{different} host others than it does, or plan in another way, so versions or settings differ "
+            "between ranks. Start all ranks with the same ones"
         )
-    context.plans = plans
+    written = torch.tensor(list(text), dtype=torch.uint8, device=device)
+    everything = bytes(transport.all_gather(written, lengths, task.axes).tolist())
+    ends = [*accumulate(lengths, initial=0)]
+    context.plans = context.host.joined([everything[start:end] for start, end in pairwise(ends)])
     return NOTHING
 
 

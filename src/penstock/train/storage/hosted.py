@@ -7,13 +7,13 @@ others than they were, a run starts without guests.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from penstock.mesh import Group
-from penstock.placement import Hosting, Part
+from penstock.placement import Hosting
 from penstock.runtime import PipelinedStack
+from penstock.runtime.hosting_text import hosting_of, plain_of
 from penstock.runtime.moving import Plans
 from penstock.train.storage.files import DamagedError, read_table, to_json, write_durably
 
@@ -61,18 +61,11 @@ def host_again(folder: Path, stack: PipelinedStack) -> bool:
 
 
 def _plain(plans: Plans) -> dict[str, Any]:
-    """JSON. Splits as far as they are not those of guests for their own ranks' rows."""
-    layers = []
-    for hosting, hosted in zip(plans.made, plans.hosted, strict=True):
-        local = Hosting.local(hosting.placement, hosting.guests)
-        splits = [
-            [rank, expert, parts]
-            for rank, of_rank in enumerate(hosting.splits)
-            for expert, parts in enumerate(of_rank)
-            if parts != local.splits[rank][expert]
-        ]
-        said = {"owners": hosting.placement.digest, "guests": hosting.guests, "limit": hosting.limit}
-        layers.append({**said, "splits": splits, "hosted": hosted})
+    """JSON."""
+    layers = [
+        {"owners": hosting.placement.digest, **plain_of(hosting), "hosted": hosted}
+        for hosting, hosted in zip(plans.made, plans.hosted, strict=True)
+    ]
     return {"age_steps": plans.age_steps, "layers": layers}
 
 
@@ -86,14 +79,5 @@ def _plans(table: Mapping[str, Any], now: Sequence[Hosting]) -> Plans | None:
         slots = {len(held) for held in layer["guests"]}
         if layer["owners"] != hosting.placement.digest or slots != {hosting.guest_slots}:
             return None
-        made.append(_hosting(layer, hosting))
+        made.append(hosting_of(layer, hosting.placement))
     return Plans(tuple(made), tuple(bool(layer["hosted"]) for layer in layers), int(table["age_steps"]))
-
-
-def _hosting(layer: Mapping[str, Any], like: Hosting) -> Hosting:
-    found = Hosting.local(like.placement, [tuple(map(int, held)) for held in layer["guests"]])
-    splits = [list(of_rank) for of_rank in found.splits]
-    for rank, expert, parts in layer["splits"]:
-        splits[rank][expert] = tuple(Part(int(position), int(share)) for position, share in parts)
-    limit = layer["limit"]
-    return replace(found, splits=tuple(map(tuple, splits)), limit=None if limit is None else int(limit))

@@ -1,0 +1,54 @@
+"""How much time a schedule leaves its network for guests: parameters on their way there, gradients home."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from penstock.graph import Lane, Phase, Task
+from penstock.mesh import Mesh
+from penstock.ops import Op
+from penstock.placing import Slack
+from penstock.schedule import Cost, StepPlan
+from penstock.simulate import simulate
+
+GUESTS = (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS)
+
+Span = tuple[float, float]
+
+
+def guest_slack(plan: StepPlan, cost: Cost, mesh: Mesh) -> tuple[Slack, ...]:
+    """By MoE layer the seconds in which the lane between nodes has nothing to do while guests may travel.
+
+    Of the step in which they take no time: before the layer's experts begin, and after their backward. Each
+    gap counts for one layer, forward for that whose experts are next, backward for that whose were last.
+    """
+
+    def without(task: Task) -> object:
+        return 0.0 if task.op in GUESTS else cost(task)
+
+    times = simulate(plan.schedule, plan.graph, without, mesh).times
+    spans = {task: (float(span.start[0]), float(span.end[0])) for task, span in times.items()}
+    layers = [layer for layer, is_moe in enumerate(plan.shape.moe_layers) if is_moe]
+    experts = {layer: [t for t in spans if t.op == Op.EXPERTS and t.layer == layer] for layer in layers}
+    begins_s = [min(spans[t][0] for t in experts[layer] if t.forward) for layer in layers]
+    last_s = [max(spans[t][1] for t in experts[layer] if _makes_gradients(t)) for layer in reversed(layers)]
+    end_s = max(end for _, end in spans.values())
+    busy = [span for task, span in spans.items() if task.lane is Lane.INTER]
+    forward = (_idle(busy, gap) for gap in pairwise([0.0, *begins_s]))
+    backward = (_idle(busy, gap) for gap in pairwise([*last_s, end_s]))
+    return tuple(Slack(*both) for both in zip(forward, reversed([*backward]), strict=True))
+
+
+def _makes_gradients(task: Task) -> bool:
+    return not task.forward and task.phase is not Phase.AGAIN
+
+
+def _idle(busy: Sequence[Span], gap: Span) -> float:
+    """Seconds of a gap in which none of the spans runs; those of one lane do not overlap."""
+    begin, end = gap
+    return max(0.0, end - begin - sum(_common(busy, begin, end)))
+
+
+def _common(spans: Iterable[Span], begin: float, end: float) -> Iterable[float]:
+    return (max(0.0, min(stop, end) - max(start, begin)) for start, stop in spans)

@@ -1,0 +1,49 @@
+"""The first plan of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from penstock.autopilot.run_problem import assumed_problem
+from penstock.autopilot.start import start
+from penstock.decision import Decision, PlacementConfig, ScheduleConfig
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.plan import PlanFile, evaluate
+from penstock.plan.plan_config import PlanConfig
+from penstock.topology import Layout
+from penstock.train.assemble import build_machinery
+from penstock.train.config import RunConfig
+
+ALONE = Layout(world_size=1, ep_size=1, rank=0)
+CONFIG = RunConfig(
+    model=ModelConfig(num_layers=1, hidden_size=8, num_heads=2, seq_len=4, vocab_size=11),
+    moe=MoEConfig(num_experts=2, moe_ffn_hidden_size=8, dispatch="flat"),
+)
+
+
+def test_a_plan_file_says_where_it_overrules_what_was_asked_for(tmp_path: Path) -> None:
+    path, problem = tmp_path / "plan.json", assumed_problem(CONFIG, ALONE)
+    moving = evaluate(problem, Decision(schedule="sequential", samples="netmoe"))
+    PlanFile.of(problem, moving, model="a model", cluster="a cluster").save(path)
+    machinery = build_machinery(ALONE, torch.device("cpu"), CONFIG.parallel, "float32")
+
+    def warnings(
+        placement: PlacementConfig = CONFIG.placement, schedule: ScheduleConfig = CONFIG.schedule
+    ) -> list[str]:
+        said: list[str] = []
+        config = replace(CONFIG, plan=PlanConfig(source=str(path)), placement=placement, schedule=schedule)
+        assert start(config, machinery, said.append).choice.samples == "netmoe"
+        return [line for line in said if line.startswith("warning: ")]
+
+    assert warnings() == warnings(placement=PlacementConfig(samples="netmoe", guest_slots=2)) == []
+    (samples,) = warnings(placement=PlacementConfig(samples="none"))
+    assert f"placement.samples = none is ignored because the plan in {path} has netmoe" in samples
+    (experts,) = warnings(placement=PlacementConfig(experts="planned"))
+    assert "placement.experts = planned is ignored" in experts and "has none" in experts
+    (schedule,) = warnings(schedule=ScheduleConfig(name="flowmoe", microbatches=1))
+    assert "section [schedule] (name flowmoe) is ignored" in schedule
+    machinery.lanes.close()

@@ -1,0 +1,62 @@
+"""What a configuration comes to on a device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.decision import PlacementConfig, ScheduleConfig
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.topology import Layout
+from penstock.train.assemble import (
+    base_shape,
+    build_machinery,
+    build_stack,
+    first_plan,
+    gradient_bytes,
+    on_device,
+    workload,
+)
+from penstock.train.config import Precision, RunConfig, TrainConfig
+
+CONFIG = RunConfig(
+    model=ModelConfig(num_layers=1, hidden_size=8, num_heads=2, seq_len=4, vocab_size=11),
+    moe=MoEConfig(num_experts=2, moe_ffn_hidden_size=8),
+    schedule=ScheduleConfig(name="moe_pipeline"),
+    placement=PlacementConfig(samples="netmoe"),
+)
+ALONE = Layout(world_size=1, ep_size=1, rank=0)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "element_bytes"),
+    [("auto", CUDA, 2), ("auto", CPU, 4), ("float32", CUDA, 4), ("bfloat16", CPU, 2)],
+)
+def test_a_step_is_planned_in_the_precision_that_it_runs_in(
+    asked: Precision, device: torch.device, element_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    config = on_device(replace(CONFIG, train=TrainConfig(precision=asked)), device)
+    sizes = gradient_bytes(config.model, config.moe, ALONE)
+    assert workload(config, ALONE, sizes).element_bytes == element_bytes
+    assert base_shape(config, ALONE).carries_residual is (element_bytes == 4)
+
+
+def test_a_stack_that_rounds_refuses_rows_that_bring_the_residual_stream() -> None:
+    config = replace(CONFIG, train=TrainConfig(precision="bfloat16"))
+    machinery = build_machinery(ALONE, CPU, config.parallel, "bfloat16")
+    stack = build_stack(config, machinery)
+    assert not stack.plan.shape.residual_in_rows
+    exact = replace(stack.base_shape, carries_residual=True)
+    plan = first_plan(config, ALONE, exact, stack.gradients.sizes_bytes)
+    with pytest.raises(ValueError, match=r"autocast in bfloat16, which would round it.*train\.precision"):
+        stack.adopt(plan)
+    stack.compute_in(None)
+    stack.adopt(plan)
+    with pytest.raises(ValueError, match="would round it"):
+        stack.compute_in(torch.bfloat16)
+    stack.close()
