@@ -18,7 +18,10 @@ from penstock.runtime.hosting import Host
 from penstock.train.assemble import first_plan
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.optimizer import build_adamw, initialise_state
+from penstock.train.storage.files import DamagedError
+from penstock.train.storage.hosted import HOSTED, host_again
 from tests.runtime.test_guests import ROUTINGS, hosting_case
+from tests.runtime.test_moving import small
 from tests.support.checkpoints import CASE, IDENTITY, bare, check_equal, state_of, train
 from tests.support.hosted import Hosts, host_randomly, hosted_stack
 from tests.support.parity import Case, batch_of, check_close, stack_of
@@ -173,6 +176,48 @@ def test_a_run_that_goes_on_hosts_what_it_would_have_hosted(ranks: Pools, tmp_pa
     for empty, limited in ranks(2).run(hosted_again, tmp_path):
         assert empty == [False, True]
         assert limited == [True, False]
+
+
+def gone_on(rank: int, folder: Path) -> tuple[list[float], list[float], bool]:
+    """Losses of two more steps of a run whose guests are planned, as it is and as it was saved."""
+    hosts = replace(HOSTS, moving=small(2, "least_loaded"))
+    tokens, labels = batch_of(STEP)
+    mine = STEP.mine(rank)
+
+    def steps(run: Checkpoints) -> list[float]:
+        losses = []
+        for _ in range(2):
+            run.optimizer.zero_grad()
+            loss = run.stack(tokens[mine], labels[mine], torch.arange(len(tokens))[mine])
+            loss.backward()
+            run.optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    going, fresh = (checkpoints(hosted_stack(rank, STEP, hosts), folder) for _ in range(2))
+    steps(going)
+    path = going.save(2)
+    fresh.load(path)
+    plans = going.stack.host.plans
+    assert fresh.stack.host.plans == plans
+    return steps(going), steps(fresh), all(hosting.is_empty for hosting in plans.made)
+
+
+def test_planned_guests_are_kept_and_losses_are_what_they_would_have_been(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    for going, fresh, empty in ranks(2).run(gone_on, tmp_path):
+        assert going == fresh and not empty
+
+
+@pytest.mark.parametrize("text", ["{}", '{"groups": [{"age_steps": 0}]}', '{"groups": [[]]}', "["])
+def test_nonsense_about_guests_is_damage(text: str, tmp_path: Path) -> None:
+    stack = hosted_stack(0, CASE, HOSTS)
+    (tmp_path / HOSTED).write_text(text)
+    with pytest.raises(DamagedError, match=HOSTED):
+        host_again(tmp_path, stack)
+    (tmp_path / HOSTED).unlink()
+    assert not host_again(tmp_path, stack)
 
 
 def saved_and_loaded(rank: int, case: Case, folder: Path) -> tuple[Weights, Weights, list[str]]:
