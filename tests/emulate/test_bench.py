@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("emulation")]
 
 
 def test_the_limit_is_that_of_the_slow_link() -> None:
-    options = ("--emulate", "2x1", "--inter-rate", "20mbit", "--schedules", "sequential,penstock")
+    options = ("--emulate", "2x1", "--inter-rate", "200mbit", "--schedules", "sequential,penstock")
     result = run("bench", "--json", *options, *QUICK)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert (found["ranks"], found["nodes"], found["inter_rate_bit_per_s"]) == (2, 2, 20e6)
-    assert found["wire_s"] == pytest.approx(found["wire_bytes"] * 8 / 20e6)
+    assert (found["ranks"], found["nodes"], found["inter_rate_bit_per_s"]) == (2, 2, 200e6)
+    assert found["wire_s"] == pytest.approx(found["wire_bytes"] * 8 / 200e6)
     assert found["limit_s"] == max(found["wire_s"], found["compute_s"])
     assert [case["schedule"] for case in found["cases"]] == ["sequential", "penstock"]
     for case in found["cases"]:
