@@ -20,7 +20,7 @@ from tests.support.ranks import Pools
 FEW = ("mixtral", "deepseek_v3", "gpt_oss")
 ALL = sorted(FAMILIES)
 MOST = [family if family in FEW else pytest.param(family, marks=pytest.mark.soak) for family in ALL]
-STEPS = 20
+STEPS, BATCHES = 20, 4
 
 
 def train(model: Any, batches: list[dict[str, Any]], clip: Callable[..., Any]) -> list[float]:
@@ -44,14 +44,14 @@ def by_parameters(model: Any, most: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MOST)
 def test_twenty_steps_follow_transformers(family: str) -> None:
-    batches = [Batch(seed=seed).inputs() for seed in range(STEPS)]
+    batches = [Batch(seed=step % BATCHES).inputs() for step in range(STEPS)]
     wanted, model = small(family, initializer_range=0.1), small(family, initializer_range=0.1)
     torch.manual_seed(1)  # for those that draw experts by chance
     expected = train(wanted, batches, by_parameters)
     torch.manual_seed(1)
     found = train(penstock.parallelize(model), batches, penstock.clip_grad_norm_)
     assert found == pytest.approx(expected, rel=1e-5)
-    assert expected[-1] < expected[0]
+    assert sum(expected[-BATCHES:]) < sum(expected[:BATCHES])
 
 
 def fine_tune(rank: int, world: int, folder: str, families: Sequence[str]) -> dict[str, Any]:
