@@ -33,7 +33,9 @@ WITHOUT = "without_state"
 """In a group, the names of parameters that were never updated."""
 
 UNFINISHED = ".unfinished-"
-OWN = re.compile(r"(model.*|optimizer)\.safetensors(\.index\.json)?|(optimizer|(generation_)?config)\.json")
+OWN = re.compile(
+    r"(model.*|adapter_model|optimizer)\.safetensors(\.index\.json)?|(optimizer|((generation|adapter)_)?config)\.json"
+)
 """Names of files that a checkpoint is made of."""
 
 Group = dict[str, Any]
@@ -44,16 +46,16 @@ def save_checkpoint(model: Any, optimizer: torch.optim.Optimizer, folder: str | 
     """Save a scheduled model and its optimiser's state; all ranks call it together.
 
     The folder appears when it is complete, in place of one of that name, of which everything stays that is
-    no model or optimiser (a tokenizer, say). Rank 0 needs the memory that `save_pretrained` needs. Raises
-    ValueError for an optimiser of other parameters, or of a kind whose state does not belong to single
-    parameters.
+    no model or optimiser (a tokenizer, say). Of a model of peft only the adapters are saved. Rank 0 needs
+    the memory that `save_pretrained` needs. Raises ValueError for an optimiser of other parameters, or of a
+    kind whose state does not belong to single parameters.
     """
     path, control = Path(folder).resolve(), engine_of(model).stack.machinery.control
     states = _States.of(model, engine_of(model), optimizer)
     states.check()
     work = path.with_name(f"{UNFINISHED}{path.name}")
     together(control, f"saving {path}", lambda: shutil.rmtree(work, ignore_errors=True), rank=0)
-    model.save_pretrained(work)
+    model.save_pretrained(work, is_main_process=control.rank == 0)  # all ranks have the same adapters
     states.save(work)
     together(control, f"saving {path}", lambda: _finish(work, path), rank=0)
 

@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from penstock.adapt.checkpoint import load_optimizer, save_optimizer
 from penstock.adapt.loading import reload
-from penstock.adapt.scheduled import engine_of
+from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft
 from penstock.runtime import clip_grad_norm_
 
 SCHEDULER = "scheduler.pt"
@@ -87,7 +87,8 @@ class ScheduledTrainer(Trainer):
         if self.args.should_save:
             super()._save(output_dir, state_dict)
         else:  # all ranks bring their experts
-            self.model.save_pretrained(self.args.output_dir if output_dir is None else output_dir)
+            folder = self.args.output_dir if output_dir is None else output_dir
+            self.model.save_pretrained(folder, is_main_process=False)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_optimizer(self.model, _plain(self.optimizer), output_dir)
@@ -101,10 +102,14 @@ class ScheduledTrainer(Trainer):
             self.lr_scheduler.load_state_dict(scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        reload(self.model if model is None else model, resume_from_checkpoint)
+        model = self.model if model is None else model
+        if is_wrapped_by_peft(model):  # every rank reads all adapters
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            reload(model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        reload(self.model, self.state.best_model_checkpoint)
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
