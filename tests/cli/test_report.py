@@ -59,7 +59,10 @@ def test_a_report_says_what_the_run_has_left(folder: Path, capsys: pytest.Captur
     step, plan = StepFile.read(folder / "step.json"), PlanFile.read(folder / "plan.json")
     assert found["steps"] == STEPS and found["missing"] == []
     assert step.step == STEPS and step.ranks == RANKS
-    assert found["predicted_s"] == step.predicted_s == pytest.approx(plan.predicted_s, rel=1e-3)
+    assert found["predicted_s"] == step.predicted_s
+    assert 0 < step.predicted_s < plan.predicted_s, (
+        "a plan foretells iterations: clipping and update come after tasks"
+    )
     assert found["measured_s"] == step.measured_s > 0
     assert found["plan"] == plan.choice.words
     assert [each[0] for each in found["next_best"]] == [each.words for each in plan.others]
