@@ -73,6 +73,8 @@ def course_of(steps: Sequence[StepMetrics]) -> Course:
         skipped=tuple(bool(each.skipped) for each in steps),
         aux_loss=tuple(each.aux_loss_by_layer for each in steps),
         rows_dropped=tuple(each.rows_dropped for each in steps),
+        rank_rows=tuple(each.rank_rows_max_over_mean for each in steps),
+        loads_in_common=tuple(each.loads_in_common for each in steps),
     )
 
 

@@ -88,6 +88,8 @@ def course() -> Course:
         skipped=tuple(step == 3 for step in numbers),
         aux_loss=tuple((1.0, 1.1) for _ in numbers),
         rows_dropped=tuple((0.0, 0.05) for _ in numbers),
+        rank_rows=tuple((1.5, 1.25) for _ in numbers),
+        loads_in_common=(None, *((0.75, 0.875) for _ in numbers[1:])),
     )
 
 

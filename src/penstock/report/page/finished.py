@@ -18,7 +18,8 @@ ByLayer = tuple[tuple[float, ...] | None, ...]
 class Course:
     """The steps of a run, each column as long as `steps`; None = a step has no such value.
 
-    steps: their numbers. plans: which plan ran each. aux_loss, rows_dropped: by MoE layer.
+    steps: their numbers. plans: which plan ran each. aux_loss, rows_dropped, rank_rows,
+    loads_in_common: by MoE layer.
     """
 
     steps: tuple[int, ...]
@@ -35,6 +36,8 @@ class Course:
     skipped: tuple[bool, ...]
     aux_loss: ByLayer
     rows_dropped: ByLayer
+    rank_rows: ByLayer
+    loads_in_common: ByLayer
 
 
 @dataclass(frozen=True, kw_only=True)

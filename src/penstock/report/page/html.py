@@ -204,21 +204,38 @@ def _course_sections(run: FinishedRun, figures: dict[str, Figure]) -> Iterator[s
 
 def _layer_sections(run: FinishedRun, figures: dict[str, Figure]) -> Iterator[str]:
     layers = () if run.loads is None else run.loads.layers
-    for name, title, about, by_layer in (
+    course = run.course
+    for name, title, about, unit, by_layer in (
         (
             "balance",
             "Balance loss by layer",
             "1 is perfect balance of experts; without its coefficient.",
-            run.course.aux_loss,
+            "balance loss",
+            course.aux_loss,
+        ),
+        (
+            "busiest",
+            "Rows of the busiest rank by layer",
+            "Rows that it computes over the mean of all ranks, those of its guests included; 1 is balance.",
+            "times the mean",
+            course.rank_rows,
+        ),
+        (
+            "lasting",
+            "Loads that last by layer",
+            "The share of rows that a step and the one before have alike, by rank and expert.",
+            "share",
+            course.loads_in_common,
         ),
         (
             "dropped",
             "Choices dropped by layer",
             "The share of choices for which their expert had no room.",
-            run.course.rows_dropped,
+            "share",
+            course.rows_dropped,
         ),
     ):
-        drawn = layers_figure(run.course, by_layer, layers, "balance loss" if name == "balance" else "share")
+        drawn = layers_figure(course, by_layer, layers, unit)
         if drawn is not None:
             figures[name] = drawn
             yield section(title, paragraph(about), figure(name, title))
