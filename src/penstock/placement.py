@@ -40,6 +40,10 @@ class Part(NamedTuple):
     parts: int
 
 
+Splits = tuple[tuple[tuple[Part, ...], ...], ...]
+"""By rank and expert where rows go."""
+
+
 @dataclass(frozen=True)
 class ExpertPlacement:
     """The hosts of every expert of a layer, and who owns it. Equal on all ranks, which compare its digest.
@@ -153,7 +157,7 @@ class Hosting:
     placement: ExpertPlacement
     guest_slots: int
     guests: tuple[tuple[int, ...], ...]
-    splits: tuple[tuple[tuple[Part, ...], ...], ...]
+    splits: Splits
     limit: int | None = None
 
     def __post_init__(self) -> None:
@@ -173,11 +177,8 @@ class Hosting:
     @staticmethod
     def local(placement: ExpertPlacement, guests: Sequence[Sequence[int]]) -> Hosting:
         """Guests for rows of their own ranks only; other ranks send theirs as without guests."""
-        guest_slots = len(guests[0])
-        splits = tuple(
-            _local_splits(placement, guest_slots, rank, guests[rank]) for rank in range(placement.ranks)
-        )
-        return Hosting(placement, guest_slots, tuple(tuple(held) for held in guests), splits)
+        splits = local_splits(placement, guests)
+        return Hosting(placement, len(guests[0]), tuple(tuple(held) for held in guests), splits)
 
     @property
     def slots(self) -> int:
@@ -246,6 +247,12 @@ class SamplePlacement:
     def digest(self) -> str:
         """A hash of all of it, for ranks to compare."""
         return _digest((self.ranks, self.homes))
+
+
+def local_splits(placement: ExpertPlacement, guests: Sequence[Sequence[int]]) -> Splits:
+    """Of guests for rows of their own ranks only; other rows go as without guests."""
+    slots = len(guests[0])
+    return tuple(_local_splits(placement, slots, rank, guests[rank]) for rank in range(placement.ranks))
 
 
 def _check_owners(placement: ExpertPlacement) -> None:

@@ -80,7 +80,13 @@ def test_the_page_tells_the_run(folder: Path, tmp_path: Path, capsys: pytest.Cap
     page = out.read_text()
     summary = RunSummary.read(folder / "summary.json")
     plan = PlanFile.read(folder / "plan.json")
-    for text in (summary.subject, plan.choice.words, plan.others[0].words, "Choices dropped by layer", "Loads that last"):
+    for text in (
+        summary.subject,
+        plan.choice.words,
+        plan.others[0].words,
+        "Choices dropped by layer",
+        "Loads that last",
+    ):
         assert text in page
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from penstock.placement import ExpertPlacement, Hosting, Part
+from penstock.placement import ExpertPlacement, Hosting, Part, local_splits
 from penstock.runtime.moving import Share
 
 
@@ -29,7 +28,7 @@ def share_of(text: bytes, known: Sequence[Hosting]) -> Share:
 
 def plain_of(hosting: Hosting) -> dict[str, Any]:
     """JSON. Splits as far as they are not those of guests for their own ranks' rows."""
-    usual = Hosting.local(hosting.placement, hosting.guests).splits
+    usual = local_splits(hosting.placement, hosting.guests)
     splits = [
         (rank, expert, parts)
         for rank, both in enumerate(zip(hosting.splits, usual, strict=True))
@@ -41,11 +40,9 @@ def plain_of(hosting: Hosting) -> dict[str, Any]:
 
 def hosting_of(plain: Mapping[str, Any], placement: ExpertPlacement) -> Hosting:
     """The hosting again. Raises KeyError, TypeError, ValueError or IndexError for what is none."""
-    found = Hosting.local(placement, tuple(tuple(map(int, held)) for held in plain["guests"]))
-    limit = plain["limit"]
-    if not plain["splits"] and limit is None:
-        return found
-    splits = [list(of_rank) for of_rank in found.splits]
+    guests, limit = tuple(tuple(map(int, held)) for held in plain["guests"]), plain["limit"]
+    splits = [list(of_rank) for of_rank in local_splits(placement, guests)]
     for rank, expert, parts in plain["splits"]:
         splits[rank][expert] = tuple(Part(int(position), int(share)) for position, share in parts)
-    return replace(found, splits=tuple(map(tuple, splits)), limit=None if limit is None else int(limit))
+    limit = None if limit is None else int(limit)
+    return Hosting(placement, len(guests[0]), guests, tuple(map(tuple, splits)), limit)
