@@ -12,7 +12,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 import penstock
-from tests.support.adapted import Batch, small
+from tests.support.adapted import Batch, as_torchrun_starts_it, small
+from tests.support.ranks import Pools
 
 PARTS = ("model", "model.layers.1", "model.layers.1.mlp", "model.layers.1.mlp.experts")
 SHARED = "model.layers.1.mlp.shared_expert"
@@ -65,3 +66,27 @@ def test_mixed_precision_of_accelerate_is_around_the_scheduled_model(accelerator
 def test_what_accelerate_has_prepared_before_is_refused(accelerator: Accelerator) -> None:
     with pytest.raises(ValueError, match="parallelize the model first, and prepare what that returns"):
         penstock.parallelize(accelerator.prepare(small("mixtral")))
+
+
+def prepared_on_ranks(rank: int, world: int) -> tuple[float, float]:
+    """Losses under mixed precision of accelerate, and of torch."""
+    given = Batch().inputs(2 * rank, 2 * rank + 2)
+    scheduled = [penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe") for _ in range(2)]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = scheduled[0](**given).loss
+    with as_torchrun_starts_it(rank, world):
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        assert accelerator.num_processes == world
+        with pytest.raises(TypeError, match="needs no DistributedDataParallel"):
+            accelerator.prepare(scheduled[0])
+        model = accelerator.prepare_model(scheduled[1], evaluation_mode=True)
+        found = model(**given).loss
+        accelerator.backward(found)
+    assert model.model.layers[0].mlp.experts.down_proj.grad is not None
+    return found.item(), expected.item()
+
+
+@pytest.mark.slow
+def test_accelerate_puts_mixed_precision_around_models_of_several_ranks(ranks: Pools) -> None:
+    for found, expected in ranks(2).run(prepared_on_ranks, 2):
+        assert found == expected
