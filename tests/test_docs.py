@@ -129,7 +129,7 @@ def commands(page: Path) -> Iterator[list[str]]:
     """The words behind `penstock` of every command that a page shows in a block."""
     for block in re.findall(r"^ *```\w*\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE):
         for line in block.replace("\\\n", " ").splitlines():
-            found = re.match(r"\s*(?:\$ )?(?:\S+ .*-m )?penstock (\w+.*)", line)
+            found = re.match(r"\s*(?:\$ )?(?:\S+ .*-m )?penstock (\w+(?!\S).*)", line)
             if found is not None and "=" not in line.split()[0]:
                 yield shlex.split(re.split(r" [|>&] | && ", found[1])[0], comments=True)
 
