@@ -37,7 +37,7 @@ def splits(draw: st.DrawFn) -> tuple[ExactSplit, Ints]:
     hosting = replace(Hosting.local(placement, guests), limit=limit)
     slices, shards = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     parts = np.repeat(problem.loads, shards, axis=0)[:, None].repeat(slices, axis=1)
-    return ExactSplit(hosting, problem.costs.links.nodes), rng.binomial(parts, 0.5)
+    return ExactSplit.of(hosting, problem.costs.links.nodes), rng.binomial(parts, 0.5)
 
 
 def computed(split: ExactSplit, counts_SCE: Ints) -> Ints:
@@ -46,10 +46,10 @@ def computed(split: ExactSplit, counts_SCE: Ints) -> Ints:
     return rows
 
 
-def least_possible(hosting: Hosting, rows_E: Ints) -> int:
+def least_possible(split: ExactSplit, rows_E: Ints) -> int:
     """The largest load of a rank that no split can do without, by maximum flow."""
-    ranks, experts = hosting.placement.ranks, hosting.placement.num_experts
-    edges = {(q // hosting.slots, e) for q, e in enumerate(hosting.by_position) if e != EMPTY}
+    ranks, experts = len(split.nodes), len(rows_E)
+    edges = {(q // split.slots, e) for q, e in enumerate(split.by_position) if e != EMPTY}
     low, high = 0, int(rows_E.sum())
     while low < high:
         middle = (low + high) // 2
@@ -69,7 +69,7 @@ def test_every_row_goes_to_a_host_of_its_expert(drawn: tuple[ExactSplit, Ints]) 
     table_SPCN = split.table(counts_SCE)
     assert table_SPCN.min(initial=0) >= 0
     by_position = table_SPCN.transpose(0, 2, 1, 3).reshape(*counts_SCE.shape[:2], -1)
-    held = np.array(split.hosting.by_position)
+    held = np.array(split.by_position)
     assert not by_position[:, :, held == EMPTY].any()
     for expert in range(counts_SCE.shape[2]):
         assert (by_position[:, :, held == expert].sum(axis=2) == counts_SCE[:, :, expert]).all()
@@ -79,16 +79,15 @@ def test_every_row_goes_to_a_host_of_its_expert(drawn: tuple[ExactSplit, Ints]) 
 @given(splits())
 def test_no_rank_computes_more_than_its_share_unless_it_must(drawn: tuple[ExactSplit, Ints]) -> None:
     split, counts_SCE = drawn
-    assert split.hosting.limit is not None
     for loads_P, rows_E in zip(computed(split, counts_SCE).T, counts_SCE.sum(axis=0), strict=True):
-        share = -(-split.hosting.limit * loads_P.sum() // (SPLIT * len(loads_P)))
-        assert loads_P.max() <= max(share, 1.02 * least_possible(split.hosting, rows_E) + 2)
+        share = -(-split.limit * loads_P.sum() // (SPLIT * len(loads_P)))
+        assert loads_P.max() <= max(share, 1.02 * least_possible(split, rows_E) + 2)
 
 
 @given(splits())
 def test_a_slice_is_split_for_itself_and_the_same_everywhere(drawn: tuple[ExactSplit, Ints]) -> None:
     split, counts_SCE = drawn
-    again = ExactSplit(replace(split.hosting), split.nodes).table(counts_SCE.astype(np.int32))
+    again = replace(split).table(counts_SCE.astype(np.int32))
     assert (again == split.table(counts_SCE)).all()
     for c in range(counts_SCE.shape[1]):
         assert (split.table(counts_SCE[:, c : c + 1])[:, :, 0] == again[:, :, c]).all()
@@ -96,14 +95,14 @@ def test_a_slice_is_split_for_itself_and_the_same_everywhere(drawn: tuple[ExactS
 
 def shared(limit: int) -> ExactSplit:
     """Expert 0 on all four ranks, in two nodes of two."""
-    return ExactSplit(replace(Hosting.local(PAIRS, [[EMPTY], [0], [0], [0]]), limit=limit), (0, 0, 1, 1))
+    return ExactSplit.of(replace(Hosting.local(PAIRS, [[EMPTY], [0], [0], [0]]), limit=limit), (0, 0, 1, 1))
 
 
 def flows(split: ExactSplit, rows_PE: list[list[int]]) -> list[list[int]]:
     """Rows of expert 0 from rank to rank."""
     table_SPCN = split.table(np.array(rows_PE)[:, None])
     by_position = table_SPCN[:, :, 0].reshape(len(rows_PE), -1)
-    return by_position[:, [q for q, e in enumerate(split.hosting.by_position) if e == 0]].tolist()  # type: ignore[no-any-return]
+    return by_position[:, [q for q, e in enumerate(split.by_position) if e == 0]].tolist()  # type: ignore[no-any-return]
 
 
 def test_rows_stay_where_they_start_as_far_as_the_limit_allows_then_in_their_node() -> None:
@@ -114,7 +113,7 @@ def test_rows_stay_where_they_start_as_far_as_the_limit_allows_then_in_their_nod
 
 
 def test_rows_without_a_host_in_their_node_go_where_least_is_to_do() -> None:
-    split = ExactSplit(
+    split = ExactSplit.of(
         replace(Hosting.local(PAIRS, [[EMPTY], [0], [EMPTY], [EMPTY]]), limit=4 * SPLIT), (0, 0, 1, 1)
     )
     assert flows(split, [[0, 0, 0, 0], [0, 20, 0, 0], [40, 0, 0, 0], [0, 0, 0, 0]]) == [

@@ -285,7 +285,7 @@ def seated(rows_PE: Counts, hosting: Hosting, work: Workload) -> Counts:
     if hosting.limit is not None:
         nodes = tuple(node_of(rank, work.ranks_per_node) for rank in range(work.ep_size))
         split, groups = (
-            ExactSplit(hosting, nodes),
+            ExactSplit.of(hosting, nodes),
             rows_PE.reshape(-1, work.ep_size * work.esp_size, 1, work.num_experts),
         )
         return np.concatenate([split.table(each_SCE) for each_SCE in groups]).reshape(len(rows_PE), -1)

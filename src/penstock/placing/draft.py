@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from itertools import chain
 
 import numpy as np
 
 from penstock.placement import EMPTY, SPLIT, Hosting, Part
-from penstock.placing.exact import filled
+from penstock.placing.exact import ExactSplit, filled
 from penstock.placing.integers import Ints
 from penstock.placing.model import LayerLoad, LayerSeconds, copies_to, seconds_of
 from penstock.placing.problem import ExpertProblem
@@ -129,8 +130,32 @@ class Draft:
         rest: Ints = flows + _matched(left, room)
         return rest
 
+    def limit(self, wanted: int | None = None) -> int | None:
+        """Of what a rank computes, in SPLITths of the mean: `wanted`, or as much as one does here.
+
+        None where rows are not split by the loads of the step that runs, or none are split.
+        """
+        if not (self.problem.exact and self.shared):
+            return None
+        here = -(-max(self.computed) * SPLIT * len(self.computed) // max(1, sum(self.computed)))
+        return wanted or max(SPLIT, here)
+
+    def split_seconds(self, limit: int | None) -> LayerSeconds:
+        """The time of the layer with rows split under a limit; None: as here."""
+        problem, empty = self.problem, [EMPTY] * self.problem.guest_slots
+        if limit is None:
+            return self.seconds()
+        held = [
+            (*problem.placement.held(rank), *(guests + empty)[: problem.guest_slots])
+            for rank, guests in enumerate(self.guests)
+        ]
+        split = ExactSplit(tuple(chain(*held)), problem.costs.links.nodes, limit)
+        traffic = split.table(problem.loads[:, None]).sum(axis=(2, 3)).astype(np.float64)
+        load = LayerLoad(traffic=traffic, copies=copies_to(self.guests, problem.placement))
+        return seconds_of(problem.costs, load)
+
     def hosting(self, limit: int | None = None) -> Hosting:
-        """The finished record. limit: of what a rank computes, in SPLITths of the mean; None: as here."""
+        """The finished record."""
         problem = self.problem
         slots = problem.guest_slots
         plain = Hosting.local(problem.placement, [g + [EMPTY] * (slots - len(g)) for g in self.guests])
@@ -145,14 +170,7 @@ class Draft:
                     Part(position, share) for position, share in zip(positions, parts, strict=True) if share
                 )
         found = tuple(tuple(each) for each in splits)
-        return Hosting(problem.placement, slots, plain.guests, found, self._limit(limit))
-
-    def _limit(self, said: int | None) -> int | None:
-        """None where the loads of the step that runs change nothing."""
-        total = sum(self.computed)
-        if not (self.problem.exact and self.shared):
-            return None
-        return said or max(SPLIT, -(-max(self.computed) * SPLIT * len(self.computed) // max(1, total)))
+        return Hosting(problem.placement, slots, plain.guests, found, limit)
 
     def _nearest(self, expert: int) -> list[int]:
         problem, hosts = self.problem, self.hosts[expert]

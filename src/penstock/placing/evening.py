@@ -26,7 +26,8 @@ PATIENCE = 4
 def least_loaded(problem: ExpertProblem) -> Hosting:
     """Surplus rows of the most loaded rank go to the least loaded one, which gets the weights; no price is
     asked."""
-    return _evened_out(problem).hosting(limit=EVEN)
+    evened = _evened_out(problem)
+    return evened.hosting(evened.limit(EVEN))
 
 
 def _evened_out(problem: ExpertProblem) -> Draft:
@@ -79,9 +80,12 @@ def planned(problem: ExpertProblem) -> Hosting:
     plans = (best, _between(best), evened, _between(evened))
     if not problem.exact:
         return min(plans, key=lambda plan: plan.seconds().total_s).hosting()
+    tried = [*((plan, plan.limit()) for plan in plans), (evened, evened.limit(EVEN))]
+    best, limit = min(tried, key=lambda each: each[0].split_seconds(each[1]).total_s)
     none = Hosting.none(problem.placement, problem.guest_slots)
-    finished = (none, *(plan.hosting() for plan in plans), evened.hosting(limit=EVEN))
-    return min(finished, key=lambda hosting: layer_seconds(problem, hosting).total_s)
+    if layer_seconds(problem, none).total_s <= best.split_seconds(limit).total_s:
+        return none
+    return best.hosting(limit)
 
 
 def _between(draft: Draft) -> Draft:

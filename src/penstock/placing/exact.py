@@ -38,10 +38,24 @@ class _Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class ExactSplit:
-    """Who computes whose rows under a hosting that has a limit. nodes: of every rank, ascending."""
+    """Who computes whose rows. by_position: the expert at every position, or EMPTY. nodes: of every rank,
+    ascending. limit: how much a rank computes at most, if hosts allow it, in SPLITths of the mean."""
 
-    hosting: Hosting
+    by_position: tuple[int, ...]
     nodes: tuple[int, ...]
+    limit: int
+
+    @staticmethod
+    def of(hosting: Hosting, nodes: Sequence[int] = ()) -> ExactSplit:
+        """Of a hosting that has a limit. nodes: () = there is one."""
+        assert hosting.limit is not None, "a hosting without a limit says itself where rows go"
+        one = (0,) * hosting.placement.ranks
+        return ExactSplit(hosting.by_position, tuple(nodes) or one, hosting.limit)
+
+    @property
+    def slots(self) -> int:
+        """Positions of a rank."""
+        return len(self.by_position) // len(self.nodes)
 
     def table(self, counts_SCE: Ints) -> Ints:
         """Rows from every source to every position, [S, P, C, N]. counts: for every expert, by slice."""
@@ -50,21 +64,21 @@ class ExactSplit:
         rows_SCQ: Ints = counts_SCE[:, :, self._expert_Q] * self._alone_Q
         if self._shared:
             left_CJS = counts_SCE[:, :, [each.expert for each in self._shared]].transpose(1, 2, 0)
-            by_rank = left_CJS.reshape(*left_CJS.shape[:2], self.hosting.placement.ranks, -1).sum(axis=3)
-            fixed_CP = rows_SCQ.reshape(sources, slices, -1, self.hosting.slots).sum(axis=(0, 3))
+            by_rank = left_CJS.reshape(*left_CJS.shape[:2], len(self.nodes), -1).sum(axis=3)
+            fixed_CP = rows_SCQ.reshape(sources, slices, -1, self.slots).sum(axis=(0, 3))
             computed = map(self._levelled, fixed_CP.tolist(), by_rank.tolist())
             flows_CJSP = _matched(left_CJS, np.array(list(computed)), self._tiers(sources))
             pairs = [(j, rank) for j, each in enumerate(self._shared) for rank in each.hosts]
             experts, ranks = (list(each) for each in zip(*pairs, strict=True))
             at = [position for each in self._shared for position in each.positions]
             rows_SCQ[:, :, at] = flows_CJSP[:, experts, :, ranks].transpose(2, 1, 0)
-        by_rank_SCPN = rows_SCQ.reshape(sources, slices, -1, self.hosting.slots)
+        by_rank_SCPN = rows_SCQ.reshape(sources, slices, -1, self.slots)
         return by_rank_SCPN.transpose(0, 2, 1, 3)
 
     @cached_property
     def home(self) -> tuple[int, ...]:
         """Positions that hold an expert, in the order in which rows lie at home: by expert, then position."""
-        held = self.hosting.by_position
+        held = self.by_position
         return tuple(
             sorted((q for q, expert in enumerate(held) if expert != EMPTY), key=lambda q: (held[q], q))
         )
@@ -76,8 +90,7 @@ class ExactSplit:
         start."""
         load, totals = list(fixed), [sum(rows) for rows in starting]
         everything = sum(load) + sum(totals)
-        assert self.hosting.limit is not None, "a hosting without a limit says itself where rows go"
-        most = -(-self.hosting.limit * everything // (SPLIT * len(load)))
+        most = -(-self.limit * everything // (SPLIT * len(load)))
         order = sorted(range(len(totals)), key=lambda j: -totals[j])
         given = [[0] * len(load) for _ in totals]
         for first in (True, False):  # first of all where they start
@@ -141,13 +154,13 @@ class ExactSplit:
 
     @cached_property
     def _expert_Q(self) -> Ints:  # noqa: N802  # the suffix is its shape
-        expert_Q: Ints = np.maximum(np.array(self.hosting.by_position), 0)
+        expert_Q: Ints = np.maximum(np.array(self.by_position), 0)
         return expert_Q
 
     @cached_property
     def _alone_Q(self) -> Ints:  # noqa: N802
         """1 where a position's expert has no other host."""
-        held = self.hosting.by_position
+        held = self.by_position
         shared = {each.expert for each in self._shared}
         alone: Ints = np.array([expert != EMPTY and expert not in shared for expert in held], np.int64)
         return alone
@@ -155,7 +168,7 @@ class ExactSplit:
     @cached_property
     def _shared(self) -> tuple[_Shared, ...]:
         positions: dict[int, list[int]] = {}
-        for position, expert in enumerate(self.hosting.by_position):
+        for position, expert in enumerate(self.by_position):
             if expert != EMPTY:
                 positions.setdefault(expert, []).append(position)
         return tuple(self._described(e, at) for e, at in sorted(positions.items()) if len(at) > 1)
@@ -167,7 +180,7 @@ class ExactSplit:
         return [[j for j, each in enumerate(self._shared) if rank in each.hosts] for rank in ranks]
 
     def _described(self, expert: int, positions: Sequence[int]) -> _Shared:
-        hosts = tuple(position // self.hosting.slots for position in positions)
+        hosts = tuple(position // self.slots for position in positions)
         inside: dict[int, list[int]] = {}
         for place, host in enumerate(hosts):
             inside.setdefault(self.nodes[host], []).append(place)

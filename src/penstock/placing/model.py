@@ -37,7 +37,7 @@ class LayerLoad:
         """With rows `loads` [P, E] going where a hosting sends them. nodes: by rank; () = there is one."""
         ranks = hosting.placement.ranks
         if hosting.limit is not None:
-            table_SPCN = ExactSplit(hosting, tuple(nodes) or (0,) * ranks).table(loads[:, None])
+            table_SPCN = ExactSplit.of(hosting, nodes).table(loads[:, None])
             rows = table_SPCN.sum(axis=(2, 3)).astype(np.float64)
             return LayerLoad(traffic=rows, copies=copies_of(hosting))
         rank_of_position = np.repeat(np.arange(ranks), hosting.slots)

@@ -225,7 +225,7 @@ class Host:
         layout, trip = self._layout, Trip.of(hosting, self._layout.ep_rank)
         if exact and hosting.limit is not None:
             nodes = tuple(node_of(rank, layout.ep_node_size) for rank in range(layout.ep_size))
-            return Hosted(hosting, trip, None, ExactSplit(hosting, nodes))
+            return Hosted(hosting, trip, None, ExactSplit.of(hosting, nodes))
         return Hosted(hosting, trip, Spread(hosting.splits[layout.ep_rank], self._device), None)
 
 
