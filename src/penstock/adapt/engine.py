@@ -6,6 +6,7 @@ Shapes: B samples, L tokens per sample, M hidden size, T tokens, k choices per t
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,6 +102,14 @@ class Engine:
     def check_alike(self) -> None:
         """Raise ValueError, on all ranks, if they have drifted apart. All ranks call it."""
         check_alike(self.decoder, self.stack.machinery.control)
+
+    def warn_if_different(self) -> None:
+        """Say on rank 0 if ranks have drifted apart: what was trained is saved all the same."""
+        try:
+            self.check_alike()
+        except ValueError as error:
+            if self.layout.rank == 0:
+                warnings.warn(f"rank 0's values are saved: {error}", stacklevel=4)
 
     def _compare_parameters(self, loss: Tensor) -> None:
         """Now and then; after the forward pass, which tells of parameters that are not trained everywhere."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from penstock.adapt.engine import Engine, StepInputs
 from penstock.adapt.export import check_names, whole_state
 from penstock.runtime.checks.misuse import refuse_data_parallel
+from penstock.topology import Control
 
 KNOWN = (
     "input_ids",
@@ -165,15 +166,25 @@ def _generate(plain: Any) -> Callable[..., Any]:
     return generate
 
 
+def _check_names(model: Any, plain: Any, given: Any, control: Control) -> None:
+    """Refused on all ranks if on one: what is given may be rank 0's alone."""
+    refusal = None
+    try:
+        check_names(model, plain, given)
+    except ValueError as error:
+        refusal = error
+    if control.any(refusal is not None, "comparing names of what is saved"):
+        raise refusal or ValueError("another rank has refused to save the model: see its error")
+
+
 def _save_pretrained(plain: Any) -> Callable[..., Any]:
     @wraps(plain.save_pretrained)
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **named: Any) -> None:
         engine = engine_of(self)
-        given = named.pop("state_dict", None)
-        check_names(self, plain, given)
-        engine.check_alike()
+        given, control = named.pop("state_dict", None), engine.stack.machinery.control
+        _check_names(self, plain, given, control)
+        engine.warn_if_different()
         state = whole_state(self, engine, given)
-        control = engine.stack.machinery.control
         failed = None
         if control.rank == 0:
             try:
