@@ -15,11 +15,12 @@ from penstock.decision import PlacementConfig
 from penstock.placement import ExpertPlacement, Hosting, PlacementError
 from penstock.runtime import PipelinedStack
 from penstock.runtime.hosting import Host
+from penstock.runtime.moving import Plans
 from penstock.train.assemble import first_plan
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.optimizer import build_adamw, initialise_state
 from penstock.train.storage.files import DamagedError
-from penstock.train.storage.hosted import HOSTED, host_again
+from penstock.train.storage.hosted import HOSTED, host_again, read_hosted
 from tests.runtime.test_guests import ROUTINGS, hosting_case
 from tests.runtime.test_moving import small
 from tests.support.checkpoints import CASE, IDENTITY, bare, check_equal, state_of, train
@@ -215,9 +216,21 @@ def test_nonsense_about_guests_is_damage(text: str, tmp_path: Path) -> None:
     stack = hosted_stack(0, CASE, HOSTS)
     (tmp_path / HOSTED).write_text(text)
     with pytest.raises(DamagedError, match=HOSTED):
-        host_again(tmp_path, stack)
+        read_hosted(tmp_path, stack)
     (tmp_path / HOSTED).unlink()
-    assert not host_again(tmp_path, stack)
+    assert read_hosted(tmp_path, stack) is None
+
+
+def half_read(rank: int) -> tuple[bool, bool]:
+    """Whether rank 0's plans, which rank 1 has not read, are hosted."""
+    stack = hosted_stack(rank, STEP, HOSTS)
+    before = stack.host.plans
+    plans = Plans(before.made, before.hosted, before.age_steps + 1) if rank == 0 else None
+    return host_again(stack, plans), stack.host.plans is before
+
+
+def test_what_not_all_ranks_have_read_nobody_hosts(ranks: Pools) -> None:
+    assert ranks(2).run(half_read) == [(False, True)] * 2
 
 
 def saved_and_loaded(rank: int, case: Case, folder: Path) -> tuple[Weights, Weights, list[str]]:

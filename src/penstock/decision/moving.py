@@ -69,6 +69,8 @@ def why_not_exact(choice: Decision) -> str:
         return f"placement.experts={choice.experts} gives guests the rows of their own ranks"
     if choice.samples != "none":
         return f"placement.samples={choice.samples} places samples by where their rows go"
+    if choice.form not in ("gather", "s1"):
+        return f"expert form {choice.form} gathers rows of several ranks before they leave"
     if DISPATCHES[choice.dispatch].joins_rows:
         return f"moe.dispatch={choice.dispatch} sends one row for several experts"
     return ""

@@ -181,7 +181,7 @@ class Host:
 
     def follow(self, plans: Plans) -> None:
         """Host from the next forward pass on what was planned, the same on all ranks."""
-        if plans is self._plans:
+        if plans is self._plans or not self._hosted:
             return
         found = iter(plans.hostings)
         self.use(tuple(None if hosted is None else next(found) for hosted in self._hosted))

@@ -14,7 +14,8 @@ def text_of(share: Share, known: Sequence[Hosting]) -> bytes:
     """known: what these layers had planned before, which need not be told again."""
     pairs = zip(share, known, strict=True)
     return json.dumps(
-        [[None if new is old else plain_of(new), hosted] for (new, hosted), old in pairs]
+        [[None if new is old else plain_of(new), hosted] for (new, hosted), old in pairs],
+        default=int,  # planners may count with NumPy
     ).encode()
 
 

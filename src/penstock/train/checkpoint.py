@@ -32,7 +32,7 @@ from penstock.topology.rollcall import ACTIVITY
 from penstock.train.finite import first_not_finite
 from penstock.train.storage.files import DamagedError, make_durable
 from penstock.train.storage.held import Held
-from penstock.train.storage.hosted import gather_hosted, host_again, write_hosted
+from penstock.train.storage.hosted import gather_hosted, host_again, read_hosted, write_hosted
 from penstock.train.storage.joining import Joining
 from penstock.train.storage.old_format import METADATA, OldShards
 from penstock.train.storage.owned import AnyHeld, MomentsOf, ShareMoments, WholeMoments
@@ -185,7 +185,7 @@ class Checkpoints:
         reader, tensors = StoredReader(stored, state), _stand_ins(state)
         self._torch(purpose, lambda: load(tensors, storage_reader=reader, no_dist=not dist.is_initialized()))
         self._together(purpose, lambda: self._accept(path, state))
-        self._together(purpose, lambda: host_again(path, self.stack))
+        host_again(self.stack, self._together(purpose, lambda: read_hosted(path, self.stack)))
         return step_of(path)
 
     def _check_fits(self, path: Path, state: Mapping[str, AnyHeld], saved: Mapping[str, Entry]) -> None:

@@ -6,6 +6,7 @@ others than they were, a run starts without guests.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from penstock.placement import Hosting
 from penstock.runtime import PipelinedStack
 from penstock.runtime.hosting_text import hosting_of, plain_of
 from penstock.runtime.moving import Plans
-from penstock.train.storage.files import DamagedError, read_table, to_json, write_durably
+from penstock.train.storage.files import DamagedError, read_table, write_durably
 
 HOSTED = "guests.json"
 MOST_BYTES = 1 << 26
@@ -32,32 +33,40 @@ def gather_hosted(stack: PipelinedStack) -> list[Mapping[str, Any]]:
 
 
 def write_hosted(folder: Path, by_group: Sequence[Mapping[str, Any]]) -> None:
-    """Leave it in a checkpoint's folder."""
-    if by_group:
-        write_durably(folder / HOSTED, to_json({"groups": list(by_group)}))
+    """Leave it in a checkpoint's folder; nothing if it is so much that reading would refuse it."""
+    text = json.dumps({"groups": list(by_group)}, separators=(",", ":"), default=int, allow_nan=False)
+    if by_group and len(text) < MOST_BYTES:
+        write_durably(folder / HOSTED, text)
 
 
-def host_again(folder: Path, stack: PipelinedStack) -> bool:
-    """Host what the ranks hosted when the checkpoint was written; whether that fits them now.
+def host_again(stack: PipelinedStack, plans: Plans | None) -> bool:
+    """Host these plans, of `read_hosted`, if all ranks have read some; whether they have. All ranks call it.
+
+    One that has not (its folder is another, or not up to date) would wait for others in another exchange.
+    """
+    everyone = stack.machinery.control.gather(plans is not None, "agreeing whom ranks host")
+    if plans is not None and all(everyone):
+        stack.host.follow(plans)
+    return all(everyone)
+
+
+def read_hosted(folder: Path, stack: PipelinedStack) -> Plans | None:
+    """What this rank's group hosted when the checkpoint was written; None if there is nothing that fits it.
 
     Raises DamagedError for a file that says something else.
     """
     now, layout = stack.host.plans, stack.machinery.layout
     if not (folder / HOSTED).exists() or not now.made:
-        return False
+        return None
     groups = read_table(folder / HOSTED, MOST_BYTES).get("groups")
     if not isinstance(groups, list):
         raise DamagedError(f"{HOSTED} names no groups of ranks")
     if len(groups) != len(layout.mesh.groups(Group.EXPERT_SHARDS)):
-        return False
+        return None
     try:
-        plans = _plans(groups[layout.mesh.group(layout.rank, Group.EXPERT_SHARDS)], now.made)
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        return _plans(groups[layout.mesh.group(layout.rank, Group.EXPERT_SHARDS)], now.made)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise DamagedError(f"{HOSTED} is not what a checkpoint says of guests: {error}") from error
-    if plans is None:
-        return False
-    stack.host.follow(plans)
-    return True
 
 
 def _plain(plans: Plans) -> dict[str, Any]:
