@@ -33,13 +33,14 @@ WITHOUT = "without_state"
 """In a group, the names of parameters that were never updated."""
 
 UNFINISHED = ".unfinished-"
-OWN = re.compile(
-    r"(model.*|adapter_model|optimizer)\.safetensors(\.index\.json)?|(optimizer|((generation|adapter)_)?config)\.json"
-)
-"""Names of files that a checkpoint is made of."""
-
 ADAPTERS = "adapter_config.json"
-OF_ADAPTERS = re.compile(r"(adapter_model|optimizer)\.safetensors|(optimizer|adapter_config)\.json")
+OF_ADAPTERS = re.compile(
+    r"(adapter_model|optimizer)\.safetensors(\.index\.json)?|(optimizer|adapter_config)\.json"
+)
+"""Names of files that a checkpoint of adapters is made of."""
+
+OWN = re.compile(rf"{OF_ADAPTERS.pattern}|model.*\.safetensors(\.index\.json)?|(generation_)?config\.json")
+"""Names of files that any checkpoint is made of."""
 
 Group = dict[str, Any]
 """Settings of a group of parameters, and their names as `parameters`."""

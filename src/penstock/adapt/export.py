@@ -56,7 +56,7 @@ def check_names(model: Any, plain: Any, given: Mapping[str, Tensor] | None = Non
     try:
         with quiet(), torch.device("meta"):
             wanted = plain(copy.deepcopy(model.config)).state_dict().keys()
-    except Exception as error:  # a class of somebody else's may raise anything
+    except Exception as error:  # a class from elsewhere may raise anything
         warnings.warn(
             f"names of what is saved were not compared: no {plain.__name__} can be built from its "
             f"configuration alone ({type(error).__name__}: {error})",
