@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import threading
 import time
 from typing import Any
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from penstock.mesh import Axes, Group
 from penstock.runtime.transport import GlooTransport, LocalTransport
+from penstock.runtime.transport.loops import Loops
 from penstock.runtime.transport.sockets import Sockets
 from penstock.topology import Layout, lane_groups
 from tests.support.draws import draws
@@ -55,6 +58,33 @@ def test_every_connection_of_a_transport_gets_the_limit(ranks: Pools) -> None:
 def test_without_a_limit_the_system_decides(ranks: Pools) -> None:
     for sizes in ranks(2).run(buffers_of_new_connections, 2, 0):
         assert sizes and 2 * 65536 not in sizes
+
+
+# ---- threads -----------------------------------------------------------------------------------------------
+
+
+def policies_of_new_loops(rank: int, world_size: int) -> list[int]:
+    """How the system schedules each thread in which a new transport waits for its sockets."""
+    before = Loops.now()
+    transport = new_transport(rank, world_size)
+    policies = [os.sched_getscheduler(thread) for thread in Loops.now().since(before).threads]
+    transport.abort()
+    return policies
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says which threads a process has")
+def test_threads_that_wait_for_sockets_take_no_core_from_a_sender(ranks: Pools) -> None:
+    for policies in ranks(2).run(policies_of_new_loops, 2):
+        assert policies and set(policies) == {os.SCHED_BATCH}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says which threads a process has")
+def test_a_thread_that_has_ended_is_passed_over() -> None:
+    ended = threading.Thread(target=lambda: None)
+    ended.start()
+    ended.join()
+    assert ended.native_id is not None
+    Loops(frozenset([ended.native_id])).wait_their_turn()
 
 
 # ---- exchanges ---------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.mesh import Axes, Group, neighbour
 from penstock.runtime.transport.interface import LocalTransport, Transport, Transports
+from penstock.runtime.transport.loops import Loops
 from penstock.runtime.transport.sockets import Sockets
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
 
@@ -97,15 +98,16 @@ class GlooTransport(GroupTransport):
     all-to-all often falls into half duplex, which doubles its time on a slow link. Sends go round by round,
     in round i to the rank i places further on: every rank then has one partner at a time, and streams do not
     push each other aside on a receiver's link. Send buffers are bounded, so that the notice of a receive
-    does not wait behind data.
+    does not wait behind data. The threads that wait for sockets do not take a sender's core (`loops.py`).
     """
 
     def __init__(
         self, make_groups: Callable[[], dict[Axes, dist.ProcessGroup]], send_buffer_bytes: int = 0
     ) -> None:
-        before = Sockets.now()
+        sockets, loops = Sockets.now(), Loops.now()
         super().__init__(make_groups())
-        self._sockets = Sockets.now().since(before)
+        Loops.now().since(loops).wait_their_turn()
+        self._sockets = Sockets.now().since(sockets)
         self._sockets.limit_send_buffers(send_buffer_bytes)
 
     def _fill(
