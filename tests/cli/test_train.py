@@ -20,6 +20,7 @@ import pytest
 from penstock.graph import Lane
 from penstock.report import RunSummary
 from penstock.train.metrics import read_metrics
+from penstock.train.run_folder import read_run
 from penstock.workloads import RecordedModel, read_recording
 from tests.support.forked import run_forked
 from tests.support.launched import pid_of_rank, start_launcher
@@ -196,8 +197,12 @@ def test_killed_rank_is_named_and_the_run_resumes_to_the_same_losses(
     survivors = [line for line in text.splitlines() if line.startswith("penstock: rank") and "failed" in line]
     assert survivors, text
     assert all("task L" in line or "step" in line for line in survivors), text
+    left = read_run(folder)
+    assert left.summary is None and left.step is not None and left.step.step % 4 == 0
+    assert any("rank 1" in failure for failure in left.failures)
     trained(ranks, tmp_path, "train.resume=true", "train.checkpoint_every=4")
     assert losses(folder) == losses(pair_run.folder)  # the very same bits
+    assert read_run(folder).failures == ()
 
 
 @pytest.mark.soak

@@ -81,6 +81,7 @@ def findings(run: FinishedRun) -> dict[str, Any]:
         ],
         "plan": None if plan is None else plan.choice.words,
         "next_best": [] if plan is None else [[each.words, each.predicted_s] for each in plan.others],
+        "failures": list(run.failures),
         "missing": list(run.missing),
     }
 
@@ -89,7 +90,7 @@ def _said(run: FinishedRun) -> list[str]:
     from penstock.report.page.findings import binding_of
 
     binding = None if run.step is None else binding_of(run.step)
-    return [*([] if binding is None else binding.sentences()), *run.missing]
+    return [*run.failures, *([] if binding is None else binding.sentences()), *run.missing]
 
 
 def _save(page: str, path: Path) -> None:

@@ -21,11 +21,12 @@ T = TypeVar("T")
 
 WHY_MISSING = {
     SUMMARY_FILE: "the run has not ended yet, or was killed, or an earlier version ran it",
-    STEP_FILE: "the run has not ended yet, or was killed, so there is no timeline",
+    STEP_FILE: "it is written with every checkpoint, and there was none yet, so there is no timeline",
     PLAN_FILE: "the run went by section [schedule], so there is no other plan to compare",
     CLUSTER_FILE: "nothing was measured before the run",
     NUMBERS: "loads were not gathered (output.loads=false), or there was no checkpoint yet",
 }
+FAILURES = "failure-rank*.txt"
 REMOVE = "Correct it, or move the file away."
 
 
@@ -43,11 +44,16 @@ def read_run(folder: Path) -> FinishedRun:
         missing.append(f"{name} is not there: {WHY_MISSING[name]}.")
         return None
 
+    summary = found(SUMMARY_FILE, RunSummary.read)
+    if summary is not None and steps and summary.steps != steps[-1].step:
+        missing.append(f"{SUMMARY_FILE} is of the start before, which ended after step {summary.steps}.")
+        summary = None
     return FinishedRun(
         name=str(folder),
         course=course_of(steps),
         settings=_text(folder / CONFIG),
-        summary=found(SUMMARY_FILE, RunSummary.read),
+        summary=summary,
+        failures=_failures(folder),
         step=found(STEP_FILE, StepFile.read),
         plan=found(PLAN_FILE, PlanFile.read),
         cluster=found(CLUSTER_FILE, ClusterFile.read),
@@ -89,6 +95,13 @@ def _steps(folder: Path) -> list[StepMetrics]:
         raise
     except ValueError as error:
         raise ConfigError(str(path), UNSET, str(error).removeprefix(f"{path}, "), REMOVE) from error
+
+
+def _failures(folder: Path) -> tuple[str, ...]:
+    """First lines of what ranks of the last start have left; a start that goes on writes new metrics."""
+    since_s = (folder / METRICS_FILE).stat().st_mtime
+    left = [path for path in sorted(folder.glob(FAILURES)) if path.stat().st_mtime >= since_s]
+    return tuple(f"{path.name}: {_text(path).partition(chr(10))[0]}" for path in left)
 
 
 def _text(path: Path) -> str:

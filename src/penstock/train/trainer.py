@@ -118,6 +118,7 @@ class Trainer:
         self.loads, self.routing = LoadBook(), cast("RoutingLog", NoRoutingLog())
         self.recent: deque[list[TaskRecord]] = deque(maxlen=max(TYPICAL_STEPS, config.output.trace_steps))
         self.saved: Path | None = None
+        self.analysis: StepAnalysis | None = None
 
     def run(self) -> RunSummary:
         """Train to the last step or until a stop is requested, and leave a checkpoint."""
@@ -142,8 +143,8 @@ class Trainer:
                 self._after_step(metrics, writer, last=last)
                 if not last:
                     self._steer(vote.slowest_s)
-            analysis = self._analyse()
         self.stack.close()
+        assert self.analysis is not None, "the last step is saved"
         course = self.loads.course(self.moe_layers)
         picture = None
         if course is not None and is_there("matplotlib"):
@@ -155,7 +156,7 @@ class Trainer:
             self.source,
             self.history,
             checkpoint=checkpoint,
-            analysis=analysis,
+            analysis=self.analysis,
             loads=None if picture is None else str(picture),
         )
         if self.leader:
@@ -231,6 +232,7 @@ class Trainer:
         course = self.loads.course(self.moe_layers)  # of rank 0
         if course is not None:
             course.save(self.config.output.dir)
+        self.analysis = self._analyse()
         if loss is None:
             loss = evaluate(self.stack, self.source.stream.held_out_batches(1)).loss
         if self.control.any(not math.isfinite(loss), f"judging the model after step {step}"):

@@ -50,6 +50,11 @@ def shard_layer(model: Model) -> nn.Module:
     return model
 
 
+def in_old_fsdp(model: Model) -> nn.Module:
+    ignored = expert_parameters(ignore_experts(model))
+    return FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True, ignored_states=ignored)
+
+
 def replicated(model: Model) -> nn.Module:
     replicate(model)
     return model
@@ -87,12 +92,13 @@ WRAPPERS: dict[str, tuple[Callable[[Any], nn.Module], str]] = {
     "fully_shard, half": (half_ignored, "ignored_params=penstock.expert_parameters(model)"),
     "FSDP": (
         lambda model: FullyShardedDataParallel(model, device_id=CPU),
-        "ignored_states=penstock.expert_parameters(model)",
+        "ignored_params=penstock.expert_parameters(model)",
     ),
     "FSDP, original parameters": (
         lambda model: FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True),
-        "ignored_states=penstock.expert_parameters(model)",
+        "ignored_params=penstock.expert_parameters(model)",
     ),
+    "FSDP, without experts": (in_old_fsdp, "the older class"),
     "replicate": (replicated, "ignored_params=penstock.expert_parameters(model)"),
     "replicate by DDP": (replicate_by_ddp, "DistributedDataParallel(penstock.ignore_experts(model))"),
     "DDP": (DistributedDataParallel, "DistributedDataParallel(penstock.ignore_experts(model))"),

@@ -42,8 +42,8 @@ class Course:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """name: of its folder. settings: the text of its configuration. missing: what is not there, and why that
-    may be, in sentences.
+    """name: of its folder. settings: the text of its configuration. failures: what ranks said before they
+    ended. missing: what is not there, and why that may be, in sentences.
     """
 
     name: str
@@ -54,4 +54,5 @@ class FinishedRun:
     plan: PlanFile | None = None
     cluster: ClusterFile | None = None
     loads: LoadCourse | None = None
+    failures: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()

@@ -34,6 +34,7 @@ def write_page(run: FinishedRun) -> str:
     body = [
         f"<h1>{escape(run.name)}</h1>",
         paragraph(_what(run)),
+        *(paragraph(failure, "said") for failure in run.failures),
         f'<div class="cards">{"".join(_cards(run))}</div>',
         *_step_sections(run, figures),
         *_course_sections(run, figures),
@@ -50,7 +51,7 @@ def _what(run: FinishedRun) -> str:
     if run.summary is not None:
         return f"{run.summary.subject}. Text: {run.summary.corpus}."
     steps = counted(len(run.course.steps), "step")
-    return f"{steps} are recorded; the run has left no summary, so it has not ended, or not well."
+    return f"{steps} are recorded; the run has left no summary: it is still going on, was killed, or failed."
 
 
 def _cards(run: FinishedRun) -> Iterator[str]:

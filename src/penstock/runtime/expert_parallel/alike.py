@@ -22,7 +22,8 @@ DIFFERENT = (
     "or were scaled differently. Average them (DistributedDataParallel(penstock.ignore_experts(model)), and "
     "call what it returns; or fully_shard), and clip with penstock.clip_grad_norm_(model, ...): "
     "torch.nn.utils.clip_grad_norm_ finds another norm on every rank. Trainer of Hugging Face calls that by "
-    "default: set max_grad_norm=0 and clip in a callback, as docs/integrations.md shows"
+    "default: set max_grad_norm=0 and clip in a callback, as docs/integrations.md shows. Scale losses by "
+    "ShardedGradScaler: with torch.amp.GradScaler some ranks leave out steps that others take"
 )
 
 

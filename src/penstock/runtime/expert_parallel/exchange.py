@@ -202,7 +202,7 @@ def ignore_experts(model: nn.Module) -> nn.Module:
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Parameters of which every rank has its own: what `fully_shard(ignored_params=...)` must leave alone.
 
-    Also for FullyShardedDataParallel (ignored_states), or an optimiser's groups.
+    Also for an optimiser's groups.
     """
     mark_all(model)
     return {parameter for parameter in model.parameters() if ranks_of(parameter) is not None}

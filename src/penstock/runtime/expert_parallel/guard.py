@@ -29,9 +29,14 @@ DDP = (
 FSDP = (
     "FSDP takes it for a part of what all ranks share, so ranks would compute with each other's experts. "
     f"{_ANEW}; then penstock.ignore_experts(model) and fully_shard(model, "
-    "ignored_params=penstock.expert_parameters(model)), or FullyShardedDataParallel(model, "
-    "ignored_states=penstock.expert_parameters(model)). If you have replaced the parameter yourself, call "
+    "ignored_params=penstock.expert_parameters(model)). If you have replaced the parameter yourself, call "
     "penstock.ignore_experts(model) after that"
+)
+OLD_FSDP = (
+    "FullyShardedDataParallel, the older class, has shards whose norm only its own clip_grad_norm_ finds, "
+    "and that counts each rank's experts as if all ranks had them: ranks would scale gradients differently. "
+    "Build the model again; then penstock.ignore_experts(model) and fully_shard(model, "
+    "ignored_params=penstock.expert_parameters(model))"
 )
 TENSOR_PARALLEL = (
     "it is a DTensor, spread over a mesh as if all ranks had the same experts. "
@@ -105,14 +110,18 @@ class ExpertGuard:
     def _compare(self, experts: nn.Module, x: Tensor, parts: str) -> None:
         """Ranks must have the same kind of layer; what is trained matters to replicas, who sum it."""
         trained = self._ranks.layout.edp_size > 1
+        sharded = getattr(experts, "_is_fsdp_managed_module", False)
         key = (
+            sharded,
             x.dtype,
             torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None,
             tuple((n, p.dtype, p.shape, trained and p.requires_grad) for n, p in experts.named_parameters()),
         )
         if key == self._compared:
             return
-        dtype, autocast, parameters = key
+        if sharded and _is_in_old_fsdp(experts):
+            raise ValueError(f"experts: {OLD_FSDP}")
+        _, dtype, autocast, parameters = key
         words = [parts, f"tokens {dtype}", f"autocast {autocast}"]
         words += [
             f"{name} {kind} {_size(shape)}{' trained' if grad else ''}"
@@ -149,6 +158,11 @@ def gathered_by_composables() -> Iterator[int]:
         for group in getattr(state, "_fsdp_param_groups", None) or single:
             for parameter in getattr(group, "fsdp_params", ()):
                 yield id(getattr(parameter, "_unsharded_param", None))
+
+
+def _is_in_old_fsdp(experts: nn.Module) -> bool:
+    """Both mark the modules that they manage; only the newer one lists those that it was called with."""
+    return not any(experts is part for owner in list(_module_state_mapping) for part in owner.modules())
 
 
 def _require_equal(text: str, ranks: ExpertRanks) -> None:

@@ -1,0 +1,126 @@
+"""Mistakes beside the examples of docs/integrations.md, which would train something else without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.adapted import as_torchrun_starts_it
+from tests.support.pages import blocks, run_block
+from tests.support.ranks import Pools
+from tests.test_integrations_page import (
+    PAGE,
+    RANKS,
+    Ran,
+    Tensors,
+    drawn,
+    exchange,
+    logical,
+    run_page,
+    scaled_less,
+)
+
+
+def clipped_by_torch(code: str) -> str:
+    return code.replace("penstock.clip_grad_norm_(model, ", "nn.utils.clip_grad_norm_(model.parameters(), ")
+
+
+def called_inside(code: str) -> str:
+    clip = "    penstock.clip_grad_norm_(model, 1.0)\n"
+    return code.replace("model(x, labels)", "model.module(x, labels)").replace(clip, "")
+
+
+def compiled_copy(code: str) -> str:
+    """A wrapper around what DDP looks for the list of experts in."""
+    return code.replace(
+        "(penstock.ignore_experts(make_model()))", "(torch.compile(penstock.ignore_experts(make_model())))"
+    )
+
+
+def infinite_on_rank_1(code: str) -> str:
+    """Of the experts there, and in the first pass only."""
+    poison = "    if torch.distributed.get_rank() and x is batches[0][0]:\n"
+    poison += "        model.module.layer.experts.w_up.grad.fill_(torch.inf)\n"
+    return scaled_less(code).replace("    scaler.unscale_", f"{poison}    scaler.unscale_")
+
+
+def looking_alone(code: str) -> str:
+    """PyTorch's usual scaler, without clipping, whose infinite norm would tell the others."""
+    code = code.replace("import ShardedGradScaler", "import GradScaler as ShardedGradScaler")
+    return infinite_on_rank_1(code.replace("    penstock.clip_grad_norm_(model, 1.0)\n", ""))
+
+
+def run_mistake(rank: int, mistake: Callable[[str], str]) -> str:
+    heading = "Scaled losses" if mistake is looking_alone else "DistributedDataParallel"
+    with pytest.raises(ValueError) as caught:
+        run_page(rank, heading, torch.float32, change=mistake)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (clipped_by_torch, "the gate's parameters differ between ranks"),
+        (looking_alone, "Scale losses by ShardedGradScaler"),
+        (called_inside, "the gate's parameters differ between ranks"),
+        (compiled_copy, "DistributedDataParallel has given every rank the experts of rank 0"),
+    ],
+)
+def test_a_mistake_is_refused_in_the_next_step(
+    ranks: Pools, mistake: Callable[[str], str], said: str
+) -> None:
+    for message in ranks(RANKS).run(run_mistake, mistake):
+        assert said in message
+
+
+def trainer_that_clips(code: str) -> str:
+    return code.replace("max_grad_norm=0,", "max_grad_norm=1.0,").replace(
+        "callbacks=[Clip()]", "callbacks=[]"
+    )
+
+
+def run_trainer_that_clips(rank: int) -> str:
+    with as_torchrun_starts_it(rank, RANKS), pytest.raises(ValueError) as caught:
+        run_page(rank, "Trainer", change=trainer_that_clips)
+    return str(caught.value)
+
+
+def test_a_trainer_that_clips_is_refused(ranks: Pools) -> None:
+    for message in ranks(RANKS).run(run_trainer_that_clips):
+        assert "set max_grad_norm=0" in message
+
+
+def run_infinite(rank: int) -> tuple[Ran, Tensors]:
+    """Also what the model begins with."""
+    (common,) = blocks(PAGE, "The model")
+    begun = drawn(run_block(common)["Model"](exchange()), torch.float32)
+    ran = run_page(rank, "Scaled losses", torch.float32, infinite_on_rank_1)
+    return ran, logical(begun, dict(begun.named_parameters()))
+
+
+def test_an_infinity_on_one_rank_makes_all_leave_the_step_out(ranks: Pools) -> None:
+    for ran, begun in ranks(RANKS).run(run_infinite):
+        assert ran.norms[0] == float("inf") and 0 < ran.norms[1] < float("inf")
+        assert all(torch.isfinite(tensor).all() for tensor in ran.parameters.values())
+        assert any(not torch.equal(ran.parameters[name], tensor) for name, tensor in begun.items())
+
+
+def run_saved_alone(rank: int, folder: Path) -> str:
+    """What a rank is told when it loads what Trainer has saved."""
+    saving = f"trainer.save_model({str(folder)!r})\ntrainer.accelerator.wait_for_everyone()\n"
+    loading = "from safetensors.torch import load_file\n"
+    loading += f"model.load_state_dict(load_file({str(folder / 'model.safetensors')!r}))\n"
+    with as_torchrun_starts_it(rank, RANKS):
+        try:
+            run_page(rank, "Trainer", change=lambda code: code.replace("trainer.train()", saving + loading))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_what_rank_0_has_saved_is_not_loaded_as_the_experts_of_others(ranks: Pools, tmp_path: Path) -> None:
+    own, other = ranks(RANKS).run(run_saved_alone, tmp_path)
+    assert own == "" and "has experts 0 to 3, and this rank holds experts 4 to 7 of 8" in other
