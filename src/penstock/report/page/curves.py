@@ -104,7 +104,7 @@ def layer_loads_figure(course: LoadCourse) -> Figure:
     return {
         "data": [data],
         "layout": layout(
-            90 + max(110, min(420, 26 * len(names))),
+            108 + max(110, min(420, 26 * len(names))),
             xaxis=axis("expert", showgrid=False, zeroline=False, dtick=_tick(heat.shape[1])),
             yaxis=axis(
                 showgrid=False,
@@ -127,7 +127,7 @@ def loads_over_time_figure(course: LoadCourse, place: int) -> Figure:
     return {
         "data": [data],
         "layout": layout(
-            90 + max(140, min(420, 14 * len(heat))),
+            108 + max(140, min(420, 14 * len(heat))),
             xaxis=axis("step", showgrid=False, zeroline=False, **_step_ticks(steps)),
             yaxis=axis("expert", showgrid=False, zeroline=False, dtick=_tick(len(heat))),
         ),
@@ -202,7 +202,6 @@ def _over_steps(course: Course, title: str, *, rangemode: str = "tozero", **more
         xaxis=axis("step", showgrid=False, zeroline=False, **_step_ticks(course.steps)),
         yaxis=axis(title, rangemode=rangemode, tickfont={"color": TEXT}),
         hovermode="x",
-        margin={"l": 62, "r": 16, "t": 34, "b": 44},
         shapes=[
             {"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": line}
             for at in changes

@@ -59,9 +59,11 @@ def _cards(run: FinishedRun) -> Iterator[str]:
     if (iteration_s := _typical(course.iteration_s)) is not None:
         yield _card(milliseconds(iteration_s), "per step (median), update included")
     if step is not None:
-        told = f"forward and backward; {milliseconds(step.predicted_s)} predicted"
+        told = "forward and backward"
         if step.predicted_s > 0:
-            told += f", measured {relative(step.measured_s / step.predicted_s)}"
+            ratio = relative(step.measured_s / step.predicted_s)
+            against = "the" if ratio.endswith("times") else "against the"
+            told += f"; {ratio} {against} predicted {milliseconds(step.predicted_s)}"
         yield _card(milliseconds(step.measured_s), told)
         yield _card(
             f"{step.bound_s / step.measured_s:.2f}" if step.measured_s > 0 else "unknown",
@@ -178,7 +180,8 @@ def _plans_section(run: FinishedRun) -> str:
             "otherwise."
         )
     others = [line for line in plan.why if line.startswith(("What if", "Samples ", "Experts ", "Both "))]
-    more = "".join(f"<li>{escape(' '.join(line.split()))}</li>" for line in others)
+    parted = (line.partition("  ") for line in others)
+    more = "".join(f"<li><b>{escape(what)}:</b> {escape(said.strip())}</li>" for what, _, said in parted)
     return section("Plans", paragraph(said, "said"), plans_table(plan), f"<ul>{more}</ul>" if more else "")
 
 

@@ -34,7 +34,7 @@ def layout(height: int, **more: Any) -> Figure:
     """What figures have in common."""
     base = {
         "height": height,
-        "margin": {"l": 62, "r": 16, "t": 16, "b": 44},
+        "margin": {"l": 62, "r": 16, "t": 34, "b": 44},  # above: where the library shows its tools
         "font": {"family": FONT, "size": 12, "color": QUIET},
         "paper_bgcolor": "white",
         "plot_bgcolor": "white",

@@ -27,7 +27,7 @@ body { margin: 0; background: #F4F6F8; color: #1B1F23; font: 15px/1.55 @FONT@; }
 main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 60px; }
 h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 0 0 2px; }
-p { margin: 4px 0 12px; color: #5B646E; max-width: 78ch; }
+p { margin: 4px 0 12px; color: #5B646E; max-width: 78ch; overflow-wrap: anywhere; }
 p.said { color: #1B1F23; font-size: 16px; }
 code, pre { font: 13px/1.5 ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace; }
 nav { display: flex; flex-wrap: wrap; gap: 8px; margin: 14px 0 6px; }
@@ -59,7 +59,7 @@ td.bar { min-width: 130px; padding: 5px 0 5px 9px; }
 .dot { display: inline-block; width: 10px; height: 10px; border-radius: 50%; margin-right: 7px; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: 12.5px; margin: 2px 0 4px; }
 .quiet { color: #5B646E; }
-ul { margin: 6px 0 0; padding-left: 20px; color: #5B646E; }
+ul { margin: 6px 0 0; padding-left: 20px; color: #5B646E; overflow-wrap: anywhere; }
 details > summary { cursor: pointer; font-weight: 600; }
 pre { overflow-x: auto; background: #F4F6F8; border-radius: 8px; padding: 12px 14px; margin: 10px 0 0; }
 @media (max-width: 560px) { main { padding: 18px 10px 40px; } section { padding: 14px 12px; }

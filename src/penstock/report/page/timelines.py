@@ -135,11 +135,11 @@ def path_figure(binding: Binding) -> Figure:
     return {
         "data": data,
         "layout": layout(
-            118,
+            140,
             barmode="stack",
             bargap=0.1,
             uniformtext={"minsize": 10, "mode": "hide"},
-            margin={"l": 16, "r": 16, "t": 8, "b": 44},
+            margin={"l": 16, "r": 16, "t": 30, "b": 44},
             showlegend=False,
             xaxis=axis("ms on the critical path", range=[0, 1e3 * binding.length_s], zeroline=False),
             yaxis=axis(showticklabels=False, fixedrange=True),
