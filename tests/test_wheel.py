@@ -115,6 +115,7 @@ def test_the_wheel_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     home = tmp_path / "environment"
     venv.create(home, with_pip=True)
     environ = {**clean_environ(), "PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    environ.pop("PYTHONPATH", None)  # which may lead to the checkout
     run(
         ["python", "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel],
         tmp_path,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 from pathlib import Path
 from statistics import median
@@ -15,7 +18,8 @@ from penstock.bench import checkout
 from penstock.bench.config import PEERS
 from penstock.config import ConfigError
 from tests.support.forked import run_forked
-from tests.support.runs import check_refusal, clean_environ, command, refused, run
+from tests.support.launched import start_launcher
+from tests.support.runs import check_refusal, clean_environ, command, refused, run, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -95,6 +99,22 @@ def test_figures_and_a_page_are_written(plotted: tuple[dict[str, Any], Path]) ->
     assert figures and all(path.read_bytes().startswith(PNG) for path in figures)
     page = (folder / "index.html").read_text()
     assert "penstock" in page and "sequential" in page and "(virtual devices)</h2>" not in page
+
+
+def test_a_stop_ends_all_of_it_and_prints_what_was_measured(tmp_path: Path) -> None:
+    """SIGTERM to the command alone, as a batch system sends it."""
+    out, errors = tmp_path / "out", tmp_path / "errors"
+    options = ("--virtual", "--schedules", "flowmoe", "parallel.processes=2", *SMALL[:-1])
+    endless = ("compare.warmup=1", "compare.rounds=100000")
+    started = start_launcher("bench", *options, *endless, stderr=errors, stdout=out)
+    second = re.compile(r"round ([2-9]|\d\d+) of ")  # told now and then
+    wait_until(lambda: errors.exists() and second.search(errors.read_text()) is not None, started)
+    os.kill(started.pid, signal.SIGTERM)
+    assert started.wait(timeout=60) == 0, errors.read_text()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(started.pid, 0)
+    assert "stopped, as requested, after" in (said := out.read_text()) and "flowmoe" in said
+    assert "Traceback" not in errors.read_text()
 
 
 # ---- virtual devices ---------------------------------------------------------------------------------------

@@ -45,15 +45,18 @@ def test_one_process_takes_a_file_and_prints_tables(tmp_path: Path) -> None:
 
 
 def test_a_stop_ends_all_of_it_and_keeps_what_was_measured(tmp_path: Path) -> None:
-    out, errors = tmp_path / "stopped.json", tmp_path / "errors"
+    out, errors, printed = tmp_path / "stopped.json", tmp_path / "errors", tmp_path / "printed"
     options = ("--budget", "3600", "--out", out, "parallel.processes=2")
-    started = start_launcher("profile", *options, *TINY, stderr=errors)
+    started = start_launcher("profile", *options, *TINY, stderr=errors, stdout=printed)
     until_s = time.monotonic() + 100
     while "measuring links" not in (said := errors.read_text() if errors.exists() else ""):
         assert time.monotonic() < until_s and started.poll() is None, said
         time.sleep(0.05)
     os.kill(started.pid, signal.SIGTERM)
     assert started.wait(timeout=100) == 0, errors.read_text()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(started.pid, 0)
+    assert str(out) in printed.read_text() and "Traceback" not in errors.read_text()
     file = find_cluster(str(out))
     check(file)
     assert file.links and file.tasks and file.doubts[0] == STOPPED

@@ -92,12 +92,14 @@ def _run_module(module: str, words: Sequence[str], environ: dict[str, str]) -> N
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _alone(stderr: Path) -> None:
-    """As a shell starts a program: in a group of its own; errors go to a file, and output nowhere."""
+def _alone(stderr: Path, stdout: Path | None = None) -> None:
+    """As a shell starts a program: in a group of its own; errors go to a file, output to one or nowhere."""
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDWR)
-    errors = os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for opened, descriptor in ((nowhere, 0), (nowhere, 1), (errors, 2)):
+    errors, out = (
+        os.open(path or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for path in (stderr, stdout)
+    )
+    for opened, descriptor in ((nowhere, 0), (out, 1), (errors, 2)):
         os.dup2(opened, descriptor)
 
 
@@ -132,14 +134,14 @@ def _started(work: Callable[..., None], *arguments: Any) -> Started:
     return found
 
 
-def start_launcher(*arguments: str | Path, stderr: Path) -> Started:
+def start_launcher(*arguments: str | Path, stderr: Path, stdout: Path | None = None) -> Started:
     """Start `penstock` as `tests.support.runs.start` does; what remains of it ends with the test."""
     words = list(map(str, arguments))
-    return _started(_be_command, words, clean_environ(), stderr)
+    return _started(_be_command, words, clean_environ(), stderr, stdout)
 
 
-def _be_command(words: list[str], environ: dict[str, str], stderr: Path) -> None:
-    _alone(stderr)
+def _be_command(words: list[str], environ: dict[str, str], stderr: Path, stdout: Path | None) -> None:
+    _alone(stderr, stdout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock.train.launcher.subprocess.Popen", ForkedRank)
         _run_module("penstock", words, environ)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.codes import FAILED
+from penstock.cli.failing import tell, tell_torchrun
 from penstock.cli.ranks import on_ranks, processes_of
 from penstock.config import ConfigError, load
 from penstock.cost import ClusterFile
@@ -132,13 +132,13 @@ def _be_rank(info: ProcessInfo, asked: Asked, wanted: Wanted) -> int:
     try:
         meeting = Meeting(info, host, port, serves=serves, wait_s=asked.options.wait_s)
     except MeetingError as error:
-        print(f"penstock: {why_unreachable(info, host, port, str(error))}", file=sys.stderr)
+        tell(why_unreachable(info, host, port, str(error)))
         return FAILED
     try:
         found = examine(meeting, info, host, _folders(asked), asked.options.wait_s)
         return _report(meeting, found, asked, wanted)
     except MeetingError as error:
-        print(f"penstock: rank {info.rank} gave up: {error}", file=sys.stderr)
+        tell(f"rank {info.rank} gave up: {error}")
         return FAILED
 
 
@@ -155,6 +155,9 @@ def _report(meeting: Meeting, found: Examination | None, asked: Asked, wanted: W
     checks = judge(found, wanted)
     code = 0 if all(check.passed for check in checks) else FAILED
     meeting.announce(END, {"code": code})
+    if code:
+        mended = (finding.text for check in checks for finding in check.findings if finding.mend)
+        tell_torchrun(" ".join(["penstock doctor found something to mend:", *mended]))
     print(
         json.dumps(_plain(found, checks)) if asked.options.json else doctor_text(checks, terminal_width()),
         flush=True,
@@ -182,7 +185,7 @@ def doctor_text(checks: Sequence[Check], width: int) -> str:
             console.print(Text(f"Note: {finding.text}"))
         count = "Nothing" if not mended else "One thing" if len(mended) == 1 else f"{len(mended)} things"
         console.print(Text(f"{count} to mend."))
-    return captured.get().rstrip()
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
 
 def _plain(found: Examination, checks: Sequence[Check]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 
 from penstock.bench.config import BenchConfig
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
+from penstock.cli.failing import tell
 from penstock.config import ConfigError
 from penstock.emulate import Cluster, EmulateConfig
 from penstock.plan.plan_config import AUTO
@@ -141,10 +142,10 @@ def measure_as_rank(
         found = measure(layout, device)
     except ConfigError as error:
         if info.rank == 0:  # every rank finds the same fault; once is enough
-            print(f"penstock: {error}", file=sys.stderr)
+            tell(str(error))
         return BAD_USAGE
     except (TaskError, CommunicationError, ScheduleMismatchError) as error:
-        print(f"penstock: {error}", file=sys.stderr)
+        tell(str(error))
         return FAILED
     except KeyboardInterrupt:
         if info.rank == 0:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
+from penstock.cli.failing import tell
 from penstock.config import ConfigError, OtherNameWarning
 from penstock.emulate import EmulationError, EmulationUnavailable
 from penstock.graph import ScheduleError
@@ -32,10 +33,10 @@ def exit_code(command: Callable[[], int]) -> int:
         with _telling_hints():
             return command()
     except (ConfigError, ScheduleError, EmulationUnavailable) as error:
-        print(f"penstock: {error}", file=sys.stderr)
+        tell(str(error))
         return BAD_USAGE
     except EmulationError as error:
-        print(f"penstock: {error}", file=sys.stderr)
+        tell(str(error))
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 import traceback
 
 from penstock.autopilot import Autopilot
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
+from penstock.cli.failing import tell
 from penstock.cli.ranks import end_of_rank
 from penstock.config import ConfigError
 from penstock.data import TextError
@@ -39,7 +39,7 @@ def _train_as_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> i
         summary = Trainer(config, info, device, Autopilot, quiet=False).run()
     except ConfigError as error:
         if info.rank == 0:  # every rank finds the same fault; once is enough
-            print(f"penstock: {error}", file=sys.stderr)
+            tell(str(error))
         return BAD_USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -67,7 +67,7 @@ def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:
             where = f" (details: {report})"
         except OSError as error:  # a full disk is a likely reason for being here
             where = f"\n{details.strip()}\n({report} could not be written: {error.strerror})"
-    print(f"penstock: {headline}{where}", file=sys.stderr)
+    tell(f"{headline}{where}")
     return FAILED
 
 
