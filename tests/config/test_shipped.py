@@ -23,6 +23,13 @@ def test_a_file_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.Mon
     assert load(RunConfig, Path("tiny")).train.steps == 7
 
 
+def test_a_folder_of_that_name_is_no_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's, perhaps."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny").mkdir()
+    assert load(RunConfig, Path("tiny")) == load(RunConfig, ROOT / "configs" / "tiny.toml")
+
+
 @pytest.mark.parametrize("name", ["small", "configs/tiny.toml", "elsewhere/tiny"])
 def test_nothing_else_is_guessed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

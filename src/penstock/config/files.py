@@ -40,7 +40,8 @@ KINDS = (
 def found_or_shipped(path: Path) -> Path:
     """The path, or for a name such as `tiny`, which is no file here, that of the shipped configuration."""
     shipped = SHIPPED / f"{path}.toml"
-    return shipped if not path.exists() and len(path.parts) == 1 and shipped.is_file() else path
+    free = not path.exists() or path.is_dir()  # a run called tiny may lie here
+    return shipped if free and len(path.parts) == 1 and shipped.is_file() else path
 
 
 def open_regular(path: Path, key: str, hint: str, value: object = UNSET) -> BinaryIO:

@@ -46,4 +46,7 @@ def _check_effect(key: str, asked: str, parallel: ParallelConfig, ranks: int) ->
     ep_size = holders(ranks, parallel.esp_size) if parallel.ep_size is None else parallel.ep_size
     if ep_size == 1:
         why = "moves between the ranks of experts, and with parallel.ep_size = 1 every rank has all of them"
-        raise ConfigError(key, asked, why, "Leave it out, or spread the experts over more ranks.")
+        hint = (
+            "Leave it out, or spread the experts over more ranks: parallel.processes=2 runs on any machine."
+        )
+        raise ConfigError(key, asked, why, hint)
