@@ -31,26 +31,6 @@ def test_decisions_that_steps_do_not_know_are_refused(plan: Any, words: str) -> 
         penstock.parallelize(small("mixtral"), plan=plan)
 
 
-class Around(torch.nn.Module):
-    """As a PeftModel stands around a model of transformers."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.base_model, self.peft_config = model, {"default": None}
-
-    def get_base_model(self) -> Any:
-        return self.base_model
-
-
-def test_a_model_of_peft_is_refused() -> None:
-    around = Around(small("mixtral"))
-    with pytest.raises(ValueError, match=r"parallelize\(model\.get_base_model\(\), \.\.\.\)"):
-        penstock.parallelize(around)
-    penstock.parallelize(around.get_base_model())
-    around.base_model(**Batch().inputs()).loss.backward()
-    assert penstock.clip_grad_norm_(around, 1.0) > 0
-
-
 def refuse_late(rank: int, world: int) -> None:
     """First by the plan, then by the last parameter that the runtime looks at."""
     model, given = small("mixtral"), Batch().inputs(rank, rank + 1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.adapt.cut import Cut, CutGate
 from penstock.adapt.decoder import Calls, CutLayer, Decoder, Layers, WholeLayer
-from penstock.adapt.engine import Engine, Spread
+from penstock.adapt.engine import Engine
 from penstock.adapt.ep_plan import EpPlan, brought_by, check_ep_plan, check_spread
 from penstock.adapt.experts import ModelExperts, Shares
 from penstock.adapt.families import family_of
@@ -19,6 +19,7 @@ from penstock.adapt.guess import check, guess
 from penstock.adapt.look import Found, look
 from penstock.adapt.planning import planner_of
 from penstock.adapt.scheduled import is_wrapped_by_peft, schedule
+from penstock.adapt.spread import JoinAdapters, Spread, TakeAdapters
 from penstock.config import ConfigError
 from penstock.decision import Decision
 from penstock.graph import Lane
@@ -49,9 +50,9 @@ def parallelize(
     """Spread the experts of `model` over ranks, and let a schedule run its training steps; returns it.
 
     model: a causal language model of transformers 5, whole and the same on every rank; of a family that is
-    not known, if it can be taken to pieces that compute the same. It stays what it is: its class, its
-    modules, the names of its parameters; of experts this rank's share is kept. All ranks call this, and
-    every forward pass later, together; each has samples of its own.
+    not known, if it can be taken to pieces that compute the same; or a model of peft around one. It stays
+    what it is: its class, its modules, the names of its parameters; of experts this rank's share is kept. All
+    ranks call this, and every forward pass later, together; each has samples of its own.
 
     In training mode `model(input_ids=..., labels=...)` gives the loss of the batch of all ranks, and its
     `backward` every gradient, summed over them: DistributedDataParallel is not needed, and refused. All else
@@ -68,7 +69,18 @@ def parallelize(
     if tp_size != 1:
         why = "attention stays the model's own, and how ranks could share it is not known"
         raise ConfigError("tp_size", tp_size, why, "Use 1, and spread experts with ep_size.")
-    _check_fresh(model)
+    if is_wrapped_by_peft(model):
+        parallelize(
+            model.get_base_model(),
+            ep_size=ep_size,
+            plan=plan,
+            ep_plan=ep_plan,
+            ranks_per_node=ranks_per_node,
+            timeout_s=timeout_s,
+        )
+        return model
+    if "_penstock" in model.__dict__:
+        raise ValueError("the model is scheduled already: parallelize it once")
     found = _found(model, ep_plan)
     parallel = ParallelConfig(ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
     machinery = machinery_for(parallel, found.num_experts, next(model.parameters()).device)
@@ -83,18 +95,6 @@ def parallelize(
         raise
     shares.settle()
     return model
-
-
-def _check_fresh(model: Any) -> None:
-    """Raise ValueError for a model that is scheduled, and for one that stands around another."""
-    if is_wrapped_by_peft(model):
-        raise ValueError(
-            f"{type(model).__name__} is a model of peft, which stands around a model of transformers: call "
-            "parallelize(model.get_base_model(), ...) and go on with `model`, or parallelize first and call "
-            "get_peft_model with what that returns"
-        )
-    if "_penstock" in model.__dict__:
-        raise ValueError("the model is scheduled already: parallelize it once")
 
 
 def scheduled(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: str | Decision) -> Any:
@@ -153,7 +153,10 @@ def _engine(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: 
     for layer, cut in cuts.items():
         cut.ranks, moe = layout.world_size, layers[layer].moe
         assert moe is not None, "it is cut where it has experts"
-        cut.spread = Spread(machinery, moe) if layout.ep_size > 1 else None
+        if layout.ep_size > 1:
+            cut.spread = Spread(machinery, moe)
+            cut.block.register_state_dict_post_hook(JoinAdapters(cut, machinery))
+            cut.block.register_load_state_dict_pre_hook(TakeAdapters(cut, machinery))
     return Engine(stack, decoder, planner)
 
 
@@ -164,15 +167,8 @@ def _undo(cuts: Mapping[int, Cut]) -> None:
 
 def _cuts(found: Found) -> dict[int, Cut]:
     """Where the layers with experts are cut, by their numbers."""
-    router, form = found.family.router, found.family.form
     return {
-        number: Cut(
-            experts=found.experts_of(block),
-            router=block.get_submodule(router),
-            shared=found.shared_of(block),
-            top_k=found.top_k,
-            form=form,
-        )
+        number: Cut(block, found.family, shared=found.shared_of(block), top_k=found.top_k)
         for number, block in enumerate(found.blocks)
         if block is not None
     }
@@ -193,10 +189,11 @@ def _layers(
         if cut is None:
             layers.append(WholeLayer(layer, number, calls))
             continue
+        cut.rows = ModelExperts(cut.experts, placement.slots, found.family.form)
         moe = MoELayer(
             gate=CutGate(found.num_experts, cut),
             order=SortOrder(found.num_experts),
-            expert=ModelExperts(found.experts_of(block), placement.slots, found.family.form),
+            expert=cut.rows,
             shared=None if found.shared_of(block) is None else SharedPart(block, found.family),
             ep_size=ep_size,
             ep_rank=ep_rank,

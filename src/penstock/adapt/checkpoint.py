@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from penstock.adapt.adapters import ALONG_ROWS, ExpertAxis
 from penstock.adapt.engine import Engine
-from penstock.adapt.export import expert_names
+from penstock.adapt.export import expert_axes
 from penstock.adapt.scheduled import engine_of
 from penstock.adapt.weights import StoredTensor, some_of
 from penstock.mesh import Group as Ranks
@@ -91,12 +92,12 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
 
 @dataclass(frozen=True)
 class _States:
-    """An optimiser's state by the names of its parameters. experts: of which a rank has a share."""
+    """An optimiser's state by the names of its parameters. axes: how experts lie in those of experts."""
 
     engine: Engine
     optimizer: torch.optim.Optimizer
     names: Mapping[Tensor, str]
-    experts: frozenset[str]
+    axes: Mapping[str, ExpertAxis]
 
     @staticmethod
     def of(model: Any, engine: Engine, optimizer: torch.optim.Optimizer) -> _States:
@@ -104,7 +105,7 @@ class _States:
         strangers = sum(p not in names for group in optimizer.param_groups for p in group["params"])
         if strangers:
             raise ValueError(f"the optimizer has {strangers} parameters that are not the model's")
-        return _States(engine, optimizer, names, frozenset(expert_names(model, engine)))
+        return _States(engine, optimizer, names, expert_axes(model, engine))
 
     @property
     def groups(self) -> list[Group]:
@@ -160,23 +161,24 @@ class _States:
         ]
 
     def _outgoing(self, logical: str, name: str, tensor: Tensor) -> Outgoing:
-        shared = name in self.experts and tensor.dim() > 0
-        ep_size = self.engine.layout.ep_size if shared else 1
-        shape = (ep_size * tensor.shape[0], *tensor.shape[1:]) if shared else tuple(tensor.shape)
+        axis, shape = self.axes.get(name), tuple(tensor.shape)
+        if axis is None or not shape or self.engine.layout.ep_size == 1:
+            return Outgoing(name=logical, entry=Entry(shape=shape, dtype=tensor.dtype), load=lambda: tensor)
+        shape = axis.whole_shape(shape, self.engine.layout.ep_size)
         return Outgoing(
             name=logical,
             entry=Entry(shape=shape, dtype=tensor.dtype),
-            load=lambda: self._joined(tensor, logical) if ep_size > 1 else tensor,
+            load=lambda: self._joined(tensor, logical, axis),
         )
 
-    def _joined(self, tensor: Tensor, logical: str) -> Tensor:
+    def _joined(self, tensor: Tensor, logical: str, axis: ExpertAxis) -> Tensor:
         """The parts of all ranks on rank 0; elsewhere whatever."""
         layout, control = self.engine.layout, self.engine.stack.machinery.control
         members = layout.mesh.members(0, Ranks.EXPERT)
         if layout.rank not in members:
             return tensor
         parts = control.collect(tensor.detach().cpu(), members, 0, f"saving {logical}")
-        return torch.cat(parts) if parts else tensor
+        return axis.join(parts) if parts else tensor
 
     def take(self, file: Path, saved: list[Group]) -> None:
         """Fill the state of the optimiser from a file, and its groups' settings from `saved`."""
@@ -188,8 +190,8 @@ class _States:
         _check_complete(file, {logical.rpartition(":")[0] for logical in shapes}, saved)
         for logical, shape in shapes.items():
             name, _, key = logical.rpartition(":")
-            rows = self._rows(parameters[numbers[name]], shape)
-            states.setdefault(numbers[name], {})[key] = StoredTensor(file, logical, rows)[...]
+            stored = StoredTensor(file, logical)
+            states.setdefault(numbers[name], {})[key] = self._own(stored, parameters[numbers[name]], shape)
         groups, first = [], 0
         for group in saved:
             settings = {key: value for key, value in group.items() if key not in ("parameters", WITHOUT)}
@@ -198,12 +200,15 @@ class _States:
             first = last
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
-    def _rows(self, parameter: Tensor, shape: Sequence[int]) -> slice | None:
-        """Which of a stored tensor are this rank's; None: all."""
-        if self.names[parameter] not in self.experts or not shape:
-            return None
-        first = self.engine.layout.ep_rank * len(parameter)
-        return slice(first, first + len(parameter))
+    def _own(self, stored: StoredTensor, parameter: Tensor, shape: Sequence[int]) -> Tensor:
+        """Of a stored tensor what is this rank's."""
+        axis, layout = self.axes.get(self.names[parameter]), self.engine.layout
+        if axis is None or not shape:
+            return stored[...]
+        if axis != ALONG_ROWS:
+            return axis.part(stored[...], layout.ep_rank, layout.ep_size).clone()
+        first = layout.ep_rank * len(parameter)
+        return replace(stored, rows=slice(first, first + len(parameter)))[...]
 
 
 def _check_names(path: Path, here: Sequence[Group], saved: Sequence[Group]) -> None:

@@ -15,12 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.adapt.forms import ExpertForm, RouterCall
+from penstock.adapt.adapters import check_adapters, core_of, settle
+from penstock.adapt.experts import ModelExperts
+from penstock.adapt.family import Family
+from penstock.adapt.forms import RouterCall
 from penstock.moe.choices import GateSums, TokenChoice, count_choices, sum_by_sample
 from penstock.moe.gates.base import Gate
 from penstock.moe.tokens import Tokens
 
-Spread = Callable[[Tensor, Tensor, Tensor], Tensor]
+Spreads = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Tokens [T, M], choices [T, k], weights [T, k] -> the sum of their experts' outputs [T, M]."""
 
 
@@ -44,21 +47,25 @@ class Cut:
     """Stands in place of the `forward` of the experts of one MoE block, and of its shared experts.
 
     shared: the module of shared experts, or None. top_k: experts per token. spread: how experts run when the
-    model is not cut, where other ranks hold some of them. ranks: how many train the model. form: how experts
-    are called.
+    model is not cut, where other ranks hold some of them. ranks: how many train the model. rows: what runs
+    the experts on rows.
     """
 
-    def __init__(self, *, experts: Any, router: nn.Module, shared: Any, top_k: int, form: ExpertForm) -> None:
-        self.experts, self.router, self.shared, self.top_k = experts, router, shared, top_k
-        self._form = form
+    def __init__(self, block: Any, family: Family, *, shared: Any, top_k: int) -> None:
+        self.block, self.family, self.shared, self.top_k = block, family, shared, top_k
+        self.experts, self.router = family.experts_of(block), family.router_of(block)
+        self.rows: ModelExperts | None = None
+        self._form = family.form
         self._cutting = False
         self._asked: RouterCall | None = None
         self._caught: Caught | None = None
-        self.spread: Spread | None = None
+        self.spread: Spreads | None = None
         self.ranks = 1
         # As attributes of the modules, which keep their classes: `nn.Module.__call__` looks there first.
-        experts.forward = self._meet
-        self._hook = router.register_forward_hook(self._note)
+        settle(self.experts)
+        self.experts.forward = self._meet
+        self._hook = self.router.register_forward_hook(self._note)
+        self._following = block.register_forward_pre_hook(self._before)
         if shared is not None:
             shared.forward = self._pass
 
@@ -92,9 +99,27 @@ class Cut:
         out_TM: Tensor = type(self.experts).forward(self.experts, *given)
         return out_TM
 
+    def follow(self) -> None:
+        """Stand where peft has put adapters around experts or router since, or has taken them away.
+
+        Raises ValueError for adapters that cannot be spread.
+        """
+        experts, router = self.family.experts_of(self.block), self.family.router_of(self.block)
+        if experts is not self.experts and core_of(experts) is core_of(self.experts):
+            check_adapters(experts, type(self.block).__name__)
+            settle(experts)
+            self.experts.__dict__.pop("forward", None)
+            self.experts, experts.forward = experts, self._meet
+            if self.rows is not None:
+                self.rows.source = experts
+        if router is not self.router and core_of(router) is core_of(self.router):
+            self._hook.remove()
+            self.router, self._hook = router, router.register_forward_hook(self._note)
+
     def undo(self) -> None:
         """Leave the modules as they were."""
         self._hook.remove()
+        self._following.remove()
         del self.experts.forward
         if self.shared is not None:
             del self.shared.forward
@@ -103,6 +128,10 @@ class Cut:
         """Whether the modules still call what stands in their place."""
         met = self.experts.__dict__.get("forward") == self._meet
         return met and (self.shared is None or self.shared.__dict__.get("forward") == self._pass)
+
+    def _before(self, block: nn.Module, given: Any) -> None:
+        del block, given
+        self.follow()
 
     def _note(self, router: nn.Module, given: Any, returned: Any) -> None:
         del router

@@ -1,14 +1,12 @@
-"""What runs the steps of a scheduled model, and its experts outside of steps.
+"""What runs the steps of a scheduled model.
 
-Shapes: B samples, L tokens per sample, M hidden size, T tokens, k choices per token, R rows.
+Shapes: B samples, L tokens per sample.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +16,8 @@ from penstock.adapt.decoder import Decoder, Inputs
 from penstock.adapt.drift import check_alike, is_due
 from penstock.adapt.intact import check_intact
 from penstock.adapt.planning import Planner
-from penstock.dispatch import find_dispatch
-from penstock.moe import MoEConfig, MoELayer, RouteMaker
-from penstock.moe.orders.sort import SortOrder
-from penstock.runtime import Machinery, PipelinedStack
-from penstock.runtime.transport.legs import exchange_counts, send_home, send_out
+from penstock.moe import MoEConfig
+from penstock.runtime import PipelinedStack
 from penstock.step.shape import Recompute
 from penstock.topology import Layout
 
@@ -149,33 +144,6 @@ class Engine:
             for layer, size_bytes in enumerate(trained)
             if size_bytes
         )
-
-
-class Spread:
-    """Tokens to the experts of all ranks and back, without gradients. All that share them must call it."""
-
-    def __init__(self, machinery: Machinery, moe: MoELayer) -> None:
-        self._machinery, self._moe = machinery, moe
-        self._maker = RouteMaker(find_dispatch("flat"), machinery.layout.place, False)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
-        """For a copy of the layer, on the same machinery."""
-        return Spread(self._machinery, copy.deepcopy(self._moe, memo))
-
-    def __call__(self, x_TM: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-        order, transport = self._moe.order, self._machinery.transports.inter
-        assert isinstance(order, SortOrder)
-        with torch.no_grad():
-            plan = order.arrange(experts_Tk, (len(x_TM),), masked=False)
-            assert plan.counts_CN is not None
-            route = exchange_counts(plan.counts_CN, self._maker, transport).value.slices[0]
-            rows_RM = plan.rows.take(x_TM)
-            for leg in route.legs:
-                rows_RM = send_out(rows_RM, leg, transport)
-            rows_RM = self._moe.expert_rows(rows_RM, route)
-            for leg in reversed(route.legs):
-                rows_RM = send_home(rows_RM, leg, transport)
-            return order.unorder(rows_RM, weights_Tk, plan).to(x_TM.dtype)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -5,11 +5,14 @@ Shapes: R rows, M hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.adapt.adapters import active, axes_of, core_of, wrappers
 from penstock.adapt.forms import ExpertForm
 from penstock.moe.experts.base import Experts, StackedExperts
 from penstock.moe.experts.product import Product, grouped_product
@@ -18,7 +21,8 @@ from penstock.moe.experts.product import Product, grouped_product
 class ModelExperts(StackedExperts):
     """The experts that a module of transformers holds.
 
-    source: the module; its parameters stay where they are and keep their names. form: how they multiply.
+    source: the module, in whatever peft has put around it; its parameters stay where they are and keep their
+    names. form: how they multiply.
     """
 
     def __init__(self, source: nn.Module, num_local_experts: int, form: ExpertForm) -> None:
@@ -27,7 +31,8 @@ class ModelExperts(StackedExperts):
         self.form = form
 
     def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:
-        return self.form.compute(self.source, rows_RM, sizes, product)
+        core = core_of(self.source)
+        return self.form.compute(core, rows_RM, _Times(core, wrappers(self.source), sizes, product))
 
     def guests(self, slots: int) -> Experts:
         if any(len(parameter) != self.num_local_experts for parameter in self.parameters()):
@@ -36,6 +41,35 @@ class ModelExperts(StackedExperts):
                 "not moved: move no experts (placement.experts=none)"
             )
         return super().guests(slots)
+
+
+@dataclass(frozen=True)
+class _Times:
+    """As `Times` says. around: peft's adapters, which are multiplied and not added to the weights."""
+
+    experts: Any
+    around: Sequence[Any]
+    sizes: Sequence[int]
+    product: Product
+
+    def __call__(self, rows_RM: Tensor, name: str, *, turned: bool = False) -> Tensor:
+        weight: Tensor = attrgetter(name)(self.experts)
+        out_RH = self._by(rows_RM, weight if weight.dim() == 3 else self._apart(weight), turned)
+        for wrapper in self.around:
+            if wrapper.parameter_name == name:
+                for left, right, scale in active(wrapper):
+                    first, second = (right, left) if turned else (left, right)
+                    inner_Rr = scale * self._by(rows_RM, first, turned)
+                    out_RH = out_RH + self._by(inner_Rr, second, turned)
+        return out_RH
+
+    def _by(self, rows_RM: Tensor, weight_EMH: Tensor, turned: bool) -> Tensor:
+        return self.product(rows_RM, weight_EMH.transpose(1, 2) if turned else weight_EMH, self.sizes)
+
+    def _apart(self, weight: Tensor) -> Tensor:
+        """Weights that lie one below the other."""
+        apart: Tensor = weight.unflatten(0, (len(self.sizes), -1))
+        return apart
 
 
 def check_experts(experts: nn.Module, num_experts: int, rows: int, where: str) -> None:
@@ -53,14 +87,16 @@ class Shares:
     is settled that the others go.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], held: Sequence[int], num_experts: int) -> None:
-        found = {id(p): p for experts in modules for p in experts.parameters()}.values()
-        cut = len(held) < num_experts
-        self._whole = [(p, p.data, p.grad) for p in found if cut]
+    def __init__(self, modules: Sequence[nn.Module], held: Sequence[int], num_experts: int) -> None:
+        cut, place, ranks = len(held) < num_experts, held[0] // len(held), num_experts // len(held)
+        axes = {p: axis for experts in modules for p, axis in axes_of(experts).items() if cut}
+        self._whole = [(p, p.data, p.grad) for p in axes]
+        self._around = [each for experts in modules for each in wrappers(experts) if cut]
+        self._num_experts = num_experts
         for parameter, whole, _ in self._whole:
-            share = whole.unflatten(0, (num_experts, -1))[held[0] : held[-1] + 1]
             parameter.grad = None  # of another shape
-            parameter.data = share.flatten(0, 1)  # an optimizer may know the parameter
+            parameter.data = axes[parameter].part(whole, place, ranks)  # an optimizer may know it
+        self._tell(len(held))
 
     def settle(self) -> None:
         """Give up the others: what stays gets memory of its own."""
@@ -73,8 +109,14 @@ class Shares:
         for parameter, whole, grad in self._whole:
             parameter.data, parameter.grad = whole, grad
         self._whole = []
+        self._tell(self._num_experts)
+
+    def _tell(self, num_experts: int) -> None:
+        """peft's adapters, how many experts they are of."""
+        for wrapper in self._around:
+            wrapper.num_experts = num_experts
 
 
-def keep_shares(modules: Iterable[nn.Module], held: Sequence[int], num_experts: int) -> None:
+def keep_shares(modules: Sequence[nn.Module], held: Sequence[int], num_experts: int) -> None:
     """Of every module keep these experts of all, which are consecutive, in memory of their own."""
     Shares(modules, held, num_experts).settle()

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.adapt.adapters import ExpertAxis, axes_of, core_of
+from penstock.adapt.cut import Cut
+from penstock.adapt.decoder import CutLayer
 from penstock.adapt.described import quiet
 from penstock.adapt.engine import Engine
 from penstock.adapt.weights import some_of
@@ -39,10 +42,19 @@ def whole_state(
 
 
 def expert_names(model: nn.Module, engine: Engine) -> dict[str, nn.Parameter]:
-    """All parameters of which this rank has a share, by name; by several, if layers share them."""
-    layers = range(len(engine.decoder.parts))
-    held = {id(p) for layer in layers for p in engine.decoder.expert_parameters(layer)}
-    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if id(p) in held}
+    """Weights of experts, of which this rank has a share, by name; by several, if layers share them."""
+    held = {p for cut in _cuts(engine) for p in core_of(cut.experts).parameters()}
+    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if p in held}
+
+
+def expert_axes(model: nn.Module, engine: Engine) -> dict[str, ExpertAxis]:
+    """How experts lie in all parameters of which this rank has a share, adapters too, by name."""
+    axes = {p: axis for cut in _cuts(engine) for p, axis in axes_of(cut.experts).items()}
+    return {name: axes[p] for name, p in model.named_parameters(remove_duplicate=False) if p in axes}
+
+
+def _cuts(engine: Engine) -> list[Cut]:
+    return [part.cut for part in engine.decoder.parts if isinstance(part, CutLayer)]
 
 
 def check_names(model: Any, plain: Any, given: Mapping[str, Tensor] | None = None) -> None:

@@ -64,6 +64,14 @@ class Family:
         block = _find(layer, self.block)
         return block if block is not None and _find(block, self.experts) is not None else None
 
+    def experts_of(self, block: nn.Module) -> Any:
+        """The module of experts in a block, in whatever peft has put around it."""
+        return block.get_submodule(self.experts)
+
+    def router_of(self, block: nn.Module) -> Any:
+        """The router of a block, likewise."""
+        return block.get_submodule(self.router)
+
 
 def _find(module: nn.Module, path: str) -> nn.Module | None:
     try:

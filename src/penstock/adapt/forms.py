@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-
-from penstock.moe.experts.product import Product
 
 TRAITS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
 """What transformers says of experts whose weights are stacked (`use_experts_implementation`)."""
@@ -28,6 +26,19 @@ class RouterCall:
 
     given: tuple[Any, ...]
     returned: Any
+
+
+class Times(Protocol):
+    """Multiplies rows, sorted by expert, by a weight of theirs."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """How many rows of every expert."""
+        ...
+
+    def __call__(self, rows_RM: Tensor, name: str, *, turned: bool = False) -> Tensor:
+        """rows [R, M] times the weight of this name, [E, M, H], or [E, H, M] (turned), or [E * M, H]."""
+        ...
 
 
 class ExpertForm:
@@ -79,12 +90,12 @@ class ExpertForm:
         """The sum of experts' outputs for every token, as what was called returns it."""
         return out_TM.view_as(given[0])
 
-    def compute(self, experts: Any, rows_RM: Tensor, sizes: Sequence[int], product: Product) -> Tensor:
-        """Outputs for rows that are sorted by expert, `sizes[e]` of expert e."""
+    def compute(self, experts: Any, rows_RM: Tensor, times: Times) -> Tensor:
+        """Outputs for rows that are sorted by expert."""
         name = "gate_up_proj" if experts.has_gate else "up_proj"
-        inner_RH = _multiply(experts, name, rows_RM, sizes, product)
+        inner_RH = _multiply(experts, name, rows_RM, times)
         inner_RH = experts._apply_gate(inner_RH) if experts.has_gate else experts.act_fn(inner_RH)
-        out_RM = _multiply(experts, "down_proj", inner_RH, sizes, product)
+        out_RM = _multiply(experts, "down_proj", inner_RH, times)
         if experts.has_post_expert_norm:
             return experts.post_expert_norm(out_RM)  # type: ignore[no-any-return]  # any module of theirs
         return out_RM
@@ -111,11 +122,9 @@ class FlatForm(ExpertForm):
         del experts
         return 3
 
-    def compute(self, experts: Any, rows_RM: Tensor, sizes: Sequence[int], product: Product) -> Tensor:
-        mlp = experts.mlp
-        w1_EHM, v1_EHM, w2_EHM = (each.unflatten(0, (len(sizes), -1)) for each in (mlp.w1, mlp.v1, mlp.w2))
-        gate_RH = mlp.activation_fn(product(rows_RM, w1_EHM.transpose(1, 2), sizes))
-        return product(gate_RH * product(rows_RM, v1_EHM.transpose(1, 2), sizes), w2_EHM, sizes)
+    def compute(self, experts: Any, rows_RM: Tensor, times: Times) -> Tensor:
+        gate_RH = experts.mlp.activation_fn(times(rows_RM, "mlp.w1", turned=True))
+        return times(gate_RH * times(rows_RM, "mlp.v1", turned=True), "mlp.w2")
 
 
 class WeighedForm(ExpertForm):
@@ -151,23 +160,20 @@ class WeighedForm(ExpertForm):
         zeros = torch.zeros_like(given[0][len(out_TM) :])  # the caller adds up what all experts return
         return torch.cat([out_TM, zeros])
 
-    def compute(self, experts: Any, rows_RM: Tensor, sizes: Sequence[int], product: Product) -> Tensor:
-        gate_RH, up_RH = product(rows_RM, experts.gate_up_proj, sizes).chunk(2, dim=-1)
-        return product(up_RH * experts.act_fn(gate_RH), experts.down_proj, sizes)
+    def compute(self, experts: Any, rows_RM: Tensor, times: Times) -> Tensor:
+        gate_RH, up_RH = times(rows_RM, "gate_up_proj").chunk(2, dim=-1)
+        return times(up_RH * experts.act_fn(gate_RH), "down_proj")
 
 
 STACKED = ExpertForm()
 
 
-def _multiply(experts: Any, name: str, rows_RM: Tensor, sizes: Sequence[int], product: Product) -> Tensor:
-    weight_EMH = getattr(experts, name)
-    if not experts.is_transposed:
-        weight_EMH = weight_EMH.transpose(1, 2)
-    out_RH = product(rows_RM, weight_EMH, sizes)
+def _multiply(experts: Any, name: str, rows_RM: Tensor, times: Times) -> Tensor:
+    out_RH = times(rows_RM, name, turned=not experts.is_transposed)
     if not experts.has_bias:
         return out_RH
     bias_EH = getattr(experts, f"{name}_bias")
-    times_E = torch.tensor(sizes, device=bias_EH.device)
+    times_E = torch.tensor(times.sizes, device=bias_EH.device)
     bias_RH = bias_EH.repeat_interleave(times_E, dim=0, output_size=len(rows_RM))
     biased_RH: Tensor = out_RH + bias_RH.to(out_RH.dtype)
     return biased_RH

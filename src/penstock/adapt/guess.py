@@ -13,11 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.adapt.adapters import core_of
 from penstock.adapt.decoder import CutLayer, Decoder, Inputs
 from penstock.adapt.ep_plan import EpPlan, modules_of
 from penstock.adapt.family import Family
 from penstock.adapt.forms import TRAITS
 from penstock.moe import SampleKeys
+
+INSIDE = ".base_layer"
+"""What peft puts into the path of a module that it has put another around."""
 
 PATH = re.compile(r"(?:(?P<base>.+)\.)?(?P<layers>\w+)\.\d+\.(?P<block>\w[\w.]*)\.(?P<experts>\w+)")
 ROUTER = re.compile("Router|Gat(e|ing)$")
@@ -33,7 +37,8 @@ def guess(model: nn.Module, ep_plan: EpPlan | None) -> Family:
     ep_plan: which of its modules are experts; None = all that look like it.
     """
     kind, config = type(model).__name__, getattr(model, "config", None)
-    found = [path for path, module in model.named_modules() if all(hasattr(module, t) for t in TRAITS)]
+    traits = (path for path, each in model.named_modules() if all(hasattr(each, t) for t in TRAITS))
+    found = [path.removesuffix(INSIDE * path.count(INSIDE)) for path in traits]
     if ep_plan is not None:
         planned = modules_of(ep_plan, model)
         found = [path for path in found if path in planned]
@@ -49,7 +54,7 @@ def guess(model: nn.Module, ep_plan: EpPlan | None) -> Family:
     base, layers, block, experts = places.pop()
     holder, decoder = model.get_submodule(found[0].rpartition(".")[0]), model.get_submodule(base or "")
     norms = [name for name, _ in decoder.named_children() if name.endswith("norm")]
-    routers = [name for name, each in holder.named_children() if ROUTER.search(type(each).__name__)]
+    routers = [name for name, each in holder.named_children() if ROUTER.search(type(core_of(each)).__name__)]
     for what, names in (("norm after its layers", norms), (f"router in {block}", routers)):
         if len(names) != 1:
             raise ValueError(f"{kind}: it should have one {what}, and has {', '.join(names) or 'none'}")

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from penstock.adapt.adapters import around
 from penstock.adapt.decoder import CutLayer, Decoder
 
 READERS = "transformers."
@@ -56,25 +57,25 @@ def patched(module: nn.Module, hint: str) -> str:
 
 def _check_cut(part: CutLayer, layer: Any, decoder: Decoder) -> None:
     block, family, cut = decoder.family.block_of(layer), decoder.family, part.cut
-    experts = None if block is None else block.get_submodule(family.experts)
+    if block is not cut.block:
+        raise ValueError(_replaced(f"the MoE block of layer {part.index} was", block))
+    cut.follow()
+    experts = family.experts_of(block)
     if experts is not cut.experts:
-        raise ValueError(
-            f"{_replaced(f'the experts of layer {part.index} were', experts)}. Adapters on experts cannot be "
-            "scheduled: give adapters to attention only"
-        )
+        raise ValueError(_replaced(f"the experts of layer {part.index} were", experts))
     shared = None if family.shared_module is None else getattr(block, family.shared_module, None)
     for what, found, wanted in (
-        ("router", block.get_submodule(family.router), cut.router),
+        ("router", family.router_of(block), cut.router),
         ("shared expert", shared, cut.shared),
     ):
         if found is not wanted:
             raise ValueError(_replaced(f"the {what} of layer {part.index} was", found))
-    for module in (layer, block):
+    for module in (layer, block, *around(experts)[1:]):
         if is_patched(module):
             raise ValueError(patched(module, "parallelize the model without it"))
     if not cut.is_whole():
         raise ValueError(patched(experts, "leave those of a scheduled model as they are"))
-    for module in (layer, block, experts, shared):
+    for module in (layer, block, *around(experts), shared):
         if module is not None and any(_acting(module)):
             raise ValueError(
                 f"a hook on {type(module).__name__} of layer {part.index} would not see what the module "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.adapt.adapters import around, check_adapters, core_of
 from penstock.adapt.experts import check_experts
 from penstock.adapt.family import Family
 from penstock.adapt.intact import is_patched, patched
@@ -41,10 +42,7 @@ class Found:
     @property
     def experts(self) -> list[Any]:
         """The experts of all layers that have any."""
-        return [self.experts_of(block) for block in self.blocks if block is not None]
-
-    def experts_of(self, block: Any) -> Any:
-        return block.get_submodule(self.family.experts)
+        return [self.family.experts_of(block) for block in self.blocks if block is not None]
 
     def shared_of(self, block: Any) -> Any:
         """The module of its shared experts; None if it has none that run by themselves."""
@@ -57,7 +55,7 @@ class Found:
         return MoEConfig(
             num_experts=self.num_experts,
             top_k=self.top_k,
-            moe_ffn_hidden_size=self.family.form.width(self.experts_of(self.block)),
+            moe_ffn_hidden_size=self.family.form.width(core_of(self.experts[0])),
             norm_topk_prob=False,
             dispatch="flat",
             aux_loss_coeff=0.0,
@@ -74,7 +72,7 @@ class Found:
             heads=self.config.num_attention_heads,
             dense_width=int(getattr(self.config, "intermediate_size", 0) or 0),
             shared_width=0 if shared is None else max(p.shape[0] for p in shared.parameters()),
-            expert_matrices=self.family.form.matrices(self.experts_of(self.block)),
+            expert_matrices=self.family.form.matrices(core_of(self.experts[0])),
             element_bytes=next(self.model.parameters()).element_size(),
             moe=self.moe,
         )
@@ -90,7 +88,7 @@ def look(model: Any, family: Family) -> Found:
         )
     layers = list(family.decoder(model).get_submodule(family.layers))
     blocks = [family.block_of(layer) for layer in layers]
-    experts = [id(block.get_submodule(family.experts)) for block in blocks if block is not None]
+    experts = [id(core_of(family.experts_of(block))) for block in blocks if block is not None]
     if len({id(layer) for layer in layers}) < len(layers) or len(set(experts)) < len(experts):
         raise ValueError(
             f"{type(model).__name__}: some layers are, or have the experts of, another one, and where "
@@ -100,7 +98,8 @@ def look(model: Any, family: Family) -> Found:
     sizes: set[int] = set()
     for number, block in enumerate(blocks):
         if block is not None:
-            experts = block.get_submodule(family.experts)
+            check_adapters(family.experts_of(block), f"layer {number}")
+            experts = core_of(family.experts_of(block))
             family.form.check(experts, f"layer {number}")
             count = family.form.count(experts)
             check_experts(experts, count, family.form.rows(experts), f"layer {number}")
@@ -122,7 +121,7 @@ def _check_unpatched(found: Found) -> None:
     modules = [found.model, found.family.decoder(found.model)]
     for layer, block in zip(found.layers, found.blocks, strict=True):
         if block is not None:
-            modules += [layer, block, found.experts_of(block), found.shared_of(block)]
+            modules += [layer, block, *around(found.family.experts_of(block)), found.shared_of(block)]
     for module in modules:
         if module is not None and is_patched(module):
             raise ValueError(patched(module, "parallelize the model first, and prepare what that returns"))
@@ -140,7 +139,7 @@ def _check_settings(model: Any, family: Family) -> None:
 
 
 def _top_k(block: Any, family: Family) -> int:
-    for holder in (block.get_submodule(family.router), block):
+    for holder in (core_of(family.router_of(block)), block):
         if isinstance(getattr(holder, "top_k", None), int):
             top_k: int = holder.top_k
             return top_k

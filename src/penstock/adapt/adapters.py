@@ -1,0 +1,150 @@
+"""Adapters of peft on experts: LoRA of their stacked weights (`target_parameters`).
+
+peft puts a `ParamWrapper` around the module of experts for every weight that it adapts, one in another. A
+rank has the adapters of its own experts. They multiply rows, and no weight of their size is made:
+rows (W + s * left right) = rows W + s * (rows left) right.
+Shapes: R rows, E experts (of this rank), r rank of an adapter, M and H widths of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+WRAPPER = "ParamWrapper"
+"""As peft itself recognises its class, which is not imported: peft may be missing."""
+
+USE = (
+    "adapters of experts are those of LoRA on their stacked weights: LoraConfig(target_parameters="
+    '["experts.gate_up_proj", "experts.down_proj"])'
+)
+
+
+class ExpertAxis(Protocol):
+    """How experts lie in a tensor."""
+
+    def part(self, whole: Tensor, place: int, ranks: int) -> Tensor:
+        """Of all experts those of the rank with this place among so many."""
+        ...
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """The experts of all ranks, in the order of the ranks."""
+        ...
+
+    def whole_shape(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+        """Of what parts of this shape are joined to."""
+        ...
+
+
+class AlongRows:
+    """One after the other: rows of a stacked weight, or of LoRA's A, [E * r, M]."""
+
+    def part(self, whole: Tensor, place: int, ranks: int) -> Tensor:
+        part: Tensor = whole.unflatten(0, (ranks, -1))[place]
+        return part
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts)
+
+    def whole_shape(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+        return (shape[0] * ranks, *shape[1:])
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """LoRA's B, [H, r * E]: in a row of it come the first columns of all experts, then the second."""
+
+    rank: int
+
+    def part(self, whole: Tensor, place: int, ranks: int) -> Tensor:
+        part: Tensor = whole.unflatten(1, (self.rank, ranks, -1))[:, :, place].flatten(1)
+        return part
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat([part.unflatten(1, (self.rank, -1)) for part in parts], dim=2).flatten(1)
+
+    def whole_shape(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+        return (shape[0], shape[1] * ranks)
+
+
+ALONG_ROWS = AlongRows()
+
+
+def core_of(experts: Any) -> Any:
+    """The experts themselves, inside of what peft has put around them."""
+    return wrappers(experts)[-1].base_layer if is_wrapper(experts) else experts
+
+
+def is_wrapper(module: Any) -> bool:
+    """Whether it is peft's, around a module of which it adapts a parameter."""
+    return type(module).__name__ == WRAPPER and hasattr(module, "parameter_name")
+
+
+def wrappers(experts: Any) -> list[Any]:
+    """Those of peft around experts, the outermost first."""
+    found: list[Any] = []
+    while is_wrapper(experts):
+        found.append(experts)
+        experts = experts.base_layer
+    return found
+
+
+def around(experts: Any) -> list[Any]:
+    """The experts themselves, and every module that peft has put around them."""
+    return [*wrappers(experts), core_of(experts)]
+
+
+def axes_of(experts: Any) -> dict[nn.Parameter, ExpertAxis]:
+    """How experts lie in every parameter of theirs and of their adapters."""
+    axes: dict[nn.Parameter, ExpertAxis] = dict.fromkeys(experts.parameters(), ALONG_ROWS)
+    for wrapper in wrappers(experts):
+        for adapter, layer in wrapper.lora_B.items():
+            axes[layer.weight] = InTurn(wrapper.r[adapter])
+    return axes
+
+
+def check_adapters(experts: Any, where: str) -> None:
+    """Raise ValueError for adapters of experts that ranks could not have a part of."""
+    for wrapper in wrappers(experts):
+        weight = wrapper.get_param()
+        if weight.dim() != 3:
+            raise ValueError(
+                f"{where}: the adapter of {wrapper.parameter_name} {list(weight.shape)} is one of all "
+                f"experts together, which ranks do not share: leave it out; {USE}"
+            )
+    for name, module in core_of(experts).named_modules():
+        if hasattr(module, "adapter_layer_names"):
+            raise ValueError(
+                f"{where}: {name} of {type(core_of(experts)).__name__} has an adapter "
+                f"({type(module).__name__}), and {USE}. Leave it out of target_modules and target_parameters"
+            )
+
+
+def settle(experts: Any) -> None:
+    """Let adapters of a single expert be merged, too: peft takes its weight for one of two dimensions."""
+    for wrapper in wrappers(experts):
+        if wrapper.num_experts == 1:
+            wrapper.get_delta_weight = MethodType(_delta_weight, wrapper)
+
+
+def _delta_weight(wrapper: Any, adapter: str) -> Tensor:
+    left, right, scale = wrapper.get_delta_factors(adapter)
+    delta: Tensor = scale * (left @ right)
+    return delta
+
+
+def active(wrapper: Any) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """left [E, M, r], right [E, r, H] and the scale of every adapter that is to be added to a weight now."""
+    if wrapper.disable_adapters:
+        if wrapper.merged:
+            wrapper.unmerge()  # as the wrapper itself does
+        return
+    for adapter in () if wrapper.merged else wrapper.active_adapters:
+        if adapter in wrapper.lora_A:
+            left, right, scale = wrapper.get_delta_factors(adapter)
+            yield left.contiguous(), right.contiguous(), scale

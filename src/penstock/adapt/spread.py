@@ -1,0 +1,102 @@
+"""Experts that are spread over ranks, outside of steps: they run, and their adapters are saved and read.
+
+Shapes: T tokens, M hidden size, k choices per token.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from penstock.adapt.adapters import ExpertAxis, axes_of, core_of
+from penstock.adapt.cut import Cut
+from penstock.dispatch import find_dispatch
+from penstock.mesh import Group
+from penstock.moe import MoELayer, RouteMaker
+from penstock.moe.orders.sort import SortOrder
+from penstock.runtime import Machinery
+from penstock.runtime.transport.legs import exchange_counts, send_home, send_out
+
+
+class Spread:
+    """Tokens to the experts of all ranks and back, without gradients. All that share them must call it."""
+
+    def __init__(self, machinery: Machinery, moe: MoELayer) -> None:
+        self._machinery, self._moe = machinery, moe
+        self._maker = RouteMaker(find_dispatch("flat"), machinery.layout.place, False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
+        """For a copy of the layer, on the same machinery."""
+        return Spread(self._machinery, copy.deepcopy(self._moe, memo))
+
+    def __call__(self, x_TM: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+        order, transport = self._moe.order, self._machinery.transports.inter
+        assert isinstance(order, SortOrder)
+        with torch.no_grad():
+            plan = order.arrange(experts_Tk, (len(x_TM),), masked=False)
+            assert plan.counts_CN is not None
+            route = exchange_counts(plan.counts_CN, self._maker, transport).value.slices[0]
+            rows_RM = plan.rows.take(x_TM)
+            for leg in route.legs:
+                rows_RM = send_out(rows_RM, leg, transport)
+            rows_RM = self._moe.expert_rows(rows_RM, route)
+            for leg in reversed(route.legs):
+                rows_RM = send_home(rows_RM, leg, transport)
+            return order.unorder(rows_RM, weights_Tk, plan).to(x_TM.dtype)
+
+
+class _Hook:
+    """On state dictionaries of a block, of whose experts other ranks have some, and so of their adapters.
+
+    A class, since torch marks such hooks, which a method could not be. All ranks ask for state dictionaries
+    together, and peft saves and reads adapters as those of the whole model.
+    """
+
+    def __init__(self, cut: Cut, machinery: Machinery) -> None:
+        self.cut, self.machinery = cut, machinery
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """For a copy of the block, whose hooks are copied with it, on the same machinery."""
+        return type(self)(copy.deepcopy(self.cut, memo), self.machinery)
+
+    def adapters(self, prefix: str) -> Iterator[tuple[str, nn.Parameter, ExpertAxis]]:
+        """Their names in a state dictionary, and how experts lie in them."""
+        self.cut.follow()
+        experts, path = self.cut.experts, self.cut.family.experts
+        own, axes = set(core_of(experts).parameters()), axes_of(experts)
+        for name, parameter in experts.named_parameters():
+            if parameter not in own:
+                yield f"{prefix}{path}.{name}", parameter, axes[parameter]
+
+
+class JoinAdapters(_Hook):
+    """Makes those in a state dictionary whole."""
+
+    def __call__(self, block: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        del block, metadata
+        layout, control = self.machinery.layout, self.machinery.control
+        for name, _, axis in self.adapters(prefix):
+            everyone = control.gather(state[name].detach().cpu(), f"gathering {name}")
+            parts = [everyone[rank] for rank in layout.mesh.members(layout.rank, Group.EXPERT)]
+            state[name] = axis.join(parts).to(state[name].device)
+
+
+class TakeAdapters(_Hook):
+    """Of those that are loaded takes this rank's part. Raises ValueError for others than all experts'."""
+
+    def __call__(self, block: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+        del block, others
+        layout = self.machinery.layout
+        for name, parameter, axis in self.adapters(prefix):
+            if (whole := state.get(name)) is None:
+                continue
+            if tuple(whole.shape) != (wanted := axis.whole_shape(tuple(parameter.shape), layout.ep_size)):
+                raise ValueError(
+                    f"{name} {list(whole.shape)} is no adapter of all experts here, which is {list(wanted)}: "
+                    "read adapters of this model, of the same rank"
+                )
+            state[name] = axis.part(whole, layout.ep_rank, layout.ep_size).clone()
