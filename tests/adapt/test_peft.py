@@ -11,6 +11,7 @@ from transformers import Trainer
 
 import penstock
 from penstock.adapt.trainer import ScheduledTrainer
+from tests.adapt.test_adapters import adapted
 from tests.adapt.test_trainer import SAVED_AT, trained
 from tests.support.adapted import Batch, as_torchrun_starts_it, distance, grads_of, small, without_labels
 from tests.support.ranks import Pools
@@ -104,15 +105,16 @@ def test_adapters_go_on_from_their_checkpoint(ranks: Pools, tmp_path: Any) -> No
 
 
 def train_with_trainer(rank: int, world: int, folder: str, resume: str | None) -> list[float]:
-    whole = small("mixtral", initializer_range=0.1)
-    model = with_adapters(penstock.parallelize(whole, ep_size=world, plan="flowmoe"))
+    whole = adapted(small("mixtral", initializer_range=0.1))
+    model = penstock.parallelize(whole, ep_size=world, plan="flowmoe")
     with as_torchrun_starts_it(rank, world):
         return trained(ScheduledTrainer, model, folder, world, resume)
 
 
 @pytest.mark.slow
 def test_the_trainer_trains_and_resumes_adapters(ranks: Pools, tmp_path: Any) -> None:
-    whole = with_adapters(small("mixtral", initializer_range=0.1))
+    """Those of experts, too."""
+    whole = adapted(small("mixtral", initializer_range=0.1))
     wanted = trained(Trainer, whole, str(tmp_path / "plain"), 1)
     for found in ranks(2).run(train_with_trainer, 2, str(tmp_path / "ranks"), None):
         assert found == pytest.approx(wanted, rel=1e-4)
