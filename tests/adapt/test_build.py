@@ -11,6 +11,7 @@ from torch import Tensor
 import penstock
 from penstock.config import ConfigError
 from penstock.decision import Decision
+from penstock.runtime.transport.sockets import Sockets
 from tests.support.adapted import Batch, grads_of, small
 from tests.support.ranks import Pools
 
@@ -38,6 +39,7 @@ def refuse_late(rank: int, world: int) -> None:
     model(**given).loss.backward()
     before, grads = {name: p.detach().clone() for name, p in model.named_parameters()}, grads_of(model)
     hooks = hooks_of(model)
+    joined = len(Sockets.now().targets)
     head = model.lm_head.weight
     for plan, weight, words in (
         ("nonsense", head, "nonsense"),
@@ -48,7 +50,7 @@ def refuse_late(rank: int, world: int) -> None:
             penstock.parallelize(model, ep_size=world, plan=plan)
         model.lm_head.weight = head
         check_unchanged(model, before, grads)
-        assert hooks_of(model) == hooks
+        assert hooks_of(model) == hooks and len(Sockets.now().targets) == joined
     model(**given).loss.backward()
     model.zero_grad()
     penstock.parallelize(model, ep_size=world, plan="flowmoe")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,16 +84,15 @@ def parallelize(
         raise ValueError("the model is scheduled already: parallelize it once")
     found = _found(model, ep_plan)
     parallel = ParallelConfig(ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
-    machinery = machinery_for(parallel, found.num_experts, next(model.parameters()).device)
-    layout = machinery.layout
-    held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
-    shares = Shares(found.experts, held, found.num_experts)
-    try:
-        scheduled(found, machinery, parallel, plan)
-    except BaseException:
-        shares.undo()
-        machinery.lanes.close()
-        raise
+    with machinery_for(parallel, found.num_experts, next(model.parameters()).device) as machinery:
+        layout = machinery.layout
+        held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
+        shares = Shares(found.experts, held, found.num_experts)
+        try:
+            scheduled(found, machinery, parallel, plan)
+        except BaseException:
+            shares.undo()
+            raise
     shares.settle()
     return model
 
@@ -127,13 +127,21 @@ def _found(model: Any, ep_plan: EpPlan | None) -> Found:
     return found
 
 
-def machinery_for(parallel: ParallelConfig, num_experts: int, device: torch.device) -> Machinery:
-    """What runs steps on the ranks that a launcher started, which are joined. All ranks call it."""
+@contextmanager
+def machinery_for(parallel: ParallelConfig, num_experts: int, device: torch.device) -> Iterator[Machinery]:
+    """What runs steps on the ranks that a launcher started, which are joined; it is closed where what is
+    done with it fails. All ranks enter it.
+    """
     info, node_size = joined(parallel.timeout_s, device), None
     if info.launcher != "alone" and parallel.ranks_per_node is None:
         node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
     layout = Layout.build(parallel, info.world_size, info.rank, num_experts, node_size)
-    return build_machinery(layout, device, parallel, "float32")
+    machinery = build_machinery(layout, device, parallel, "float32")
+    try:
+        yield machinery
+    except BaseException:
+        machinery.close()
+        raise
 
 
 def _engine(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: str | Decision) -> Engine:

@@ -49,12 +49,12 @@ def load_pretrained(
     path = Path(folder)
     found, config = _skeleton(path)
     parallel = ParallelConfig(ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
-    machinery = machinery_for(parallel, found.num_experts, torch.device(device))
-    layout = machinery.layout
-    held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
-    tensors = share_of_experts(stored_tensors(path), found.model, _rows_of_experts(found), held)
-    model = _filled(found, config, tensors, held, dtype or config.dtype or torch.float32).to(device)
-    return scheduled(found.of(model), machinery, parallel, plan).train()
+    with machinery_for(parallel, found.num_experts, torch.device(device)) as machinery:
+        layout = machinery.layout
+        held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
+        tensors = share_of_experts(stored_tensors(path), found.model, _rows_of_experts(found), held)
+        model = _filled(found, config, tensors, held, dtype or config.dtype or torch.float32).to(device)
+        return scheduled(found.of(model), machinery, parallel, plan).train()
 
 
 def reload(model: Any, folder: str | Path) -> None:

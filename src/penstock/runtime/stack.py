@@ -85,6 +85,11 @@ class Machinery:
     device: torch.device
     autocast_dtype: torch.dtype | None = None
 
+    def close(self) -> None:
+        """End its threads and connections, which nothing may use any more."""
+        self.lanes.close()
+        self.transports.close()
+
     def autocast(self) -> AbstractContextManager[Any]:
         """What a task computes in: this precision, whatever the caller has switched on."""
         device, dtype = self.device.type, self.autocast_dtype

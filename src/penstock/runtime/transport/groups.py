@@ -69,6 +69,12 @@ class GroupTransport(ABC):
     def abort(self) -> None:
         """Wake the ranks that wait for this one; the groups are dead afterwards."""
 
+    def close(self) -> None:
+        """Give back its groups, and with them their connections."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups = {}
+
     def _spread(self, inbox: Sequence[Tensor], rows: Tensor, group: dist.ProcessGroup) -> None:
         """Send `rows` to all, and put what rank s sends into `inbox[s]`."""
         dist.all_gather(list(inbox), rows, group)

@@ -55,6 +55,10 @@ class Transport(Protocol):
         """Wake the ranks that wait for this one, here and on its direct peers; those abort in turn."""
         ...
 
+    def close(self) -> None:
+        """Give back its connections, where no rank uses them any more."""
+        ...
+
 
 @dataclass
 class Transports:
@@ -102,6 +106,11 @@ class Transports:
         for transport in self._all:
             transport.abort()
 
+    def close(self) -> None:
+        """Give back the connections of all of them."""
+        for transport in self._all:
+            transport.close()
+
     @property
     def _all(self) -> list[Transport]:
         first = [self.inter] if self.intra is None else [self.inter, self.intra]
@@ -114,6 +123,9 @@ class Unconnected:
     def has(self, group: Axes) -> bool:
         del group
         return True
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
     def all_reduce(self, tensor: Tensor, group: Axes) -> None:
         del tensor, group
