@@ -11,6 +11,7 @@ import torch
 
 import penstock
 from penstock.adapt.drift import is_due
+from penstock.adapt.scheduled import engine_of
 from tests.support.adapted import Batch, small
 from tests.support.ranks import Pools
 
@@ -42,3 +43,26 @@ def test_a_norm_of_one_rank_is_no_norm_to_clip_by(ranks: Pools, tmp_path: Path) 
     assert all("Clip with penstock.clip_grad_norm_" in each for each in (*first, *second))
     assert first[1].startswith("rank 0's values are saved") and len(first) == 2 and len(second) == 1
     assert type(small("mixtral")).from_pretrained(tmp_path).num_parameters() > 0
+
+
+def round_by_rank(rank: int, world: int) -> list[str]:
+    """What is said of parameters that differ by a unit in the last place of some, and by much more."""
+    model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe")
+    weight = model.model.layers[1].self_attn.q_proj.weight
+    with torch.no_grad(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        engine_of(model).check_alike()
+        assert not told
+        weight[::2] *= 1 + rank * torch.finfo(weight.dtype).eps
+        engine_of(model).check_alike()
+        weight[0, 0] += 1e-4 * rank
+    with pytest.raises(ValueError, match="differ between them, by more than rounding explains"):
+        engine_of(model).check_alike()
+    return [str(each.message) for each in told]
+
+
+@pytest.mark.slow
+def test_rounding_of_other_machines_is_told_and_no_more(ranks: Pools) -> None:
+    first, second = ranks(2).run(round_by_rank, 2)
+    assert len(first) == 1 and not second
+    assert "by about" in first[0] and "machines of different kinds" in first[0]
