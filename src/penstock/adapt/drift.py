@@ -32,11 +32,11 @@ SKETCHES = 8
 """Sums with random signs that stand for a parameter: they differ by about the norm of the difference."""
 
 DIFFERENT = (
-    "parameters that all ranks hold differ between them, by more than rounding explains: ranks scaled "
-    "their gradients differently, updated them differently, or began with different values. Clip with penstock.clip_grad_norm_(model, ...): "
-    "torch.nn.utils.clip_grad_norm_ and accelerate's clip_grad_norm_ find another norm on every rank, since "
-    "experts differ, and a GradScaler skips steps by rank. Begin again from a checkpoint, or from the same "
-    "values on all ranks"
+    "parameters that all ranks hold differ between them, by more than rounding explains: ranks scaled their "
+    "gradients differently, updated them differently, or began with different values. Clip with "
+    "penstock.clip_grad_norm_(model, ...): torch.nn.utils.clip_grad_norm_ and accelerate's clip_grad_norm_ "
+    "find another norm on every rank, since experts differ, and a GradScaler skips steps by rank. Begin "
+    "again from a checkpoint, or from the same values on all ranks"
 )
 
 
