@@ -37,6 +37,7 @@ def shares(found: FoundLayouts) -> set[tuple[int, int]]:
     return {(each.sizes.mp_size, each.sizes.esp_size) for each in found.ranked}
 
 
+@pytest.mark.slow
 def test_layouts_of_a_run_have_its_samples(tmp_path: Path) -> None:
     """Two heads are at most for two ranks; experts of 24 units for any of the four."""
     config = config_of(tmp_path)

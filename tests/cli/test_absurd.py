@@ -61,6 +61,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", SETTINGS, ids=lambda text: text[:50])
 def test_train_refuses_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str) -> None:
     said = refused(capsys, "train", write_config(tmp_path), *given.split())

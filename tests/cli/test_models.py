@@ -123,6 +123,7 @@ def test_a_tokenizer_keeps_the_space_between_a_prompt_and_what_follows(
     assert text.startswith("w7 w8 w")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said_of = refused(capsys, "generate", tmp_path, "--prompt", "a")
     assert "neither a folder of transformers" in said_of

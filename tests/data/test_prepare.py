@@ -144,6 +144,7 @@ def _byte_letters() -> dict[int, str]:
     return {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_pieces")
 def test_cut_off_anywhere_it_goes_on_to_the_same_bytes(tmp_path: Path, tokenizer_file: Path) -> None:
     """What a kill leaves is what the folder is at that moment; it is never taken for a whole one."""
@@ -165,6 +166,7 @@ def test_cut_off_anywhere_it_goes_on_to_the_same_bytes(tmp_path: Path, tokenizer
     assert list(work.run(cuts[0])) == [], "a whole folder stays as it is"
 
 
+@pytest.mark.slow
 def test_a_killed_command_is_repeated(tmp_path: Path) -> None:
     """With SIGKILL in the middle of it; inside of a shard, or between two."""
     (tmp_path / "in.txt").write_text("Water runs downhill.\n" * 400_000)
@@ -374,6 +376,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["", ".parquet"])
 def test_memory_does_not_grow_with_the_text(tmp_path: Path, suffix: str) -> None:
     """A process that has prepared and read a small text needs no more for one of 96 MiB, in one row group."""

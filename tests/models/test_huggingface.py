@@ -351,6 +351,7 @@ def test_what_a_layer_cannot_be_is_refused(model: str, change: Callable[[Any], N
         layer_from_hugging_face(block)
 
 
+@pytest.mark.slow
 def test_penstock_imports_transformers_only_where_it_has_a_model_of_it() -> None:
     sources = Path(penstock.__file__).parent.rglob("*.py")
     pattern = re.compile(r"^\s*(import|from) transformers", re.MULTILINE)

@@ -15,6 +15,7 @@ TESTBED = find_cluster("fsmoe-testbed-b")
 SIZES = Overrides(layers=1, batch=4, seq_len=64, nodes=2)
 
 
+@pytest.mark.slow
 def test_all_layouts_of_a_cluster_work_on_the_same_samples() -> None:
     found = find_layouts("Mixtral-7B", TESTBED, SIZES)
     works = [each.problem.workload for each in found.ranked]

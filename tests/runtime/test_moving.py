@@ -96,6 +96,7 @@ def tables(rng: np.random.Generator) -> list[np.ndarray[Any, Any]]:
     return [rng.integers(0, high, (4, 8)) * 16 for high in (2, 4, 200)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANNERS)
 def test_ranks_find_the_same_together_as_one_alone_whatever_ties_there_are(name: str) -> None:
     """However many share the layers, and however a rank's copy of the loads lies in memory."""

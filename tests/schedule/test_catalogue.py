@@ -84,6 +84,7 @@ def test_a_schedule_is_told_of_by_what_it_reads() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(
     ("field", "value"),

@@ -8,6 +8,7 @@ from functools import cache
 from math import inf
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -170,6 +171,7 @@ def test_the_same_question_has_the_same_answer(shape: StepShape, seed: int) -> N
     assert search("s", build_graph(shape), cost, starts, TRIALS).text() == first
 
 
+@pytest.mark.slow
 @given(graphs(), seeds)
 def test_a_rank_that_is_slow_counts_for_all(graph: Graph, seed: int) -> None:
     """Durations of two ranks give what the slower one of each task gives."""
@@ -214,6 +216,7 @@ def test_searching_gains_on_where_it_began() -> None:
     assert simulate(found, graph, slow_link).iteration_s < simulate(began, graph, slow_link).iteration_s
 
 
+@pytest.mark.slow
 def test_on_the_default_step_a_slow_link_leaves_room_above_every_rule() -> None:
     graph, slow_link = default_step()
     found = ordered("penstock", graph, slow_link)
@@ -223,6 +226,7 @@ def test_on_the_default_step_a_slow_link_leaves_room_above_every_rule() -> None:
     assert found_s < simulate(ordered("flowmoe", graph, slow_link), graph, slow_link).iteration_s
 
 
+@pytest.mark.slow
 def test_on_the_default_step_with_equal_tasks_no_rule_is_better() -> None:
     """Computation is all there is here: the rule leaves nothing to gain, so nothing may be lost."""
     graph, _ = default_step()
@@ -230,6 +234,7 @@ def test_on_the_default_step_with_equal_tasks_no_rule_is_better() -> None:
     assert found_s <= simulate(rule_alone(graph, unit_cost), graph, unit_cost).iteration_s
 
 
+@pytest.mark.slow
 @draws(20)  # each searches in full
 @given(graphs(), seeds)
 def test_penstock_finds_a_valid_order_for_any_shape(graph: Graph, seed: int) -> None:

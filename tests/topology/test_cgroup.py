@@ -106,6 +106,7 @@ def real_group() -> Iterator[Path]:
     pytest.skip("needs root and control groups that can be written")
 
 
+@pytest.mark.slow
 def test_places_of_a_process_in_a_real_group(real_group: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     why = f"(there are {cores}, and a limit of the container or job allows no more time)"

@@ -88,6 +88,7 @@ def check_moves(plan: StepPlan, cost: RoutedCost) -> tuple[set[str], int]:
     return seen, moved
 
 
+@pytest.mark.slow
 def test_guests_take_the_bytes_of_an_expert_and_leave_owners_alone() -> None:
     plan, cost = planned(case_of(), BOTH, 3)
     assert cost.placed is not None
