@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from penstock.moe import SwiGLUExperts
 from tests.moe.experts.plain import numbers
 
 
+@pytest.mark.slow
 def test_experts_are_one_graph_for_any_number_of_rows() -> None:
     """Values and gradients, with rows that experts lack, and no second compilation."""
     from torch._dynamo.testing import CompileCounterWithBackend
