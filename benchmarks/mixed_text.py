@@ -1,8 +1,8 @@
-"""`python -m benchmarks.mixed_text FILE`: how a small model routes samples of very different texts.
+"""`python -m benchmarks.mixed_text FILE [SETTING=VALUE ...]`: how a small model routes very different texts.
 
 Trains the model on Python, C++ headers, English documentation and messages in other languages, as far as this
-machine has them, and keeps what its last steps chose for every sample. `benchmarks/data/mixed-text.jsonl` is
-such a file; runs that replay it need no training.
+machine has them, and keeps what its last steps chose for every sample. `benchmarks/data/` has such files; runs
+that replay them need no training.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -25,6 +25,9 @@ from penstock.config import ConfigError
 
 RECORDED: Final = Path("benchmarks", "data", "mixed-text.jsonl")
 """What runs of the suite replay."""
+
+MANY_EXPERTS: Final = RECORDED.with_stem("mixed-text-64")
+"""The same of a model with 64 experts, of which a token chooses 8: two layers, `--kept 4`."""
 
 KIND_BYTES: Final = 1 << 20
 """Of each kind of text, or what there is of it."""
@@ -96,17 +99,17 @@ def write_texts(folder: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def record(target: Path, steps: int) -> None:
-    """Train for so many steps and write the last KEPT_STEPS of its recording."""
+def record(target: Path, steps: int, kept_steps: int = KEPT_STEPS, settings: Sequence[str] = ()) -> None:
+    """Train for so many steps and write the last of its recording. settings: of the model, other than CONFIG."""
     with tempfile.TemporaryDirectory() as folder:
         corpus, run = Path(folder, "texts"), Path(folder, "run")
         corpus.mkdir()
         print("texts:", ", ".join(write_texts(corpus)), file=sys.stderr)
         places = (f"data.path={corpus}", f"output.dir={run}", f"train.steps={steps}")
-        command = (sys.executable, "-m", "penstock", "train", str(CONFIG), *places)
+        command = (sys.executable, "-m", "penstock", "train", str(CONFIG), *settings, *places)
         subprocess.run(command, check=True, stdout=sys.stderr)
         lines = (run / "routing.jsonl").read_text(encoding="utf-8").splitlines()
-    kept = [lines[0], *islice(lines[1:], max(0, len(lines) - 1 - KEPT_STEPS), None)]
+    kept = [lines[0], *islice(lines[1:], max(0, len(lines) - 1 - kept_steps), None)]
     target.write_text("\n".join(kept) + "\n", encoding="utf-8")
 
 
@@ -114,11 +117,13 @@ def main() -> int:
     """As a command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mixed_text", description=__doc__)
     parser.add_argument("file", type=Path, help="what is written")
+    parser.add_argument("settings", nargs="*", help="of the run, as `penstock train` takes them")
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--kept", type=int, default=KEPT_STEPS, help="the last steps, which the file has")
     options = parser.parse_args()
 
     def command() -> int:
-        record(options.file, options.steps)
+        record(options.file, options.steps, options.kept, options.settings)
         return 0
 
     return exit_code(command)

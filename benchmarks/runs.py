@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from benchmarks.mixed_text import MANY_EXPERTS
 from benchmarks.placement_runs import PLACEMENT
 from benchmarks.run import Run
 from benchmarks.views import rate_text
@@ -146,6 +147,24 @@ def _layout(name: str, title: str, settings: tuple[str, ...], note: str, seconds
     )
 
 
+def _node_once(name: str, title: str, note: str, *routing: str) -> Run:
+    """Ways to dispatch a token's rows for eight of many experts."""
+    return Run(
+        name=f"node-once-4x4{name}",
+        title=f"One copy per node, 4 nodes of 4 devices, 400 Mbit/s, virtual{title}",
+        arguments=(
+            *("--virtual", "--emulate", "4x4", "--inter-rate", "400mbit", "--intra-rate", "3200mbit"),
+            *("--schedules", "penstock,penstock+hierarchical_2d,penstock+node_once"),
+            *("moe.num_experts=64", "moe.top_k=8", "moe.capacity_factor=none", "moe.moe_ffn_hidden_size=256"),
+            *("model.num_layers=2", "model.seq_len=64", "schedule.microbatches=2", "compare.rounds=3"),
+            *routing,
+        ),
+        note=note,
+        seconds=80,
+        drawn=False,
+    )
+
+
 def _title(shape: str, rate: str) -> str:
     nodes, devices = shape.split("x")
     plural = "s" if devices != "1" else ""
@@ -232,20 +251,19 @@ SUITE: Final = (
         seconds=100,
         drawn=False,
     ),
-    Run(
-        name="node-once-4x4",
-        title="One copy per node, 4 nodes of 4 devices, 400 Mbit/s, virtual",
-        arguments=(
-            *("--virtual", "--emulate", "4x4", "--inter-rate", "400mbit", "--intra-rate", "3200mbit"),
-            *("--schedules", "penstock,penstock+hierarchical_2d,penstock+node_once"),
-            *("moe.num_experts=64", "moe.top_k=8", "moe.capacity_factor=none", "moe.moe_ffn_hidden_size=256"),
-            *("model.num_layers=2", "model.seq_len=64", "schedule.microbatches=2", "compare.rounds=3"),
-        ),
-        note="Top-8 of 64 experts with even routing: the first row sends every copy of a token by itself, "
+    _node_once(
+        "",
+        "",
+        "Top-8 of 64 experts with even routing: the first row sends every copy of a token by itself, "
         "the last one copy to every node of its experts, with their numbers and weights beside it. Limits "
         "and bytes are of each dispatch by itself; all-reduces and counts are among them.",
-        seconds=80,
-        drawn=False,
+    ),
+    _node_once(
+        "-recorded",
+        ", samples of mixed text",
+        "The same with what a small model really chose, see below. A recording says how often every sample chose "
+        "each expert, and not which of them together: how many of a token's experts share a node is estimated from that.",
+        *("virtual.routing=recorded", f"virtual.recorded={MANY_EXPERTS}"),
     ),
     Run(
         name="lanes",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.mesh import Group, Mesh, node_of
 from penstock.placement import EMPTY, ExpertPlacement, Hosting
-from penstock.workloads.figures import LoadFigures, max_over_mean, rank_loads, relative_entropy
+from penstock.workloads.figures import HostedRows, LoadFigures, max_over_mean, rank_loads, relative_entropy
 
 
 def test_written_out() -> None:
@@ -31,12 +31,27 @@ def test_rows_count_where_guests_compute_them_and_loads_are_compared_with_those_
     before[1, 0] = (0, 8, 0, 0)
     guests = [Hosting.local(even, [[EMPTY], [3], [EMPTY], [EMPTY]])]
     mesh = Mesh(world_size=4, ep_size=4)
-    found = LoadFigures.of(loads, [even], mesh, 2, hostings=guests, before_PYE=before)
+    hosted = HostedRows.of_group(loads, guests, mesh, 2, 0)
+    found = LoadFigures.of(loads, [even], mesh, 2, hosted=hosted, before_PYE=before)
     assert (found.rank_max_over_mean, found.rank_rows_max_over_mean) == ((3.0,), (2.0,))
     assert found.crossing_nodes == (0.0,) and found.in_common == (0.75,)
-    alone = LoadFigures.of(loads, [even], mesh, 2, hostings=[Hosting.none(even, 1)])
+    nobody = HostedRows.of_group(loads, [Hosting.none(even, 1)], mesh, 2, 0)
+    alone = LoadFigures.of(loads, [even], mesh, 2, hosted=nobody)
     assert alone.rank_rows_max_over_mean == alone.rank_max_over_mean == (3.0,)
     assert alone.crossing_nodes == (0.25,) and alone.in_common is None
+
+
+def test_every_expert_group_has_guests_of_its_own() -> None:
+    """Ranks 0 and 1 host all that they want; ranks 2 and 3, on another node each, send all rows to rank 2."""
+    loads = np.zeros((4, 1, 2), dtype=np.int32)
+    loads[:, 0, 0] = 6
+    even, mesh = ExpertPlacement.even(2, 2), Mesh(world_size=4, ep_size=2)
+    guests = [Hosting.local(even, [[EMPTY], [0]])], [Hosting.none(even, 1)]
+    groups = [HostedRows.of_group(loads, guests[rank // 2], mesh, 1, rank) for rank in (0, 2)]
+    found = LoadFigures.of(loads, [even], mesh, 1, hosted=HostedRows.joined(groups))
+    assert (found.rank_rows_max_over_mean, found.crossing_nodes) == ((2.0,), (0.25,))
+    alone = LoadFigures.of(loads, [even], mesh, 1)
+    assert (alone.rank_rows_max_over_mean, alone.crossing_nodes) == ((2.0,), (0.5,))
 
 
 def test_one_node_has_no_rows_that_leave_it() -> None:
@@ -78,5 +93,8 @@ def test_every_row_counts_at_the_rank_and_the_node_that_hold_its_expert(
     found = LoadFigures.of(loads, [placement], mesh, 4)
     assert found.crossing_nodes == pytest.approx([away / loads.sum()])
     guests = [Hosting.local(placement, [[EMPTY], *[[EMPTY]] * (mesh.ep_size - 2), [placement.held(0)[0]]])]
-    hosted = LoadFigures.of(loads, [placement], mesh, 4, hostings=guests)
-    assert hosted.crossing_nodes is not None and hosted.crossing_nodes[0] <= away / loads.sum()
+    groups = mesh.groups(Group.EXPERT_SHARDS)
+    hosted = HostedRows.joined([HostedRows.of_group(loads, guests, mesh, 4, each[0]) for each in groups])
+    found = LoadFigures.of(loads, [placement], mesh, 4, hosted=hosted)
+    assert found.crossing_nodes is not None and found.crossing_nodes[0] <= away / loads.sum()
+    assert hosted.rows_PY.sum() == ranks.sum()

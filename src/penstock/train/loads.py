@@ -11,16 +11,17 @@ from pathlib import Path
 
 import numpy as np
 
+from penstock.mesh import Group
 from penstock.report.loads import NUMBERS, LoadCourse
 from penstock.runtime import PipelinedStack
 from penstock.train.metrics import StepMetrics
-from penstock.workloads.figures import LoadFigures, Whole
+from penstock.workloads.figures import HostedRows, LoadFigures, Whole
 
 MOST_KEPT = 256
 
 
 def with_loads(metrics: StepMetrics, stack: PipelinedStack) -> StepMetrics:
-    """The same with how even the step's loads were, as far as they were gathered."""
+    """The same with how even the step's loads were, as far as they were gathered. All ranks call it."""
     loads_PYE, layout = stack.loads.last, stack.machinery.layout
     if loads_PYE is None:
         return metrics
@@ -30,7 +31,7 @@ def with_loads(metrics: StepMetrics, stack: PipelinedStack) -> StepMetrics:
         placements,
         layout.mesh,
         layout.node_size,
-        hostings=stack.loads.hostings,
+        hosted=_hosted_rows(stack) if stack.loads.hostings else None,
         before_PYE=stack.loads[-2] if len(stack.loads) > 1 else None,
     )
     return replace(
@@ -42,6 +43,17 @@ def with_loads(metrics: StepMetrics, stack: PipelinedStack) -> StepMetrics:
         loads_in_common=found.in_common,
         rows_crossing_nodes=found.crossing_nodes,
     )
+
+
+def _hosted_rows(stack: PipelinedStack) -> HostedRows:
+    """Of all expert groups. Each has guests of its own, of which only its ranks know."""
+    loads_PYE, layout = stack.loads[-1], stack.machinery.layout
+    mine = HostedRows.of_group(loads_PYE, stack.loads.hostings, layout.mesh, layout.node_size, layout.rank)
+    groups = layout.mesh.groups(Group.EXPERT_SHARDS)
+    if len(groups) == 1:
+        return mine
+    everyone = stack.machinery.control.gather(mine, "adding up what guests compute")
+    return HostedRows.joined([everyone[ranks[0]] for ranks in groups])
 
 
 def expert_loads(stack: PipelinedStack) -> Whole | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,37 @@ from penstock.placing import LayerLoad, overlap
 
 Numbers = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
+
+
+class HostedRows(NamedTuple):
+    """Rows that every rank computes, its guests' among them, [P, Y], and those that another node computes, [Y]."""
+
+    rows_PY: Numbers
+    away_Y: Numbers
+
+    @staticmethod
+    def of_group(
+        loads_PYE: npt.NDArray[np.int32], hostings: Sequence[Hosting], mesh: Mesh, node_size: int, rank: int
+    ) -> HostedRows:
+        """Of the ranks that share their experts with `rank`; zeros for all others, which have other guests.
+
+        hostings: theirs, of every MoE layer.
+        """
+        node_P, holders = np.array(_nodes(mesh, node_size)), mesh.size(Group.EXPERT)
+        rows_PY, away_Y = np.zeros(loads_PYE.shape[:2]), np.zeros(loads_PYE.shape[1])
+        ranks_HS = np.array(mesh.members(rank, Group.EXPERT_SHARDS)).reshape(holders, -1)
+        loads_HYE, node_H = loads_PYE[ranks_HS].sum(axis=1, dtype=np.int64), node_P[ranks_HS[:, 0]]
+        for layer, hosting in enumerate(hostings):
+            traffic_HH = LayerLoad.of(loads_HYE[:, layer], hosting, node_H.tolist()).traffic
+            rows_PY[ranks_HS, layer] = traffic_HH.sum(axis=0)[:, None]
+            away_Y[layer] = traffic_HH[node_H[:, None] != node_H].sum()
+        return HostedRows(rows_PY, away_Y)
+
+    @staticmethod
+    def joined(groups: Sequence[HostedRows]) -> HostedRows:
+        """Of all groups."""
+        rows, away = zip(*groups, strict=True)
+        return HostedRows(np.sum(rows, axis=0), np.sum(away, axis=0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,20 +77,17 @@ class LoadFigures:
         mesh: Mesh,
         node_size: int,
         *,
-        hostings: Sequence[Hosting] = (),
+        hosted: HostedRows | None = None,
         before_PYE: npt.NDArray[np.int32] | None = None,
     ) -> LoadFigures:
         """placements: of every MoE layer. node_size: consecutive ranks in one node; 0 = not known.
 
-        hostings: of every MoE layer; () = none. before_PYE: the loads of the step before, if there was one.
+        hosted: of all expert groups; None = no guests. before_PYE: the loads of the step before, if there was
+        one.
         """
         loads, nodes = loads_PYE.astype(np.int64), _nodes(mesh, node_size)
         owned_PY = rank_loads(loads, placements, mesh)
-        rows_PY: Whole | Numbers = owned_PY
-        if all(hosting.is_empty for hosting in hostings):
-            away_Y: Whole | Numbers = _away(loads, placements, mesh, nodes)
-        else:
-            rows_PY, away_Y = _with_guests(loads, hostings, mesh, nodes)
+        rows_PY, away_Y = hosted or (owned_PY, _away(loads, placements, mesh, nodes))
         crossing = _floats(away_Y / np.maximum(loads.sum(axis=(0, 2)), 1)) if len(set(nodes)) > 1 else None
         return LoadFigures(
             expert_max_over_mean=_floats(max_over_mean(loads.sum(axis=0))),
@@ -105,22 +134,6 @@ def _away(loads_PYE: Whole, placements: Sequence[ExpertPlacement], mesh: Mesh, n
     abroad_PYE = node_P[hosts_PH][:, owners_YE] != node_P[:, None, None]
     away_Y: Whole = (loads_PYE * abroad_PYE).sum(axis=(0, 2))
     return away_Y
-
-
-def _with_guests(
-    loads_PYE: Whole, hostings: Sequence[Hosting], mesh: Mesh, nodes: Sequence[int]
-) -> tuple[Numbers, Numbers]:
-    """Rows that every rank computes, [P, Y], and those that another node computes, [Y]."""
-    node_P, holders = np.array(nodes), mesh.size(Group.EXPERT)
-    rows_PY, away_Y = np.zeros(loads_PYE.shape[:2]), np.zeros(loads_PYE.shape[1])
-    for members in mesh.groups(Group.EXPERT_SHARDS):
-        ranks_HS = np.array(members).reshape(holders, -1)
-        loads_HYE, node_H = loads_PYE[ranks_HS].sum(axis=1), node_P[ranks_HS[:, 0]]
-        for layer, hosting in enumerate(hostings):
-            traffic_HH = LayerLoad.of(loads_HYE[:, layer], hosting, node_H.tolist()).traffic
-            rows_PY[ranks_HS, layer] = traffic_HH.sum(axis=0)[:, None]
-            away_Y[layer] += traffic_HH[node_H[:, None] != node_H].sum()
-    return rows_PY, away_Y
 
 
 def _in_common(before_PYE: Whole, now_PYE: Whole) -> tuple[float, ...]:

@@ -1,0 +1,42 @@
+"""How even a step's loads are: what all ranks find together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from penstock.mesh import Mesh
+from penstock.train.loads import with_loads
+from penstock.workloads.figures import HostedRows, max_over_mean
+from tests.runtime.test_moving import skewed, small
+from tests.support.hosted import Hosts, hosted_stack
+from tests.support.metrics import EXAMPLE
+from tests.support.parity import Case, batch_of
+from tests.support.ranks import Pools
+
+
+def measured(rank: int, case: Case) -> tuple[Any, ...]:
+    """Of the second step: its loads, what this rank's group hosted, and two metrics."""
+    stack = hosted_stack(rank, case, Hosts(moving=small(2, "least_loaded")))
+    tokens, labels = batch_of(case)
+    mine = case.mine(rank)
+    for _ in range(2):
+        stack(tokens[mine], labels[mine]).backward()
+    metrics = with_loads(EXAMPLE, stack)
+    figures = metrics.rank_rows_max_over_mean, metrics.rows_crossing_nodes
+    return stack.loads[-1], stack.loads.hostings, figures
+
+
+def test_guests_of_all_expert_groups_count(ranks: Pools) -> None:
+    """Two groups of two ranks; the second has more rows, and other guests."""
+    case = replace(skewed(4, "flowmoe"), ep_size=2, node_size=1, batches=(2, 1, 4, 5))
+    found, mesh = ranks(4).run(measured, case), Mesh(world_size=4, ep_size=2)
+    loads, hostings, figures = found[0]
+    assert all(each[2] == figures for each in found)
+    assert hostings != found[2][1]
+    groups = [HostedRows.of_group(loads, found[first][1], mesh, 1, first) for first in (0, 2)]
+    assert all((group.rows_PY.sum(axis=1) > 0).sum() == 2 for group in groups), "each knows its own"
+    together = HostedRows.joined(groups)
+    assert together.rows_PY.sum() == loads.sum()
+    crossing = together.away_Y / loads.sum(axis=(0, 2))
+    assert figures == (tuple(max_over_mean(together.rows_PY.T)), tuple(crossing))
