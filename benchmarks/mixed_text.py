@@ -1,8 +1,8 @@
 """`python -m benchmarks.mixed_text FILE [SETTING=VALUE ...]`: how a small model routes very different texts.
 
 Trains the model on Python, C++ headers, English documentation and messages in other languages, as far as this
-machine has them, and keeps what its last steps chose for every sample. `benchmarks/data/` has such files; runs
-that replay them need no training.
+machine has them, and keeps what its last steps chose for every sample. `benchmarks/data/` has such files:
+runs that replay them need no training.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def write_texts(folder: Path) -> tuple[str, ...]:
 
 
 def record(target: Path, steps: int, kept_steps: int = KEPT_STEPS, settings: Sequence[str] = ()) -> None:
-    """Train for so many steps and write the last of its recording. settings: of the model, other than CONFIG."""
+    """Train for so many steps and write the last of its recording. settings: other than those of CONFIG."""
     with tempfile.TemporaryDirectory() as folder:
         corpus, run = Path(folder, "texts"), Path(folder, "run")
         corpus.mkdir()

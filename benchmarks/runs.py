@@ -261,8 +261,9 @@ SUITE: Final = (
     _node_once(
         "-recorded",
         ", samples of mixed text",
-        "The same with what a small model really chose, see below. A recording says how often every sample chose "
-        "each expert, and not which of them together: how many of a token's experts share a node is estimated from that.",
+        "The same with what a small model really chose, see below. A recording says how often every sample "
+        "chose each expert, and not which of them together: from that is estimated how many of a token's "
+        "experts share a node.",
         *("virtual.routing=recorded", f"virtual.recorded={MANY_EXPERTS}"),
     ),
     Run(

@@ -22,7 +22,7 @@ Whole = npt.NDArray[np.int64]
 
 
 class HostedRows(NamedTuple):
-    """Rows that every rank computes, its guests' among them, [P, Y], and those that another node computes, [Y]."""
+    """Rows that every rank computes, those of its guests among them, and those that another node computes."""
 
     rows_PY: Numbers
     away_Y: Numbers
