@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from penstock.cost import ClusterConfig, RoutedCost, routing_sizes
+from penstock.cost import ClusterConfig, RoutedCost, StepCost, routing_sizes
 from penstock.cost.placed_moves import PLACEMENT_MOVES
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.decision.moving import SampleMoves
@@ -17,7 +17,10 @@ from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.ops import Op
+from penstock.plan.slack import guest_slack
 from penstock.schedule import StepPlan
+from penstock.schedule.freeze import freeze
+from penstock.schedule.schedule import unit_cost
 from penstock.topology import Layout
 from penstock.train.assemble import base_shape, first_plan, gradient_bytes, workload
 from penstock.virtual import VirtualConfig, build_virtual
@@ -137,6 +140,23 @@ def test_steps_run_on_real_ranks(ranks: Pools, ep_size: int, samples: SampleMove
     for steps in ranks(4).run(run_moving, case, replace(BOTH, samples=samples)):
         assert all(kept for kept, _ in steps)
         assert all(host_s > 0 for _, host_s in steps)
+
+
+def test_guests_are_planned_with_the_slack_of_the_order_in_use() -> None:
+    """Of two orders of the same tasks each leaves other gaps."""
+    case = replace(case_of(ep_size=1), world_size=1)
+    config = replace(case.config, cluster=SLEEPS, placement=PlacementConfig(experts="planned"))
+    stack = build_virtual(config, LOCAL, machinery_of(0, case))
+    flowmoe, first = stack.plan, stack.movement
+    deep = freeze("deep", flowmoe.graph, unit_cost, lambda task: (task.microbatch or 0,))
+    stack.adopt(replace(flowmoe, schedule=deep))
+    second = stack.movement
+    assert first.slack != second.slack
+    for plan, movement in ((stack.plan, second), (flowmoe, first)):
+        stack.use(plan, stack.placement)
+        even = StepCost(plan.shape, stack.workload, SLEEPS)
+        assert stack.movement is movement
+        assert movement.slack == guest_slack(plan, even, stack.machinery.layout.mesh)
 
 
 def test_guests_are_planned_as_seldom_as_is_asked_for() -> None:

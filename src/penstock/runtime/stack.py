@@ -163,7 +163,7 @@ class PipelinedStack(nn.Module):
         plan.schedule.check(plan.graph)
         check_agreement(plan, self.machinery.control)
         self.machinery.transports.open((task.lane, task.axes) for task in plan.graph.tasks if task.axes)
-        check_guests(self.moe_layers, plan.shape, self.machinery.layout, self.machinery.control)
+        check_guests(self.moe_layers, plan.shape, self.machinery)
         self.makers = self._route_makers(plan.shape)
         self.host.open(self.moe_layers, plan.shape)
         self.relocation = self._relocation(plan.shape)

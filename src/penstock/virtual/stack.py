@@ -26,6 +26,8 @@ from penstock.virtual.handlers import Buffers, RankStep, VirtualHandlers, virtua
 from penstock.virtual.placement import Movement
 from penstock.workloads import Counts, Routing
 
+Slacks = tuple[Slack, ...]
+
 
 @dataclass(frozen=True)
 class _Prepared:
@@ -63,7 +65,8 @@ class VirtualStack:
         self._counts: tuple[int, Counts] | None = None
         self._buffers = Buffers(workload, sum(base_shape.moe_layers))
         self._programs = Programs(virtual_handlers(), machinery.layout.mesh.silent)
-        self._movements: dict[tuple[StepShape, PlacementConfig], Movement] = {}
+        self._movements: dict[tuple[StepShape, PlacementConfig, Slacks], Movement] = {}
+        self._slacks: dict[str, Slacks] = {}
         self._host_s: dict[Movement, Mapping[str, float]] = {}
         self.links = cluster
         self.placement = placement
@@ -99,17 +102,22 @@ class VirtualStack:
     @property
     def movement(self) -> Movement:
         """What moves under the plan of now."""
-        key = self.plan.shape, self.placement
+        shape, slack = self.plan.shape, self._slack()
+        key = shape, self.placement, slack
         if key not in self._movements:
-            slack = self._slack() if self.plan.shape.guest_slots else ()
             self._movements[key] = Movement(
-                self.plan.shape, self.workload, self.routing, self.placement, self.links, slack
+                shape, self.workload, self.routing, self.placement, self.links, slack
             )
         return self._movements[key]
 
-    def _slack(self) -> tuple[Slack, ...]:
-        even = StepCost(self.plan.shape, self._workload, self.links)
-        return guest_slack(self.plan, even, self.machinery.layout.mesh)
+    def _slack(self) -> Slacks:
+        """What the order of the plan of now hides of guests' way; () where it has no room for any."""
+        if not self.plan.shape.guest_slots:
+            return ()
+        if self.plan.digest not in self._slacks:
+            even = StepCost(self.plan.shape, self._workload, self.links)
+            self._slacks[self.plan.digest] = guest_slack(self.plan, even, self.machinery.layout.mesh)
+        return self._slacks[self.plan.digest]
 
     @property
     def _workload(self) -> Workload:

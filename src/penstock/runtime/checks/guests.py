@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from penstock.mesh import Group
 from penstock.moe import Experts, MoELayer
@@ -11,19 +12,27 @@ from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
 from penstock.topology import Control, Layout
 
+if TYPE_CHECKING:
+    from penstock.runtime.stack import Machinery
+
 Layers = Sequence[MoELayer | None]
 
 
-def check_guests(layers: Layers, shape: StepShape, layout: Layout, control: Control) -> None:
+def check_guests(layers: Layers, shape: StepShape, machinery: Machinery) -> None:
     """Raise ValueError, on all ranks, if their experts differ, where the plan has guest slots.
 
     Costs an exchange of some bytes per parameter.
     """
+    if shape.moves and not machinery.transports.sends:
+        raise ValueError(
+            "samples or experts move in this plan, and nothing is sent between the ranks of this stack: each "
+            "would plan by what it alone has. Measure without a network by a plan in which nothing moves"
+        )
     if not shape.guest_slots:
         return
-    check_can_host(layers, shape, layout)
+    check_can_host(layers, shape, machinery.layout)
     moe = [layer for layer in layers if layer is not None]
-    everyone = control.gather([_words(layer.experts) for layer in moe], "comparing experts")
+    everyone = machinery.control.gather([_words(layer.experts) for layer in moe], "comparing experts")
     for rank, words in enumerate(everyone):
         for theirs, first in zip(words, everyone[0], strict=True):
             if theirs != first:

@@ -64,13 +64,15 @@ class Transport(Protocol):
 class Transports:
     """One per communication lane. intra: only where a dispatch has legs inside nodes.
 
-    make: makes another transport, for groups that a plan needs and no other has; None = all have all.
+    make: makes another transport, for groups that a plan needs and no other has; None = all have all. sends:
+    whether ranks get what others send.
     """
 
     inter: Transport
     intra: Transport | None = None
     make: Callable[[tuple[Axes, ...]], Transport] | None = None
     more: dict[tuple[Lane, Axes], Transport] = field(default_factory=dict)
+    sends: bool = True
 
     def of(self, lane: Lane, axes: Axes = ()) -> Transport:
         """The transport of a lane; with axes, the one that has those groups."""

@@ -57,4 +57,4 @@ def silent(machinery: Machinery) -> Machinery:
     lanes: Lanes = ThreadLanes(transport.abort)
     if machinery.device.type == "cuda":
         lanes = StreamLanes(machinery.device, transport.abort)
-    return replace(machinery, transports=Transports(transport, transport), lanes=lanes)
+    return replace(machinery, transports=Transports(transport, transport, sends=False), lanes=lanes)
