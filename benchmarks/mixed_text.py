@@ -27,7 +27,8 @@ RECORDED: Final = Path("benchmarks", "data", "mixed-text.jsonl")
 """What runs of the suite replay."""
 
 MANY_EXPERTS: Final = RECORDED.with_stem("mixed-text-64")
-"""The same of a model with 64 experts, of which a token chooses 8: two layers, `--kept 4`."""
+"""The same of 64 experts, of which a token chooses 8: `--kept 4 model.num_layers=2 moe.num_experts=64
+moe.top_k=8 moe.moe_ffn_hidden_size=64`."""
 
 KIND_BYTES: Final = 1 << 20
 """Of each kind of text, or what there is of it."""

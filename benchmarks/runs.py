@@ -262,8 +262,8 @@ SUITE: Final = (
         "-recorded",
         ", samples of mixed text",
         "The same with what a small model really chose, see below. A recording says how often every sample "
-        "chose each expert, and not which of them together: from that is estimated how many of a token's "
-        "experts share a node.",
+        "chose each expert, and not which of them together, so on how many nodes a token's experts are is "
+        "estimated: 3.65 of 4 in both layers, where the model itself has 3.50 in one and 3.73 in the other.",
         *("virtual.routing=recorded", f"virtual.recorded={MANY_EXPERTS}"),
     ),
     Run(

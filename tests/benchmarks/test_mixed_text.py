@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import mixed_text
-from benchmarks.mixed_text import CATALOGUE_MAGIC, KEPT_STEPS, RECORDED, _catalogue, write_texts
+from benchmarks.mixed_text import CATALOGUE_MAGIC, KEPT_STEPS, MANY_EXPERTS, RECORDED, _catalogue, write_texts
 from penstock.config import ConfigError
 from penstock.workloads import read_recording
 
@@ -49,7 +49,10 @@ def test_too_few_kinds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         write_texts(tmp_path)
 
 
-def test_the_recording_has_every_sample() -> None:
-    found = read_recording(RECORDED)
-    assert len(found.steps) == KEPT_STEPS
-    assert [None if samples is None else samples.shape for samples in found.samples] == [(128, 4, 16)] * 8
+@pytest.mark.parametrize(
+    ("path", "steps", "shape"), [(RECORDED, KEPT_STEPS, (128, 4, 16)), (MANY_EXPERTS, 4, (128, 2, 64))]
+)
+def test_recordings_have_every_sample(path: Path, steps: int, shape: tuple[int, ...]) -> None:
+    found = read_recording(path)
+    assert len(found.steps) == steps
+    assert [None if samples is None else samples.shape for samples in found.samples] == [shape] * steps
