@@ -175,10 +175,12 @@ class Hosting:
         return Hosting.local(placement, ((EMPTY,) * guest_slots,) * placement.ranks)
 
     @staticmethod
-    def local(placement: ExpertPlacement, guests: Sequence[Sequence[int]]) -> Hosting:
+    def local(
+        placement: ExpertPlacement, guests: Sequence[Sequence[int]], limit: int | None = None
+    ) -> Hosting:
         """Guests for rows of their own ranks only; other ranks send theirs as without guests."""
         splits = local_splits(placement, guests)
-        return Hosting(placement, len(guests[0]), tuple(tuple(held) for held in guests), splits)
+        return Hosting(placement, len(guests[0]), tuple(tuple(held) for held in guests), splits, limit)
 
     @property
     def slots(self) -> int:
@@ -251,8 +253,27 @@ class SamplePlacement:
 
 def local_splits(placement: ExpertPlacement, guests: Sequence[Sequence[int]]) -> Splits:
     """Of guests for rows of their own ranks only; other rows go as without guests."""
-    slots = len(guests[0])
-    return tuple(_local_splits(placement, slots, rank, guests[rank]) for rank in range(placement.ranks))
+    slots = placement.slots + len(guests[0])
+    found = list(_splits_without(placement, len(guests[0])))
+    for rank, held in enumerate(guests):
+        for slot, expert in enumerate(held):
+            if 0 <= expert < placement.num_experts:
+                here = (Part(rank * slots + placement.slots + slot, SPLIT),)
+                found[rank] = (*found[rank][:expert], here, *found[rank][expert + 1 :])
+    return tuple(found)
+
+
+@cache
+def _splits_without(placement: ExpertPlacement, guest_slots: int) -> Splits:
+    """Of rows that go where `placement` alone sends them. Kept: most splits of a hosting are these."""
+    slots = placement.slots + guest_slots
+    return tuple(
+        tuple(
+            (Part(position // placement.slots * slots + position % placement.slots, SPLIT),)
+            for position in placement.positions(rank)
+        )
+        for rank in range(placement.ranks)
+    )
 
 
 def _check_owners(placement: ExpertPlacement) -> None:
@@ -301,21 +322,6 @@ def _filled(placement: ExpertPlacement, used: dict[Host, int]) -> list[int]:
     return counts
 
 
-def _local_splits(
-    placement: ExpertPlacement, guest_slots: int, rank: int, guests: Sequence[int]
-) -> tuple[tuple[Part, ...], ...]:
-    """To the guest of `rank` for an expert that it has as one, else where `placement` sends its rows."""
-    slots = placement.slots + guest_slots
-    positions = [
-        position // placement.slots * slots + position % placement.slots
-        for position in placement.positions(rank)
-    ]
-    for slot, expert in enumerate(guests):
-        if 0 <= expert < placement.num_experts:
-            positions[expert] = rank * slots + placement.slots + slot
-    return tuple((Part(position, SPLIT),) for position in positions)
-
-
 def _check_guests(hosting: Hosting) -> None:
     placement = hosting.placement
     if len(hosting.guests) != placement.ranks:
@@ -348,13 +354,15 @@ def _check_splits(hosting: Hosting) -> None:
     placement = hosting.placement
     if len(hosting.splits) != placement.ranks:
         raise PlacementError(f"splits of {len(hosting.splits)} ranks, and {placement.ranks} ranks have rows")
+    usual = _splits_without(placement, hosting.guest_slots)
     for rank, splits in enumerate(hosting.splits):
         if len(splits) != placement.num_experts:
             raise PlacementError(
                 f"rank {rank} splits rows of {len(splits)} experts, and there are {placement.num_experts}"
             )
         for expert, parts in enumerate(splits):
-            _check_split(hosting, rank, expert, parts)
+            if parts is not usual[rank][expert]:
+                _check_split(hosting, rank, expert, parts)
 
 
 def _check_split(hosting: Hosting, rank: int, expert: int, parts: tuple[Part, ...]) -> None:

@@ -22,12 +22,13 @@ from penstock.ops.samples import COUNT_BYTES
 from penstock.ops.transfers import outward
 from penstock.ops.work import DIGEST_BYTES
 from penstock.placing import copies_of
+from penstock.placing.told import told_bytes
 from penstock.workloads import Counts
 
-PLACED_MOVES: Final = (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS, Op.SAMPLE_MOVE)
+PLACED_MOVES: Final = (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS, Op.SAMPLE_MOVE, Op.COMPARE_GUESTS)
 """What follows samples and experts that move: as many bytes as there are of these."""
-PLACEMENT_MOVES: Final = (*PLACED_MOVES, Op.SAMPLE_LOADS, Op.SAMPLE_HOMES, Op.COMPARE_GUESTS)
-"""The same, and what ranks tell each other of it."""
+PLACEMENT_MOVES: Final = (*PLACED_MOVES, Op.SAMPLE_LOADS, Op.SAMPLE_HOMES)
+"""The same, and what ranks tell each other of samples."""
 INTEGER_BYTES: Final = 8
 SOLVING_S, SOLVING_S_PER_CELL = 1e-3, 3e-7
 """What finding new homes takes, per sample and device beside a fixed part: twice what a 2 GHz core needs."""
@@ -50,6 +51,9 @@ class PlacedMoves(RowMoves):
 
     def load(self, task: Task) -> Rows:
         """How many times as much as its work says a transfer takes, by the links of every rank, [P]."""
+        if task.op == Op.COMPARE_GUESTS:
+            told = self._told_bytes(task) / self.even.work(task).sent_bytes
+            return np.full(self.even.workload.world_size, told)
         return self._sample_load(task) if task.op == Op.SAMPLE_MOVE else self._guest_load(task)
 
     def solving_s(self, task: Task) -> float:
@@ -160,8 +164,12 @@ class PlacedMoves(RowMoves):
 
     def _hostings(self, task: Task, rank: int) -> Move:
         """Every rank's share of what is planned."""
-        members = len(self._members(task, rank))
-        return self._gathered(task, rank, 1, round(self.even.work(task).sent_bytes / members))
+        return self._gathered(task, rank, 1, round(self._told_bytes(task) / len(self._members(task, rank))))
+
+    def _told_bytes(self, task: Task) -> int:
+        """What all ranks tell each other of guests, as if the next step had those of this one."""
+        members = self.even.workload.mesh.size(task.axes)
+        return 2 * DIGEST_BYTES * members + sum(map(told_bytes, self.placed.hostings))
 
     def _with_samples(self, task: Task, rank: int) -> Move:
         """What follows a sample beside its rows: labels and so on; gradients back."""

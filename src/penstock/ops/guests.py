@@ -7,6 +7,7 @@ from penstock.ops.base import Backward, Kind, OpSpec, register
 from penstock.ops.loads import LOAD_BYTES
 from penstock.ops.names import Op
 from penstock.ops.work import DIGEST_BYTES, Sizes, Work
+from penstock.placing.told import FIRST_NUMBERS, NUMBER_BYTES
 
 GUESTS = "guest gradients of L{layer}"
 """State: the gradients of the experts that a rank hosts for a step."""
@@ -26,9 +27,13 @@ def _planning(task: Task, sizes: Sizes) -> Work:
 
 
 def _hostings(task: Task, sizes: Sizes) -> Work:
-    """About a number by rank and expert, of all layers, and whether ranks agree."""
-    found = LOAD_BYTES * sum(sizes.moe_layers) * sizes.num_experts + 2 * DIGEST_BYTES
-    return Work(collective="all_gather", sent_bytes=sizes.members(task) * found)
+    """The guests of all layers, and whether ranks agree; splits that say more: see `PlacedMoves`."""
+    ranks = sizes.members(task)
+    told_bytes = NUMBER_BYTES * (FIRST_NUMBERS + sizes.guest_slots * ranks // sizes.esp_size)
+    return Work(
+        collective="all_gather",
+        sent_bytes=sum(sizes.moe_layers) * told_bytes + 2 * DIGEST_BYTES * ranks,
+    )
 
 
 register(

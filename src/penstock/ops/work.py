@@ -52,6 +52,11 @@ class Sizes(Protocol):
         ...
 
     @property
+    def guest_slots(self) -> int:
+        """Of every rank, in one layer."""
+        ...
+
+    @property
     def guest_bytes(self) -> float:
         """Of the parameters of all experts that a rank has room for as guests in one layer."""
         ...

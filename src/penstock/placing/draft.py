@@ -17,7 +17,7 @@ from itertools import chain
 import numpy as np
 
 from penstock.placement import EMPTY, SPLIT, Hosting, Part
-from penstock.placing.exact import ExactSplit, filled
+from penstock.placing.exact import ExactSplit, filled, matched, tiers
 from penstock.placing.integers import Ints
 from penstock.placing.model import LayerLoad, LayerSeconds, copies_to, seconds_of
 from penstock.placing.problem import ExpertProblem
@@ -76,7 +76,7 @@ class Draft:
 
     def near(self) -> None:
         """Send every row to its own rank if that is a host, else to its node's hosts, else to the owner."""
-        for expert in range(len(self.hosts)):
+        for expert in self.shared if self.rows[0] else range(len(self.hosts)):
             self.put(expert, self._nearest(expert))
 
     def level(self) -> None:
@@ -100,35 +100,25 @@ class Draft:
 
     def load(self) -> LayerLoad:
         """What it asks of ranks and links."""
-        ranks = self.problem.ranks
-        traffic = np.zeros((ranks, ranks))
-        for expert, hosts in enumerate(self.hosts):
-            if len(hosts) == 1:
-                traffic[:, hosts[0]] += self.problem.loads[:, expert]
-            else:
-                traffic[:, hosts] += self.flows(expert)
-        return LayerLoad(traffic=traffic, copies=copies_to(self.guests, self.problem.placement))
+        problem = self.problem
+        alone = [expert for expert, hosts in enumerate(self.hosts) if len(hosts) == 1]
+        host_EP = np.eye(problem.ranks)[[self.hosts[expert][0] for expert in alone]]
+        traffic = problem.loads[:, alone] @ host_EP + self.flows(self.shared).sum(axis=0)
+        return LayerLoad(traffic=traffic, copies=copies_to(self.guests, problem.placement))
 
     def seconds(self) -> LayerSeconds:
         """The time of the layer, by rank and link."""
         return seconds_of(self.problem.costs, self.load())
 
-    def flows(self, expert: int) -> Ints:
-        """Rows of an expert from every rank to each of its hosts, [P, H]."""
-        hosts = self.hosts[expert]
-        left, room = self.problem.loads[:, expert].copy(), np.array(self.rows[expert])
-        flows = np.zeros((len(left), len(hosts)), np.int64)
-        own = np.minimum(left[hosts], room)
-        flows[hosts, range(len(hosts))] = own
-        left[hosts] -= own
-        room -= own
-        nodes = np.array(self.problem.costs.links.nodes)
-        for node in dict.fromkeys(nodes[hosts].tolist()):
-            inside = _matched(np.where(nodes == node, left, 0), np.where(nodes[hosts] == node, room, 0))
-            flows += inside
-            left, room = left - inside.sum(axis=1), room - inside.sum(axis=0)
-        rest: Ints = flows + _matched(left, room)
-        return rest
+    def flows(self, experts: Sequence[int]) -> Ints:
+        """Rows of some experts from every rank to every rank, [experts, P, P]."""
+        problem = self.problem
+        room_JP = np.zeros((len(experts), problem.ranks), np.int64)
+        for j, expert in enumerate(experts):
+            room_JP[j, self.hosts[expert]] = self.rows[expert]
+        near = tiers(problem.costs.links.nodes)
+        flows_JPP: Ints = matched(problem.loads.T[None, experts], room_JP[None], near)[0]
+        return flows_JPP
 
     def limit(self, wanted: int | None = None) -> int | None:
         """Of what a rank computes, in SPLITths of the mean: `wanted`, or as much as one does here.
@@ -155,14 +145,18 @@ class Draft:
         return seconds_of(problem.costs, load)
 
     def hosting(self, limit: int | None = None) -> Hosting:
-        """The finished record."""
+        """The finished record. limit: of one whose rows are split by the loads of the step that runs."""
         problem = self.problem
         slots = problem.guest_slots
-        plain = Hosting.local(problem.placement, [g + [EMPTY] * (slots - len(g)) for g in self.guests])
+        guests = [g + [EMPTY] * (slots - len(g)) for g in self.guests]
+        plain = Hosting.local(problem.placement, guests, limit)
+        if limit is not None:  # nobody asks for splits
+            return plain
         splits = [list(of_rank) for of_rank in plain.splits]
-        for expert in self.shared:
+        shared = self.shared
+        for expert, flows_PP in zip(shared, self.flows(shared), strict=True):
             positions = [_position(plain, host, expert) for host in self.hosts[expert]]
-            for rank, flows in enumerate(self.flows(expert).tolist()):
+            for rank, flows in enumerate(flows_PP[:, self.hosts[expert]].tolist()):
                 if rank in self.hosts[expert] and not sum(flows):
                     continue  # its first row, if one comes, is computed where it starts
                 parts = apportioned(flows if sum(flows) else self.rows[expert])
@@ -170,7 +164,7 @@ class Draft:
                     Part(position, share) for position, share in zip(positions, parts, strict=True) if share
                 )
         found = tuple(tuple(each) for each in splits)
-        return Hosting(problem.placement, slots, plain.guests, found, limit)
+        return Hosting(problem.placement, slots, plain.guests, found)
 
     def _nearest(self, expert: int) -> list[int]:
         problem, hosts = self.problem, self.hosts[expert]
@@ -206,15 +200,6 @@ def apportioned(rows: Sequence[int]) -> list[int]:
     for place in by_remainder[: SPLIT - sum(parts)]:
         parts[place] += 1
     return parts
-
-
-def _matched(supply: Ints, demand: Ints) -> Ints:
-    """As many rows from each to each as both still have, in order of ranks, [supplies, demands]."""
-    supply_ends, demand_ends = np.cumsum(supply), np.cumsum(demand)
-    ends = np.minimum(supply_ends[:, None], demand_ends)
-    starts = np.maximum((supply_ends - supply)[:, None], demand_ends - demand)
-    overlap: Ints = np.maximum(0, ends - starts)
-    return overlap
 
 
 def _position(hosting: Hosting, rank: int, expert: int) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +67,7 @@ class ExactSplit:
             by_rank = left_CJS.reshape(*left_CJS.shape[:2], len(self.nodes), -1).sum(axis=3)
             fixed_CP = rows_SCQ.reshape(sources, slices, -1, self.slots).sum(axis=(0, 3))
             computed = map(self._levelled, fixed_CP.tolist(), by_rank.tolist())
-            flows_CJSP = _matched(left_CJS, np.array(list(computed)), self._tiers(sources))
+            flows_CJSP = matched(left_CJS, np.array(list(computed)), tiers(self.nodes, sources))
             pairs = [(j, rank) for j, each in enumerate(self._shared) for rank in each.hosts]
             experts, ranks = (list(each) for each in zip(*pairs, strict=True))
             at = [position for each in self._shared for position in each.positions]
@@ -194,13 +194,6 @@ class ExactSplit:
             ),
         )
 
-    def _tiers(self, sources: int) -> list[tuple[Ints, Ints]]:
-        """Who is near whom, nearest first: the groups of sources and those of ranks."""
-        ranks, nodes = np.arange(len(self.nodes)), np.array(self.nodes)
-        each = sources // len(self.nodes)
-        groups = [ranks, nodes, 0 * ranks]
-        return [(np.repeat(group, each), group) for group in groups]
-
 
 def filled(heights: Sequence[int], rows: int) -> list[int]:
     """Rows that each of several places gets, of which the lowest fill up first; heights: what they have."""
@@ -241,24 +234,48 @@ def _placed(expert: _Shared, starting: Sequence[int], load: list[int], most: int
 # ---- whose rows --------------------------------------------------------------------------------------------
 
 
-def _matched(left_CJS: Ints, room_CJP: Ints, tiers: Sequence[tuple[Ints, Ints]]) -> Ints:
+class Tier(NamedTuple):
+    """Who is near whom: groups of sources and ranks. first_S, first_P: of the group of each; together_SP: 1
+    where both are in one."""
+
+    first_S: Ints
+    first_P: Ints
+    together_SP: Ints
+
+
+@lru_cache(maxsize=16)
+def tiers(nodes: tuple[int, ...], sources: int = 0) -> tuple[Tier, ...]:
+    """Nearest first: ranks, nodes, all. nodes: of every rank, ascending. sources: 0 = the ranks."""
+    ranks, each = np.arange(len(nodes)), (sources or len(nodes)) // len(nodes)
+    groups = [(np.repeat(group, each), group) for group in (ranks, np.array(nodes), 0 * ranks)]
+    return tuple(
+        Tier(
+            np.searchsorted(of_source, of_source),
+            np.searchsorted(of_rank, of_rank),
+            (of_source[:, None] == of_rank).astype(np.int64),
+        )
+        for of_source, of_rank in groups
+    )
+
+
+def matched(left_CJS: Ints, room_CJP: Ints, near: Sequence[Tier]) -> Ints:
     """Rows from every source to every rank, [C, J, S, P], inside groups that are ever larger."""
     found_CJSP = np.zeros((*left_CJS.shape, room_CJP.shape[2]), np.int64)
-    for of_source_S, of_rank_P in tiers:
-        starts_CJS, ends_CJS = _runs(left_CJS, of_source_S)
-        starts_CJP, ends_CJP = _runs(room_CJP, of_rank_P)
+    for first_S, first_P, together_SP in near:
+        starts_CJS, ends_CJS = _runs(left_CJS, first_S)
+        starts_CJP, ends_CJP = _runs(room_CJP, first_P)
         overlap = np.minimum(ends_CJS[..., None], ends_CJP[:, :, None])
         overlap -= np.maximum(starts_CJS[..., None], starts_CJP[:, :, None])
         np.maximum(overlap, 0, out=overlap)
-        overlap *= of_source_S[:, None] == of_rank_P
+        overlap *= together_SP
         found_CJSP += overlap
         left_CJS, room_CJP = left_CJS - overlap.sum(axis=3), room_CJP - overlap.sum(axis=2)
     return found_CJSP
 
 
-def _runs(sizes: Ints, group: Ints) -> tuple[Ints, Ints]:
+def _runs(sizes: Ints, first: Ints) -> tuple[Ints, Ints]:
     """Where runs of these sizes begin and end, which lie one after the other in their group."""
     ends = sizes.cumsum(axis=2)
     starts = ends - sizes
-    first = starts[..., np.searchsorted(group, group)]
-    return starts - first, ends - first
+    before = starts[..., first]
+    return starts - before, ends - before

@@ -16,9 +16,9 @@ from penstock.moe.experts.base import Experts
 from penstock.moe.seats import Spread, seats_of
 from penstock.placement import Hosting
 from penstock.placing.exact import ExactSplit
+from penstock.placing.told import Numbers, numbers_of, share_of
 from penstock.runtime.checks.guests import check_no_hooks
 from penstock.runtime.guests import LayerGuests, Trip
-from penstock.runtime.hosting_text import share_of, text_of
 from penstock.runtime.moving import ExpertMoving, Plans, loads_of_group
 from penstock.step import StepShape
 from penstock.topology import Layout
@@ -143,23 +143,23 @@ class Host:
         self._host(hostings)
         self._plans = Plans.none([hosting for hosting in hostings if hosting is not None])
 
-    def plan(self, loads_PYE: Tensor) -> bytes:
-        """What to host after a step with these loads of all ranks, as text: this rank's share of the layers.
+    def plan(self, loads_PYE: Tensor) -> Numbers:
+        """What to host after a step with these loads of all ranks: this rank's share of the layers.
 
         Costs a copy from a GPU.
         """
         if self.moving is None:
-            return b""
+            return numbers_of((), ())
         layout, (place, places) = self._layout, self._planners
         loads_YPE = loads_of_group(loads_PYE.cpu().numpy(), layout.mesh, layout.rank)
         share = self._plans.share(loads_YPE, self.moving, place, places)
-        return text_of(share, self._known_of(place))
+        return numbers_of(share, self._known_of(place))
 
-    def joined(self, texts: Sequence[bytes]) -> Plans:
+    def joined(self, told: Sequence[Numbers]) -> Plans:
         """What all ranks that exchange rows have found, by place."""
         if self.moving is None:
             return self._plans
-        shares = [share_of(text, self._known_of(place)) for place, text in enumerate(texts)]
+        shares = [share_of(numbers, self._known_of(place)) for place, numbers in enumerate(told)]
         return self._plans.joined(shares, self.moving)
 
     @property

@@ -21,6 +21,7 @@ from penstock.placement import Hosting
 from penstock.placing.experts import Planner, pays
 from penstock.placing.integers import Ints
 from penstock.placing.problem import ExpertCosts, ExpertProblem, Slack
+from penstock.placing.told import Share
 from penstock.runtime.loads import Loads
 
 
@@ -53,10 +54,6 @@ class ExpertMoving:
     def costs_of(self, moe_layer: int) -> ExpertCosts:
         """What rows and weights cost in a layer."""
         return self.costs.hiding(self.slack[moe_layer]) if self.slack else self.costs
-
-
-Share = tuple[tuple[Hosting, bool], ...]
-"""Of some MoE layers what is planned, and whether it is hosted in the next step."""
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
-
 import torch
 
 from penstock.graph import Phase, Task
 from penstock.ops import Op
 from penstock.placement import PlacementError
+from penstock.placing.told import Numbers
 from penstock.runtime.guests import Piece
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 
@@ -39,10 +38,10 @@ def plan(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.COMPARE_GUESTS, Phase.BACKWARD)
 def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """What all ranks that exchange rows have found. They must have begun alike: an error says who has not."""
-    text: bytes = inputs.one("hostings")
+    numbers: Numbers = inputs.one("hostings")
     transport, device = context.transports.of(task.lane, task.axes), context.marks.device
     size, premise = transport.size(task.axes), context.host.premise
-    mine = torch.tensor([[premise, len(text)]], device=device)
+    mine = torch.tensor([[premise, len(numbers)]], device=device)
     premises, lengths = zip(*transport.all_gather(mine, [1] * size, task.axes).tolist(), strict=True)
     if different := [place for place, theirs in enumerate(premises) if theirs != premise]:
         raise PlacementError(
@@ -50,10 +49,8 @@ def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
             f"{different} host others than it does, or plan in another way, so versions or settings differ "
             "between ranks. Start all ranks with the same ones"
         )
-    written = torch.tensor(list(text), dtype=torch.uint8, device=device)
-    everything = bytes(transport.all_gather(written, lengths, task.axes).tolist())
-    ends = [*accumulate(lengths, initial=0)]
-    context.plans = context.host.joined([everything[start:end] for start, end in pairwise(ends)])
+    everyone = transport.all_gather(torch.from_numpy(numbers).to(device), lengths, task.axes)
+    context.plans = context.host.joined([told.cpu().numpy() for told in everyone.split(lengths)])
     return NOTHING
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from penstock.mesh import Group
 from penstock.placement import Hosting
+from penstock.placing.told import hosting_of, plain_of
 from penstock.runtime import PipelinedStack
-from penstock.runtime.hosting_text import hosting_of, plain_of
 from penstock.runtime.moving import Plans
 from penstock.train.storage.files import DamagedError, read_table, write_durably
 
