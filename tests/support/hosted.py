@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from penstock.decision.moving import ExpertMoves
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Hosting, Part
 from penstock.runtime import PipelinedStack
 from penstock.runtime.moving import ExpertMoving
@@ -30,6 +31,7 @@ from tests.support.parity import (
     stack_of,
 )
 from tests.support.reference import reference_loss
+from tests.support.reference_moe import Weights
 from tests.support.reference_step import settings_of
 from tests.support.searching import short_search
 
@@ -38,9 +40,11 @@ RATE = 0.1
 
 @dataclass(frozen=True)
 class Hosts:
-    """How experts are hosted. slots, pieces: of guests. steps: each hosts others. seed: of who hosts whom.
+    """How experts are hosted. slots, pieces: of guests; 0 slots = they stay. steps: each hosts others. seed: of
+    who hosts whom.
 
-    limits: of hostings, in turn. moving: plans who hosts whom, instead of chance.
+    limits: of hostings, in turn. moving: plans who hosts whom, instead of chance. fresh: after every step
+    each expert is chosen as another one was before.
     """
 
     slots: int = 1
@@ -49,6 +53,7 @@ class Hosts:
     seed: int = 0
     limits: tuple[int | None, ...] = (SPLIT, None, 5 * SPLIT // 4)
     moving: ExpertMoving | None = None
+    fresh: bool = False
 
 
 def random_hosting(placement: ExpertPlacement, slots: int, random: Random) -> Hosting:
@@ -99,7 +104,8 @@ def host_randomly(stack: PipelinedStack, hosts: Hosts, step: int) -> None:
 def hosted_stack(rank: int, case: Case, hosts: Hosts) -> PipelinedStack:
     """The case's stack, with room for guests."""
     stack = stack_of(rank, case)
-    placement = replace(case.config.placement, experts="planned", guest_slots=hosts.slots)
+    experts: ExpertMoves = "planned" if hosts.slots else "none"
+    placement = replace(case.config.placement, experts=experts, guest_slots=max(1, hosts.slots))
     config = replace(case.config, placement=placement)
     shape = replace(stack.base_shape, guest_pieces=hosts.pieces)
     stack.host.moving = hosts.moving
@@ -117,7 +123,7 @@ def hosted_steps(rank: int, case: Case, hosts: Hosts) -> list[StepResult]:
     batch = tokens[mine], labels[mine], ids[mine], None if valid is None else valid[mine]
     found = []
     for step in range(hosts.steps):
-        if hosts.moving is None:
+        if hosts.slots and hosts.moving is None:
             host_randomly(stack, hosts, step)
         with torch.no_grad():
             judged = stack(*batch)
@@ -130,6 +136,8 @@ def hosted_steps(rank: int, case: Case, hosts: Hosts) -> list[StepResult]:
         optimizer.zero_grad()
         after = {n: p.detach().clone() for n, p in stack.model.named_parameters()}
         done = executed_as_planned(stack)
+        if hosts.fresh:
+            turn_gates(dict(stack.model.named_parameters()))
         found.append(
             StepResult(
                 loss.item(), norm, logical(stack, gradients), logical(stack, after), done, parts_of(stack)
@@ -138,8 +146,16 @@ def hosted_steps(rank: int, case: Case, hosts: Hosts) -> list[StepResult]:
     return found
 
 
+@torch.no_grad()
+def turn_gates(parameters: Weights) -> None:
+    """Every expert is chosen as another one was."""
+    for name, parameter in parameters.items():
+        if name.endswith("gate.weight"):
+            parameter.copy_(parameter.roll(3, dims=0))
+
+
 @lru_cache(maxsize=16)
-def plain_steps(alone: Case, steps: int) -> list[StepResult]:
+def plain_steps(alone: Case, steps: int, fresh: bool) -> list[StepResult]:
     """The same by the reference, in one process, of what `reference_case` says."""
     stack = lone_stack(alone)
     weights = {n: p.detach().clone() for n, p in stack.model.named_parameters()}
@@ -153,12 +169,15 @@ def plain_steps(alone: Case, steps: int) -> list[StepResult]:
         scale = min(1.0, CLIP / (norm + 1e-6))
         weights = {n: w.detach() - RATE * scale * gradients[n] for n, w in leaves.items()}
         found.append(StepResult(loss.item(), norm, logical(stack, gradients), logical(stack, weights), True))
+        if fresh:
+            weights = {name: weight.clone() for name, weight in weights.items()}
+            turn_gates(weights)
     return found
 
 
 def check_hosted(pools: Any, case: Case, hosts: Hosts) -> None:
     """Run the case on real ranks, and compare every step with the reference."""
     ranks = pools(case.world_size).run(hosted_steps, case, hosts)
-    expected = plain_steps(reference_case(case), hosts.steps)
+    expected = plain_steps(reference_case(case), hosts.steps, hosts.fresh)
     for found, wanted in zip(zip(*ranks, strict=True), expected, strict=True):
         check_result(merge(list(found)), case, wanted)
