@@ -40,11 +40,10 @@ RATE = 0.1
 
 @dataclass(frozen=True)
 class Hosts:
-    """How experts are hosted. slots, pieces: of guests; 0 slots = they stay. steps: each hosts others. seed: of
-    who hosts whom.
+    """How experts are hosted. slots, pieces: of guests. steps: each hosts others. seed: of who hosts whom.
 
-    limits: of hostings, in turn. moving: plans who hosts whom, instead of chance. fresh: after every step
-    each expert is chosen as another one was before.
+    slots: 0 = experts stay. limits: of hostings, in turn. moving: plans who hosts whom, instead of chance.
+    fresh: after every step each expert is chosen as another one was before.
     """
 
     slots: int = 1
