@@ -185,8 +185,8 @@ class StepSizes:
         self.router_flops = work.router_flops
         self.shared_flops, self.expert_flops = work.shared_flops, work.expert_flops
         self.head_flops, self._tokens = work.head_flops, work.tokens
-        self.logit_bytes, self.guest_slots = work.logit_bytes, step.shape.guest_slots
-        self.guest_bytes = work.expert_bytes * self.guest_slots
+        self.logit_bytes, self.guest_bytes = work.logit_bytes, work.expert_bytes * step.shape.guest_slots
+        self.guests = work.ep_size * step.shape.guest_slots
         self._mesh, self._samples = work.mesh, step._samples
 
     def tokens(self, task: Task) -> int:

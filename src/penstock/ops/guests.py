@@ -28,12 +28,8 @@ def _planning(task: Task, sizes: Sizes) -> Work:
 
 def _hostings(task: Task, sizes: Sizes) -> Work:
     """The guests of all layers, and whether ranks agree; splits that say more: see `PlacedMoves`."""
-    ranks = sizes.members(task)
-    told_bytes = NUMBER_BYTES * (FIRST_NUMBERS + sizes.guest_slots * ranks // sizes.esp_size)
-    return Work(
-        collective="all_gather",
-        sent_bytes=sum(sizes.moe_layers) * told_bytes + 2 * DIGEST_BYTES * ranks,
-    )
+    told_bytes = sum(sizes.moe_layers) * NUMBER_BYTES * (FIRST_NUMBERS + sizes.guests)
+    return Work(collective="all_gather", sent_bytes=told_bytes + 2 * DIGEST_BYTES * sizes.members(task))
 
 
 register(

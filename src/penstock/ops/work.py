@@ -52,8 +52,8 @@ class Sizes(Protocol):
         ...
 
     @property
-    def guest_slots(self) -> int:
-        """Of every rank, in one layer."""
+    def guests(self) -> int:
+        """Slots for guests in one layer, of all ranks of an expert group."""
         ...
 
     @property
