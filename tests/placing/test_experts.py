@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.placement import ExpertPlacement, Hosting
+from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Hosting
 from penstock.placing import (
     PLANNERS,
     ExpertProblem,
@@ -93,6 +93,22 @@ def test_on_slow_links_weights_stay_where_they_are() -> None:
     priced = ExpertProblem(placement=problem.placement, guest_slots=1, loads=problem.loads, costs=dear)
     for name in ("planned", "pro_prophet", "shadowing"):
         assert find_planner(name)(priced).is_empty, name
+
+
+def test_slots_that_are_left_are_filled_as_far_as_that_is_hidden() -> None:
+    """So that experts that nobody foresaw to be hot have hosts, where rows are split by their own loads."""
+    problem = skewed(guest_slots=2, byte_s=1e-12)
+    hosting, by_plan = (find_planner("planned")(replace(problem, exact=exact)) for exact in (True, False))
+    filled, left = (
+        sum(guest == EMPTY for held in each.guests for guest in held) for each in (hosting, by_plan)
+    )
+    assert filled == 0 < left
+    turned = problem.loads[:, ::-1]
+    served = LayerLoad.of(turned, hosting, NODES).imbalance
+    assert served < 0.7 * LayerLoad.of(turned, replace(by_plan, limit=SPLIT), NODES).imbalance
+    exposed = replace(problem.costs, forward_slack_s=0.0, backward_slack_s=0.0)
+    bare = find_planner("planned")(replace(problem, costs=exposed))
+    assert any(EMPTY in held for held in bare.guests)
 
 
 def test_a_stale_plan_is_noticed() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from penstock.placement import SPLIT, Hosting
 from penstock.placing.draft import Draft
 from penstock.placing.integers import Floats, Ints
-from penstock.placing.model import layer_seconds
+from penstock.placing.model import LayerSeconds, copies_to, exposed_s, layer_seconds
 from penstock.placing.problem import ExpertProblem
 
 NEGLIGIBLE = 0.005
@@ -83,9 +83,38 @@ def planned(problem: ExpertProblem) -> Hosting:
     tried = [*((plan, plan.limit()) for plan in plans), (evened, evened.limit(EVEN))]
     best, limit = min(tried, key=lambda each: each[0].split_seconds(each[1]).total_s)
     none = Hosting.none(problem.placement, problem.guest_slots)
-    if layer_seconds(problem, none).total_s <= best.split_seconds(limit).total_s:
+    time = best.split_seconds(limit)
+    if layer_seconds(problem, none).total_s <= time.total_s:
         return none
+    _reserve(best, time)
     return best.hosting(limit)
+
+
+def _reserve(draft: Draft, time: LayerSeconds) -> None:
+    """Fill free slots as far as the schedule hides it, those of the least busy ranks first.
+
+    Rows are split by their own loads, so a guest for which there is nothing to do yet takes its share if its
+    expert is hot in the next step.
+    """
+    problem, costs = draft.problem, draft.problem.costs
+    copies, experts_s = copies_to(draft.guests, problem.placement), time.experts_s / 3
+    for _ in range(problem.guest_slots):
+        for rank in sorted(filter(draft.has_room, range(problem.ranks)), key=draft.computed.__getitem__):
+            wanted = [e for e, hosts in enumerate(draft.hosts) if rank not in hosts]
+            if not wanted:
+                continue
+            expert = max(wanted, key=lambda expert: _urgency(draft, expert))
+            more = copies.copy()
+            more[problem.placement.owners[expert], rank] += 1
+            if exposed_s(costs, more, experts_s) <= time.weights_s:
+                draft.add(expert, rank)
+                copies = more
+
+
+def _urgency(draft: Draft, expert: int) -> float:
+    """How much a host more would take from those that there are, if the expert got a mean one's rows more."""
+    rows, hosts = draft.problem.expert_rows, len(draft.hosts[expert])
+    return float((rows[expert] + rows.mean()) / hosts**2)
 
 
 def _between(draft: Draft) -> Draft:

@@ -105,12 +105,19 @@ class LayerSeconds:
 def seconds_of(costs: ExpertCosts, load: LayerLoad) -> LayerSeconds:
     """By rank and link: the busiest link of every transfer, the slowest rank of every computation."""
     experts_s = costs.row_s * float(load.computed.max())
-    forward_slack_s, backward_slack_s = costs.slack_s(experts_s)
-    per_byte_s = costs.links.seconds(load.copies) if load.copies.any() else 0.0  # Agg is Trans turned round
-    weights_s = max(0.0, per_byte_s * costs.parameter_bytes - forward_slack_s)
-    weights_s += max(0.0, per_byte_s * costs.gradient_bytes - backward_slack_s)
     rows_s = 4 * costs.row_bytes * costs.links.seconds(load.traffic)
+    weights_s = exposed_s(costs, load.copies, experts_s)
     return LayerSeconds(rows_s=rows_s, experts_s=3 * experts_s, weights_s=weights_s)
+
+
+def exposed_s(costs: ExpertCosts, copies: Ints, experts_s: float) -> float:
+    """Seconds of Trans and Agg that nothing hides. copies: see `LayerLoad`; experts_s: forward of experts."""
+    if not copies.any():
+        return 0.0
+    forward_slack_s, backward_slack_s = costs.slack_s(experts_s)
+    per_byte_s = costs.links.seconds(copies)  # Agg is Trans turned round
+    forward_s = max(0.0, per_byte_s * costs.parameter_bytes - forward_slack_s)
+    return forward_s + max(0.0, per_byte_s * costs.gradient_bytes - backward_slack_s)
 
 
 def layer_seconds(problem: ExpertProblem, hosting: Hosting) -> LayerSeconds:
