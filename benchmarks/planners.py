@@ -72,8 +72,8 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannersResult:
-    """planners: all of them at one ratio and drift. by_ratio, by_drift: with one guest slot; where loads drift
-    our best one with more, too."""
+    """planners: all of them at one ratio and drift. by_ratio, by_drift: with one guest slot; by drift our
+    best planner with more, too."""
 
     ranks: int
     steps: int
