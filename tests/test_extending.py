@@ -24,13 +24,13 @@ from penstock.runtime import PipelinedStack
 from penstock.train.assemble import build_stack
 from tests.dispatch.test_legs import exchanged, permuted, tables
 from tests.steps import PLAIN
+from tests.support.close import check_close
 from tests.support.formulas import FORMULAS, SLOTS, mixed, softmax, swiglu
 from tests.support.pages import CHOICES, EXPERTS, EXTENDING, HIDDEN, MOE_LAYER, README, blocks, run_block
 from tests.support.parity import (
     Case,
     StepResult,
     batch_of,
-    check_close,
     executed_as_planned,
     logical,
     machinery,

@@ -35,8 +35,9 @@ from penstock.step import StepShape, build_graph
 from penstock.train.assemble import build_stack
 from penstock.train.config import RunConfig
 from tests.steps import planned
+from tests.support.close import check_close
 from tests.support.pages import CHOICES, EXPERTS, HIDDEN, MOE_LAYER, ROOT, blocks, run_block
-from tests.support.parity import check_close, machinery
+from tests.support.parity import machinery
 from tests.support.ranks import Pools
 
 

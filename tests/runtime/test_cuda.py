@@ -18,16 +18,8 @@ from penstock.train.assemble import build_machinery, build_stack
 from penstock.train.clip import clip_grad_norm
 from penstock.train.optimizer import build_adamw
 from tests.steps import PLAIN
-from tests.support.parity import (
-    CLIP,
-    Case,
-    batch_of,
-    check_close,
-    executed_as_planned,
-    logical,
-    prepare,
-    reference_step,
-)
+from tests.support.close import check_close
+from tests.support.parity import CLIP, Case, batch_of, executed_as_planned, logical, prepare, reference_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

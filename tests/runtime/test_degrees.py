@@ -15,16 +15,8 @@ from penstock.runtime import PipelinedStack
 from penstock.schedule import plan_step, unit_cost
 from penstock.step import StepShape
 from tests.runtime.test_moe_parity import case
-from tests.support.parity import (
-    Case,
-    check_close,
-    check_parity,
-    check_result,
-    merge,
-    result_of,
-    run_step,
-    stack_of,
-)
+from tests.support.close import check_close
+from tests.support.parity import Case, check_parity, check_result, merge, result_of, run_step, stack_of
 from tests.support.ranks import Pools
 
 DEGREES = [(1, 2), (2, 1), (2, 3), (3, 2), (4, 2), (1, 4)]

@@ -25,12 +25,12 @@ from penstock.schedule import Schedule, StepPlan, freeze
 from penstock.step import StepShape, build_graph
 from tests.runtime.programs import program_of
 from tests.steps import example_plan, random_orders, random_seconds, task_at
+from tests.support.close import check_close
 from tests.support.draws import draws
 from tests.support.parity import (
     Case,
     StepResult,
     batch_of,
-    check_close,
     executed_as_planned,
     logical,
     merge,

@@ -24,8 +24,9 @@ from penstock.train.storage.hosted import HOSTED, host_again, read_hosted
 from tests.runtime.test_guests import ROUTINGS, hosting_case
 from tests.runtime.test_moving import small
 from tests.support.checkpoints import CASE, IDENTITY, bare, check_equal, state_of, train
+from tests.support.close import check_close
 from tests.support.hosted import Hosts, host_randomly, hosted_stack
-from tests.support.parity import Case, batch_of, check_close, stack_of
+from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools
 from tests.support.reference_moe import Weights
 

@@ -9,9 +9,10 @@ import pytest
 
 from penstock.schedule import SCHEDULES
 from penstock.step.shape import ExpertForm
+from tests.support.close import check_close, digest
 from tests.support.layouts import FORMS, SIZES, TOKENS, Layout, engines, fits, layout_case, layouts
 from tests.support.pairwise import pairwise
-from tests.support.parity import check_close, check_parity, digest, merge, run_step
+from tests.support.parity import check_parity, merge, run_step
 from tests.support.ranks import Pools
 
 SETTINGS: dict[str, tuple[Any, ...]] = {

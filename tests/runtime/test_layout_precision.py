@@ -11,17 +11,9 @@ from torch import Tensor
 from penstock.moe.config import Compression
 from penstock.step.shape import ExpertForm
 from penstock.train.assemble import build_stack
+from tests.support.close import check_close
 from tests.support.layouts import FORMS, Layout, layout_case
-from tests.support.parity import (
-    Case,
-    StepResult,
-    check_close,
-    machinery_of,
-    merge,
-    prepare,
-    result_of,
-    run_step,
-)
+from tests.support.parity import Case, StepResult, machinery_of, merge, prepare, result_of, run_step
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow

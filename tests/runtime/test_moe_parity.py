@@ -17,8 +17,9 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.moe.config import Compression
 from tests.steps import PLAIN
+from tests.support.close import check_close
 from tests.support.pairwise import pairwise
-from tests.support.parity import Case, check_close, check_parity, merge, run_step
+from tests.support.parity import Case, check_parity, merge, run_step
 from tests.support.ranks import Pools
 
 GATES: dict[str, dict[str, Any]] = {

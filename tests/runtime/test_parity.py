@@ -12,8 +12,9 @@ from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from tests.steps import PLAIN
+from tests.support.close import check_close, digest
 from tests.support.draws import draws
-from tests.support.parity import Case, check_close, check_parity, digest, merge, run_step
+from tests.support.parity import Case, check_parity, merge, run_step
 from tests.support.ranks import Pools
 
 NAMES = sorted(PLAIN)

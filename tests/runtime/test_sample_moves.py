@@ -25,19 +25,11 @@ from penstock.runtime import TaskError
 from tests.runtime.test_layout_bytes import really_sent
 from tests.runtime.test_moe_parity import DISPATCHES
 from tests.steps import PLAIN
+from tests.support.close import check_close
 from tests.support.draws import draws
 from tests.support.layouts import Layout, layout_case
 from tests.support.pairwise import pairwise
-from tests.support.parity import (
-    Case,
-    batch_of,
-    check_close,
-    check_parity,
-    merge,
-    reference_step,
-    run_step,
-    stack_of,
-)
+from tests.support.parity import Case, batch_of, check_parity, merge, reference_step, run_step, stack_of
 from tests.support.placers import Eager, RandomHomes, Rotated
 from tests.support.ranks import Pools
 

@@ -12,8 +12,9 @@ from penstock.decision import GradientBytes, ScheduleConfig
 from penstock.runtime import PipelinedStack
 from penstock.step.shape import TokenLayout
 from tests.runtime.test_surgery import CASE
+from tests.support.close import check_close
 from tests.support.joining import joined
-from tests.support.parity import Case, check_close, stack_of
+from tests.support.parity import Case, stack_of
 from tests.support.ranks import Pools
 from tests.support.surgery import operated, operated_before, refused, run
 

@@ -16,7 +16,8 @@ from penstock.runtime import PipelinedStack, TaskError
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
 from tests.steps import PLAIN
-from tests.support.parity import Case, batch_of, check_close, prepare, stack_of
+from tests.support.close import check_close
+from tests.support.parity import Case, batch_of, prepare, stack_of
 from tests.support.ranks import Pools
 
 NAMES = sorted(PLAIN)

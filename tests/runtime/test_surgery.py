@@ -19,7 +19,8 @@ from penstock.models import GPT, ModelConfig
 from penstock.models.gpt import Block
 from penstock.moe import MoEConfig, build_layer
 from penstock.runtime import PipelinedStack
-from tests.support.parity import Case, batch_of, check_close, stack_of
+from tests.support.close import check_close
+from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools
 from tests.support.surgery import APART, TAKEN_UP, apart, operated, operated_before, run
 

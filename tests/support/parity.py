@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -27,6 +26,7 @@ from penstock.train.assemble import build_machinery, build_stack, first_plan
 from penstock.train.clip import clip_grad_norm
 from penstock.train.config import OutputConfig, RunConfig, TrainConfig
 from penstock.train.optimizer import OptimizerConfig, build_adamw
+from tests.support.close import check_close
 from tests.support.joining import joined
 from tests.support.layers import module_layer, scattered_layer
 from tests.support.reference import reference_loss
@@ -392,17 +392,3 @@ def check_result(result: StepResult, case: Case, expected: StepResult | None = N
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():
             check_close(ours[name], tensor, tolerance, f"{what} of {name}")
-
-
-def check_close(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> None:
-    """Relative norm of the difference; a tensor that should be zero must be zero to rounding."""
-    difference, size = float((ours - theirs).double().norm()), float(theirs.double().norm())
-    assert difference <= tolerance * max(size, 1e-7), f"{what}: {difference:.3g} against {size:.3g}"
-
-
-def digest(weights: Weights) -> str:
-    """A hash of the bits of all tensors."""
-    total = hashlib.sha256()
-    for name in sorted(weights):
-        total.update(name.encode() + weights[name].contiguous().numpy().tobytes())
-    return total.hexdigest()

@@ -15,14 +15,8 @@ from penstock.moe.build import build_shared
 from penstock.runtime import PipelinedStack
 from penstock.train.assemble import build_stack
 from penstock.train.clip import clip_grad_norm
-from tests.support.parity import (
-    Case,
-    batch_of,
-    check_close,
-    logical,
-    machinery,
-    prepare,
-)
+from tests.support.close import check_close
+from tests.support.parity import Case, batch_of, logical, machinery, prepare
 from tests.support.reference import reference_loss
 from tests.support.reference_moe import Weights
 from tests.support.reference_step import settings_of

@@ -13,8 +13,9 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.sharding import Sharding
 from penstock.train.clip import clip_grad_norm
+from tests.support.close import check_close
 from tests.support.joining import joined
-from tests.support.parity import Case, batch_of, check_close, logical, parts_of, stack_of
+from tests.support.parity import Case, batch_of, logical, parts_of, stack_of
 from tests.support.ranks import Pools
 
 LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 2, 1), (4, 1, 1, 1), (4, 1, 2, 1), (4, 1, 4, 1)]

@@ -34,8 +34,9 @@ from tests.support.checkpoints import (
     train,
     trained,
 )
+from tests.support.close import check_close
 from tests.support.joining import joined
-from tests.support.parity import Case, check_close
+from tests.support.parity import Case
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow

@@ -10,17 +10,18 @@ a field therefore cannot hold the text "none".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from penstock.config.bounds import bare, bounded_fields, check_length, check_type
+from penstock.config.bounds import bare, check_length, check_type
 from penstock.config.error import UNSET, ConfigError, dotted, shorten, shown, toml_value
 from penstock.config.files import MOST_TOML_BYTES, found_or_shipped, parse_toml, read_text
+from penstock.config.kinds import PLAIN, example, expected, inner, section_of, settable, types_of
 from penstock.config.other_names import own_name, rename
 from penstock.config.table import Table
 
@@ -56,7 +57,7 @@ def check_value(tp: Any, value: object, key: str) -> None:
 
 def to_dict(config: object) -> dict[str, Any]:
     """`config` as plain data for JSON: sections are dicts, tuples lists, paths text; None stays None."""
-    return {field.name: _plain_data(getattr(config, field.name)) for field in _settable(type(config))}
+    return {field.name: _plain_data(getattr(config, field.name)) for field in settable(type(config))}
 
 
 def to_toml(config: object) -> str:
@@ -95,10 +96,10 @@ def _apply(cls: type, table: dict[str, Any], path: Sequence[str], text: str, her
     """Put `text` at `path` into `table`, which holds the section `cls` whose own dotted key is `here`."""
     rename(cls, table, here)
     name, *rest = own_name(cls, path[0], here), *path[1:]
-    if name not in _types(cls):
+    if name not in types_of(cls):
         raise _unknown(cls, here, name, _parse(text))
-    key, tp = dotted(here, name), _types(cls)[name]
-    section = _section(tp)
+    key, tp = dotted(here, name), types_of(cls)[name]
+    section = section_of(tp)
     if not rest:
         # Even a whole table is refused: it would silently drop what the file says about the section.
         if section and not _says_none(text):
@@ -111,12 +112,12 @@ def _apply(cls: type, table: dict[str, Any], path: Sequence[str], text: str, her
         return
     if section is None:
         raise ConfigError(".".join((key, *rest)), UNSET, f"{key} is not a section", f"Set {key} itself.")
-    inner = table.get(name)
-    if _says_none(inner):
-        inner = table[name] = {}
-    if not isinstance(inner, dict):
-        raise _not_a_section(section, key, inner)
-    _apply(section, inner, rest, text, key)
+    below = table.get(name)
+    if _says_none(below):
+        below = table[name] = {}
+    if not isinstance(below, dict):
+        raise _not_a_section(section, key, below)
+    _apply(section, below, rest, text, key)
 
 
 def _override_value(tp: Any, text: str, key: str) -> object:
@@ -145,7 +146,7 @@ def _build(cls: type, table: object, key: str, base: object = None) -> Any:
     """The section `cls` at dotted `key`; what `table` leaves out comes from `base`, else from defaults."""
     if not isinstance(table, dict):
         raise _not_a_section(cls, key, table)
-    types, values = _types(cls), _defaults(cls, base)
+    types, values = types_of(cls), _defaults(cls, base)
     for name, raw in rename(cls, dict(table), key).items():
         if name not in types:
             raise _unknown(cls, key, name, raw)
@@ -162,7 +163,7 @@ def _required(tp: Any, key: str) -> object:
     """A field that was not set: a section may still consist of defaults, anything else is missing."""
     if is_dataclass(tp):
         return _convert(tp, {}, key)
-    raise ConfigError(key, UNSET, f"is missing; it {_expected(tp)}", f"For example {key}={_example(tp)}.")
+    raise ConfigError(key, UNSET, f"is missing; it {expected(tp)}", f"For example {key}={example(tp)}.")
 
 
 def _convert(tp: Any, value: object, key: str, base: object = None) -> Any:
@@ -184,7 +185,7 @@ def _convert_optional(tp: Any, value: object, key: str, base: object) -> Any:
     if _says_none(value):
         return None
     try:
-        return _convert(_inner(tp), value, key, base)
+        return _convert(inner(tp), value, key, base)
     except ConfigError as error:
         if error.key != key:
             raise
@@ -197,8 +198,8 @@ def _convert_choice(tp: Any, value: object, key: str) -> object:
         if type(choice) is type(value) and choice == value:
             return choice
     near = get_close_matches(shorten(_plain_words(value)), [str(choice) for choice in choices], n=1)
-    hint = f"Did you mean {near[0]}?" if near else f"For example {key}={_example(tp)}."
-    raise ConfigError(key, value, _expected(tp), hint)
+    hint = f"Did you mean {near[0]}?" if near else f"For example {key}={example(tp)}."
+    raise ConfigError(key, value, expected(tp), hint)
 
 
 def _plain_words(value: object) -> str:
@@ -207,24 +208,24 @@ def _plain_words(value: object) -> str:
 
 def _convert_items(tp: Any, value: object, key: str) -> tuple[Any, ...]:
     if not isinstance(value, list):
-        raise ConfigError(key, value, _expected(tp), f"For example {key}={_example(tp)}.")
+        raise ConfigError(key, value, expected(tp), f"For example {key}={example(tp)}.")
     check_length(tp, value, key)
-    return tuple(_convert(_inner(tp), item, f"{key}[{index}]") for index, item in enumerate(value))
+    return tuple(_convert(inner(tp), item, f"{key}[{index}]") for index, item in enumerate(value))
 
 
 def _convert_plain(tp: Any, value: object, key: str) -> object:
     # The exact type is compared because Python's bool is an int, and `steps = true` is a mistake.
-    if type(value) not in _PLAIN[tp].accepts:
-        raise ConfigError(key, value, _expected(tp), f"For example {key}={_example(tp)}.")
+    if type(value) not in PLAIN[tp].accepts:
+        raise ConfigError(key, value, expected(tp), f"For example {key}={example(tp)}.")
     if isinstance(value, str):
         _check_text(key, value)
     try:
         return tp(value)
     except (TypeError, ValueError):
-        raise ConfigError(key, value, _expected(tp), f"For example {key}={_example(tp)}.") from None
+        raise ConfigError(key, value, expected(tp), f"For example {key}={example(tp)}.") from None
     except OverflowError:
         raise ConfigError(
-            key, value, "is more than a number may be", f"For example {key}={_example(tp)}."
+            key, value, "is more than a number may be", f"For example {key}={example(tp)}."
         ) from None
 
 
@@ -239,89 +240,13 @@ def _check_text(key: str, text: str) -> None:
 # ---- what a type takes -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plain:
-    """A type without structure: its name in a message, an example as TOML, and the TOML types it takes."""
-
-    words: str
-    example: str
-    accepts: tuple[type, ...]
-
-
-_PLAIN: Final[Mapping[Any, _Plain]] = {
-    bool: _Plain(words="true or false", example="true", accepts=(bool,)),
-    int: _Plain(words="a whole number", example="8", accepts=(int,)),
-    float: _Plain(words="a number", example="0.5", accepts=(float, int)),
-    str: _Plain(words="text", example='"first"', accepts=(str,)),
-    Path: _Plain(words="a path", example='"runs/first"', accepts=(str,)),
-    Table: _Plain(words="a table of names and values", example="{}", accepts=(dict, list)),
-}
-
-
-def _settable(cls: type) -> list[Field[Any]]:
-    """The fields a caller may set, in order."""
-    return [field for field in fields(cls) if field.init]
-
-
-def _types(cls: type) -> dict[str, Any]:
-    """The resolved type of every settable field, with its bounds."""
-    return dict(bounded_fields(cls))
-
-
 def _defaults(cls: type, base: object) -> dict[str, Any]:
     """What each field is when nothing sets it; a required field is absent."""
     if base is not None:
-        return {field.name: getattr(base, field.name) for field in _settable(cls)}
-    fixed = {field.name: field.default for field in _settable(cls) if field.default is not MISSING}
-    made = {f.name: f.default_factory() for f in _settable(cls) if f.default_factory is not MISSING}
+        return {field.name: getattr(base, field.name) for field in settable(cls)}
+    fixed = {field.name: field.default for field in settable(cls) if field.default is not MISSING}
+    made = {f.name: f.default_factory() for f in settable(cls) if f.default_factory is not MISSING}
     return fixed | made
-
-
-def _inner(tp: Any) -> Any:
-    """X of `X | None` or of `tuple[X, ...]`; any other union or tuple is a mistake in our own code."""
-    tp = bare(tp)
-    arguments = [each for each in get_args(tp) if each not in (NoneType, Ellipsis)]
-    assert len(arguments) == 1 and len(get_args(tp)) == 2, f"a setting cannot be of type {tp}"
-    return arguments[0]
-
-
-def _section(tp: Any) -> type | None:
-    """The dataclass that `tp` is, or is when it is not None; None for a single setting."""
-    tp = bare(tp)
-    if get_origin(tp) in (Union, UnionType):
-        tp = _inner(tp)
-    return tp if isinstance(tp, type) and is_dataclass(tp) else None
-
-
-def _word(choice: object) -> str:
-    """A choice as people write it on the command line."""
-    return choice if isinstance(choice, str) else toml_value(choice)
-
-
-def _expected(tp: Any) -> str:
-    """What a value of `tp` must be, to follow `key = value:`."""
-    tp = bare(tp)
-    origin = get_origin(tp)
-    if origin is Literal:
-        return "must be one of " + ", ".join(map(_word, get_args(tp)))
-    if origin is tuple:
-        return f"must be a list, each item of which {_expected(_inner(tp))}"
-    if origin in (Union, UnionType):
-        return f"{_expected(_inner(tp))}, or none"
-    return "must be a table of settings" if _section(tp) else f"must be {_PLAIN[tp].words}"
-
-
-def _example(tp: Any) -> str:
-    """A valid value of `tp` as TOML."""
-    tp = bare(tp)
-    origin = get_origin(tp)
-    if origin is Literal:
-        return toml_value(get_args(tp)[0])
-    if origin is tuple:
-        return f"[{_example(_inner(tp))}]"
-    if origin in (Union, UnionType):
-        return _example(_inner(tp))
-    return "{}" if _section(tp) else _PLAIN[tp].example
 
 
 def _says_none(value: object) -> bool:
@@ -333,15 +258,15 @@ def _says_none(value: object) -> bool:
 
 def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
     """Every single setting below `cls`: its dotted key and its type."""
-    for name, tp in _types(cls).items():
-        section = _section(tp)
+    for name, tp in types_of(cls).items():
+        section = section_of(tp)
         key = dotted(prefix, name)
         yield from _leaves(section, key) if section else [(key, tp)]
 
 
 def _example_override(cls: type, prefix: str) -> str:
     key, tp = next(_leaves(cls, prefix))
-    return f"{key}={_example(tp)}"
+    return f"{key}={example(tp)}"
 
 
 def _not_a_section(cls: type, key: str, value: object) -> ConfigError:
@@ -351,7 +276,7 @@ def _not_a_section(cls: type, key: str, value: object) -> ConfigError:
 
 def _unknown(cls: type, section: str, name: str, value: object) -> ConfigError:
     """No such setting: hints at the nearest name here, the same name further down, or all names here."""
-    names = list(_types(cls))
+    names = list(types_of(cls))
     near = [dotted(section, each) for each in get_close_matches(shorten(name), names, n=1)]
     near += [key for key, _ in _leaves(cls, section) if key.rpartition(".")[2] == name]
     place = f"[{section}]" if section else "The top level"
@@ -376,7 +301,7 @@ def _lines(config: object, section: str, base: object) -> Iterator[str]:
     """Single settings first, then each section under its own header, as TOML wants it."""
     cls = type(config)
     defaults, sections = _defaults(cls, base), []
-    for name, tp in _types(cls).items():
+    for name, tp in types_of(cls).items():
         value = getattr(config, name)
         if is_dataclass(value):
             sections.append((dotted(section, name), value, defaults.get(name)))
@@ -393,7 +318,7 @@ def _storable(tp: Any, value: object, key: str) -> object:
     if isinstance(value, Table):
         return dict(value)
     if isinstance(value, tuple):
-        items = _inner(_inner(tp) if optional else tp)
+        items = inner(inner(tp) if optional else tp)
         return [_storable(items, item, key) for item in value]
     if optional and value is not None and _says_none(value):
         raise ConfigError(key, value, "cannot be saved, since it would be read as no value", "Rename it.")

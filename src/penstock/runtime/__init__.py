@@ -4,9 +4,10 @@ from penstock.runtime.errors import ParameterMismatchError, ScheduleMismatchErro
 from penstock.runtime.expert_parallel.exchange import ExpertParallel, expert_parameters, ignore_experts
 from penstock.runtime.gradients.clip import clip_grad_norm_
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
+from penstock.runtime.machinery import Machinery
 from penstock.runtime.parts import BlockParts, ModelParts
 from penstock.runtime.sharded.adamw import ShardedAdamW
-from penstock.runtime.stack import Machinery, PipelinedStack
+from penstock.runtime.stack import PipelinedStack
 from penstock.runtime.statistics import StepStatistics
 
 __all__ = [

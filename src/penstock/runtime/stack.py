@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -48,15 +47,15 @@ from penstock.runtime.checks.misuse import (
     refuse_stale,
     watch_model,
 )
-from penstock.runtime.checks.samples import check_sizes, with_documents
+from penstock.runtime.checks.samples import check_sizes, check_tensors, with_documents
 from penstock.runtime.executor import Execution
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts, mark_parts
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.gradients.model_gradients import Gradients
 from penstock.runtime.handlers import HANDLERS
 from penstock.runtime.hosting import Host
-from penstock.runtime.lanes import Lanes
 from penstock.runtime.loads import LoadHistory
+from penstock.runtime.machinery import Machinery
 from penstock.runtime.makers import maker_of
 from penstock.runtime.moving import ExpertMoving
 from penstock.runtime.parts import ModelParts
@@ -65,37 +64,11 @@ from penstock.runtime.sample_moving import Habits, Relocation, SampleMoving
 from penstock.runtime.sharded.updates import Updates
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.step import Step
-from penstock.runtime.transport import Transports
 from penstock.schedule import StepPlan
 from penstock.sharding import mark_shards
 from penstock.step import StepShape
 from penstock.step.shape import Updating
-from penstock.topology import Control, Layout
 from penstock.trace import TaskRecord
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machinery:
-    """What a stack runs on. control: all ranks, for checks outside the step."""
-
-    lanes: Lanes
-    transports: Transports
-    layout: Layout
-    control: Control
-    device: torch.device
-    autocast_dtype: torch.dtype | None = None
-
-    def close(self) -> None:
-        """End its threads and connections, which nothing may use any more."""
-        self.lanes.close()
-        self.transports.close()
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """What a task computes in: this precision, whatever the caller has switched on."""
-        device, dtype = self.device.type, self.autocast_dtype
-        if dtype is None and not torch.is_autocast_enabled(device):
-            return nullcontext()  # to enter and leave the real one takes 4 us, a third of a small segment
-        return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
 
 
 class PipelinedStack(nn.Module):
@@ -344,20 +317,7 @@ class PipelinedStack(nn.Module):
         valid_BL: Tensor | None,
         training: bool,
     ) -> Samples:
-        if tokens_BL.dim() != 2 or labels_BL.shape != tokens_BL.shape:
-            shapes = f"{list(tokens_BL.shape)} and {list(labels_BL.shape)}"
-            raise ValueError(f"tokens and labels must both be [samples, tokens per sample], not {shapes}")
-        if valid_BL is not None and (valid_BL.shape != tokens_BL.shape or valid_BL.dtype != torch.bool):
-            given = f"{valid_BL.dtype} {list(valid_BL.shape)}"
-            raise ValueError(
-                f"valid_BL must be bool and as large as tokens_BL, {list(tokens_BL.shape)}, not {given}: "
-                "True for a token, False for padding"
-            )
-        if ids_B is not None and (ids_B.shape != tokens_BL.shape[:1] or ids_B.dtype != torch.int64):
-            given = f"{ids_B.dtype} {list(ids_B.shape)}"
-            raise ValueError(
-                f"sample_ids_B must be int64 [{len(tokens_BL)}], one for each sample, not {given}"
-            )
+        check_tensors(tokens_BL, labels_BL, ids_B, valid_BL)
         if ids_B is None:
             ids_B = self._numbers.take(len(tokens_BL), tokens_BL.device, training=training)
         return Samples(tokens_BL, labels_BL, ids_B, valid_BL)

@@ -17,8 +17,8 @@ from penstock.placing import Slack
 from penstock.plan.slack import guest_slack
 from penstock.runtime.checks.agree import check_agreement
 from penstock.runtime.executor import Execution
+from penstock.runtime.machinery import Machinery
 from penstock.runtime.program import Programs
-from penstock.runtime.stack import Machinery
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.trace import TaskRecord

@@ -23,7 +23,8 @@ from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.runtime.transport.sockets import Sockets
 from penstock.topology import Layout, ParallelConfig
-from tests.support.parity import Case, batch_of, check_close, stack_of
+from tests.support.close import check_close
+from tests.support.parity import Case, batch_of, stack_of
 
 SMALL = ModelConfig(num_layers=2, hidden_size=32, num_heads=2, seq_len=16)
 

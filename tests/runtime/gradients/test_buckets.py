@@ -16,7 +16,8 @@ from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime.gradients.buckets import FlatGradients, GradientBucket
-from tests.support.parity import Case, batch_of, check_close, logical, stack_of
+from tests.support.close import check_close
+from tests.support.parity import Case, batch_of, logical, stack_of
 from tests.support.ranks import Pools
 
 shapes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=5)

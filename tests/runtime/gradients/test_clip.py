@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock
 from penstock import ExpertParallel, clip_grad_norm_, expert_parameters, ignore_experts
+from tests.support.close import check_close
 from tests.support.exchange import (
     EXPERTS,
     Case,
@@ -32,7 +33,6 @@ from tests.support.exchange import (
     numbers,
     rank_loss,
 )
-from tests.support.parity import check_close
 from tests.support.ranks import Pools
 
 LEARNING_RATE, LIMIT, STEPS = 0.05, 0.5, 4

@@ -17,7 +17,7 @@ from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts, ma
 from penstock.sharding import Sharding, mark_shards
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery
-from tests.support.parity import check_close
+from tests.support.close import check_close
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow

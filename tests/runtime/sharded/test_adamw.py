@@ -17,8 +17,9 @@ from penstock.runtime import ShardedAdamW, clip_grad_norm_
 from penstock.schedule import plan_step, unit_cost
 from penstock.train.optimizer import OptimizerConfig, build_adamw
 from tests.runtime.sharded.steps import Habits, build, go_on, loss_of
+from tests.support.close import check_close
 from tests.support.layouts import layout_case
-from tests.support.parity import Case, check_close
+from tests.support.parity import Case
 from tests.support.ranks import Pools
 
 CASE = layout_case((1, 1, 1, 1), "flowmoe", "gather")

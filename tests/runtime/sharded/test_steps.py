@@ -10,9 +10,10 @@ import pytest
 
 from penstock.schedule import SCHEDULES
 from tests.runtime.sharded.steps import STEPS, Habits, Trained, freezes_alone, moments_bytes, train
+from tests.support.close import check_close
 from tests.support.layouts import Layout, engines, layout_case
 from tests.support.pairwise import pairwise
-from tests.support.parity import Case, check_close
+from tests.support.parity import Case
 from tests.support.ranks import Pools
 
 LAYOUTS: tuple[Layout, ...] = ((2, 1, 1, 1), (2, 2, 1, 2), (4, 1, 2, 1), (4, 2, 2, 1))

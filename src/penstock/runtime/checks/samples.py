@@ -51,6 +51,24 @@ def check_samples(total: Tensor, layout: Layout) -> None:
         )
 
 
+def check_tensors(
+    tokens_BL: Tensor, labels_BL: Tensor, ids_B: Tensor | None, valid_BL: Tensor | None
+) -> None:
+    """Raise ValueError unless shapes and types of a rank's batch fit together."""
+    if tokens_BL.dim() != 2 or labels_BL.shape != tokens_BL.shape:
+        shapes = f"{list(tokens_BL.shape)} and {list(labels_BL.shape)}"
+        raise ValueError(f"tokens and labels must both be [samples, tokens per sample], not {shapes}")
+    if valid_BL is not None and (valid_BL.shape != tokens_BL.shape or valid_BL.dtype != torch.bool):
+        given = f"{valid_BL.dtype} {list(valid_BL.shape)}"
+        raise ValueError(
+            f"valid_BL must be bool and as large as tokens_BL, {list(tokens_BL.shape)}, not {given}: "
+            "True for a token, False for padding"
+        )
+    if ids_B is not None and (ids_B.shape != tokens_BL.shape[:1] or ids_B.dtype != torch.int64):
+        given = f"{ids_B.dtype} {list(ids_B.shape)}"
+        raise ValueError(f"sample_ids_B must be int64 [{len(tokens_BL)}], one for each sample, not {given}")
+
+
 def check_sizes(tokens_BL: Tensor, layout: Layout, control: Control) -> None:
     """Raise ValueError, the same on all ranks, if ranks that share attention have batches of other sizes.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.mesh import Axes, Group, Mesh
 from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
-from penstock.runtime.stack import Machinery
+from penstock.runtime.machinery import Machinery
 from penstock.runtime.transport import Transports, Unconnected
 
 

@@ -1,0 +1,37 @@
+"""What a step runs on."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.runtime.lanes import Lanes
+from penstock.runtime.transport import Transports
+from penstock.topology import Control, Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machinery:
+    """What a stack runs on. control: all ranks, for checks outside the step."""
+
+    lanes: Lanes
+    transports: Transports
+    layout: Layout
+    control: Control
+    device: torch.device
+    autocast_dtype: torch.dtype | None = None
+
+    def close(self) -> None:
+        """End its threads and connections, which nothing may use any more."""
+        self.lanes.close()
+        self.transports.close()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What a task computes in: this precision, whatever the caller has switched on."""
+        device, dtype = self.device.type, self.autocast_dtype
+        if dtype is None and not torch.is_autocast_enabled(device):
+            return nullcontext()  # to enter and leave the real one takes 4 us, a third of a small segment
+        return torch.autocast(device, dtype=dtype, enabled=dtype is not None)

@@ -1,0 +1,23 @@
+"""Whether tensors are the same, nearly or to the bit."""
+
+from __future__ import annotations
+
+import hashlib
+
+from torch import Tensor
+
+from tests.support.reference_moe import Weights
+
+
+def check_close(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> None:
+    """Relative norm of the difference; a tensor that should be zero must be zero to rounding."""
+    difference, size = float((ours - theirs).double().norm()), float(theirs.double().norm())
+    assert difference <= tolerance * max(size, 1e-7), f"{what}: {difference:.3g} against {size:.3g}"
+
+
+def digest(weights: Weights) -> str:
+    """A hash of the bits of all tensors."""
+    total = hashlib.sha256()
+    for name in sorted(weights):
+        total.update(name.encode() + weights[name].contiguous().numpy().tobytes())
+    return total.hexdigest()
