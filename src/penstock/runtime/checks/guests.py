@@ -13,7 +13,7 @@ from penstock.step.shape import FORM_TOKENS
 from penstock.topology import Control, Layout
 
 if TYPE_CHECKING:
-    from penstock.runtime.stack import Machinery
+    from penstock.runtime.machinery import Machinery
 
 Layers = Sequence[MoELayer | None]
 
