@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import _world
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -19,7 +21,7 @@ from tests.runtime.test_moe_parity import JOINED, case
 from tests.runtime.test_sample_moves import PLACERS
 from tests.runtime.test_sample_moves import case as moving_case
 from tests.steps import PLAIN
-from tests.support.hosted import Hosts, check_hosted, hosted_stack
+from tests.support.hosted import Hosts, check_hosted, host_randomly, hosted_stack
 from tests.support.layouts import Layout, layout_case
 from tests.support.parity import Case, batch_of
 from tests.support.placers import RandomHomes
@@ -79,6 +81,27 @@ def test_every_slice_is_computed_by_halves(ranks: Pools) -> None:
     assert sum(as_planned) == sum(exactly)
     assert as_planned[0] == 3 * as_planned[1]
     assert abs(exactly[0] - exactly[1]) <= slices
+
+
+def what_stays(rank: int, case: Case) -> list[bool]:
+    """After each of three steps with guests of their own: whether groups of ranks, program and parameters are
+    those of before."""
+    stack, hosts = hosted_stack(rank, case, Hosts(slots=2)), Hosts(slots=2)
+    tokens, labels = batch_of(case)
+    mine, found = case.mine(rank), []
+    optimizer = torch.optim.AdamW(stack.parameters(), 1e-3)
+    for step in range(4):
+        host_randomly(stack, hosts, step)
+        stack(tokens[mine], labels[mine]).backward()
+        optimizer.step()
+        held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        same = held == [*map(id, stack.parameters())]
+        found.append((len(_world.pg_map), id(stack.program(training=True)), len(optimizer.state), same))
+    return [each == found[0] and each[3] for each in found]
+
+
+def test_other_guests_need_no_new_groups_orders_or_optimiser_state(ranks: Pools) -> None:
+    assert all(map(all, ranks(2).run(what_stays, hosting_case(2, ROUTINGS[0], "penstock"))))
 
 
 def test_one_copy_per_node(ranks: Pools) -> None:
