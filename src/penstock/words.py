@@ -15,6 +15,7 @@ NARROWEST, UNKNOWN, WIDEST = 60, 100, 130
 LANE_WORDS = {"compute": "computation", "inter": "network", "intra": "network inside nodes", "host": "host"}
 """The network is that between nodes, or between ranks where there is one node."""
 
+HELD = "\N{NO-BREAK SPACE}%"
 LAST_COLUMN = re.compile(r"(?:.*\S)? {2,}(?=\S)")
 
 
@@ -76,7 +77,7 @@ def terminal_width(stream: TextIO | None = None) -> int:
 def folded(text: str, width: int) -> str:
     """`text` with each line that is longer than `width` wrapped, and continued under its last column.
 
-    Columns are separated by two spaces or more. A word, such as a path, is never broken.
+    Columns are separated by two spaces or more. A word, such as a path, is never broken, nor `26 %`.
     """
     return "\n".join(_folded_line(line, width) for line in text.split("\n"))
 
@@ -85,9 +86,13 @@ def _folded_line(line: str, width: int) -> str:
     columns = LAST_COLUMN.match(line)
     indent = columns.end() if columns is not None and columns.end() <= width // 2 else 4
     filled = textwrap.fill(
-        line, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
+        line.replace(" %", HELD),
+        width,
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+        break_long_words=False,
     )
-    return filled if len(line) > width else line
+    return filled.replace(HELD, " %") if len(line) > width else line
 
 
 def stacked(rows: Sequence[Sequence[str]], width: int, *, keep: int = 1) -> Iterator[list[list[str]]]:

@@ -85,6 +85,7 @@ def test_a_table_in_parts_has_every_column_once() -> None:
 def test_columns_and_paths_stay_whole() -> None:
     path = "/a-very-long-path" * 8
     assert folded(f"label  text and {path}", 40) == f"label  text and\n       {path}"
+    assert folded("computation 86 %, network 9 %", 28) == "computation 86 %, network\n    9 %"
     assert (
         folded("short  line\n\n" + "word " * 4 + "end", 15) == "short  line\n\nword word word\n    word end"
     )

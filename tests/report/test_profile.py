@@ -50,7 +50,7 @@ def test_groups_that_were_measured_once_share_a_row() -> None:
     slower = replace(world, group="rail", alpha_s=1.0)
     text = profile_text(replace(MEASURED, links=(*MEASURED.links, world, slower)))
     rows = [line for line in text.splitlines() if "| all_to_all" in line]
-    assert len(rows) == 2 and "ep, world" in rows[0] and "rail" in rows[1]
+    assert len(rows) == 2 and "ep world" in rows[0] and "rail" in rows[1]
     assert "100" in rows[0] and "50.0" in rows[0] and "0.990" in rows[0] and "2.0 %" in rows[0]
 
 

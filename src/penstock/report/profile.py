@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from penstock.cost import ClusterFile
@@ -97,7 +97,7 @@ def _rest(file: ClusterFile) -> list[str]:
         why = f"R2 is below {LEAST_R2:g}, so time hardly grew with size"
         lines.append(f"{UNKNOWN}: {why}; measure with a larger --budget, while nothing else runs")
     if file.links:
-        lines += _transfer_lines(file)
+        lines.append(_transfer_line(file))
     if file.tasks:
         lines.append(f"task durations vary by {_percent(file.jitter)} (standard deviation)")
     if file.steps is not None:
@@ -116,26 +116,23 @@ def _rest(file: ClusterFile) -> list[str]:
     return lines
 
 
-def _transfer_lines(file: ClusterFile) -> list[str]:
-    """What steps and computation do to transfers, by collective."""
+def _transfer_line(file: ClusterFile) -> str:
+    """What computation and real steps do to transfers; the file has it by collective."""
     usual = file.transfers_beside_compute
-    found = {
-        (link.collective, link.lane): (link.in_steps, usual if link.beside is None else link.beside)
-        for link in file.links
-    }
-    if len(set(found.values())) == 1:
-        ((in_steps, beside),) = set(found.values())
-        return [_transfer_line("transfers", in_steps, beside)]
-    return [_transfer_line(f"{name} ({lane})", *both) for (name, lane), both in found.items()]
+    beside = _span(usual if link.beside is None else link.beside for link in file.links)
+    in_steps = _span(link.in_steps for link in file.links)
+    text = f"transfers take {beside} times as long during computation as alone"
+    return text if in_steps == "1.00" else f"{text}; in steps {in_steps} times as long as above"
 
 
-def _transfer_line(what: str, in_steps: float, beside: float) -> str:
-    text = f"{what} take {beside:.2f} times as long during computation as alone"
-    return text if in_steps == 1 else f"{text}; in steps {in_steps:.2f} times as long as above"
+def _span(factors: Iterable[float]) -> str:
+    """`1.10`, or `1.00 to 1.20` of several."""
+    least, *_, most = [f"{factor:.2f}" for factor in sorted(factors)] * 2
+    return least if least == most else f"{least} to {most}"
 
 
 def _link_row(file: ClusterFile, links: Sequence[LinkModel]) -> tuple[str, ...]:
-    link, groups = links[0], ", ".join(link.group for link in links)
+    link, groups = links[0], " ".join(link.group for link in links)
     bandwidth = link_bandwidth(file, link)
     shown = "-" if bandwidth is None else f"{bandwidth / MEGA:.1f}" if _is_line(link.fit) else UNKNOWN
     start = _micro(link.alpha_s)

@@ -53,7 +53,7 @@ def read_run(folder: Path) -> FinishedRun:
         course=course_of(steps),
         settings=_text(folder / CONFIG),
         summary=summary,
-        failures=_failures(folder),
+        failures=_failures(folder) if summary is None else (),
         step=found(STEP_FILE, StepFile.read),
         plan=found(PLAN_FILE, PlanFile.read),
         cluster=found(CLUSTER_FILE, ClusterFile.read),
@@ -98,7 +98,7 @@ def _steps(folder: Path) -> list[StepMetrics]:
 
 
 def _failures(folder: Path) -> tuple[str, ...]:
-    """First lines of what ranks of the last start have left; a start that goes on writes new metrics."""
+    """First lines of what ranks of the last start have left; one that goes on behind them writes metrics."""
     since_s = (folder / METRICS_FILE).stat().st_mtime
     left = [path for path in sorted(folder.glob(FAILURES)) if path.stat().st_mtime >= since_s]
     return tuple(f"{path.name}: {_text(path).partition(chr(10))[0]}" for path in left)

@@ -179,9 +179,10 @@ class Fits:
     def __init__(self, side: str, seen: Mapping[Kind, Sequence[Sighting]]) -> None:
         everything = [each for kind in seen.values() for each in kind]
         self.doubts: list[str] = []
+        between = "." if side == COMPUTE else " "  # as tables name a task, and a collective on its lane
         self.usual = self._trusted(f"all {side}", fit_company(everything)) or Company()
         self._found = {
-            kind: self._trusted(" ".join(kind), fit_company(sightings, self.usual.beside)) or self.usual
+            kind: self._trusted(between.join(kind), fit_company(sightings, self.usual.beside)) or self.usual
             for kind, sightings in seen.items()
         }
 
