@@ -11,7 +11,7 @@ STOPPED = "measuring was stopped early, so all of these figures are rough"
 
 def scattered(what: str, why: str) -> str:
     """The doubt about a kind of work that real steps say nothing of, and is taken as it was by itself."""
-    return f"{what} is predicted as measured by itself, since {why}"
+    return f"{what}: predicted as measured by itself, since {why}"
 
 
 def summary(doubts: Sequence[str], *, intervals: bool) -> tuple[str, ...]:

@@ -13,9 +13,9 @@ from penstock.words import folded, stacked
 
 MEGA, GIGA, MICRO = 1e6, 1e9, 1e-6
 FIT_HEAD = ("R2", "residual", "points")
-LINK_HEAD = ("collective", "group", "lane", "ranks", "start-up us", "MB/s", *FIT_HEAD)
+LINK_HEAD = ("collective", "group", "lane", "ranks", "start us", "MB/s", *FIT_HEAD)
 TASK_HEAD = ("task", "fixed us", "factor", "contention", *FIT_HEAD)
-KERNEL_HEAD = ("kernel", "start-up us", "rate", *FIT_HEAD)
+KERNEL_HEAD = ("kernel", "start us", "rate", *FIT_HEAD)
 LEAST_R2 = 0.5
 """A line that explains less than half of the scatter says nothing of how time grows with size."""
 
