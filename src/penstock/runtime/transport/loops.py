@@ -37,7 +37,8 @@ class Loops:
     def wait_their_turn(self) -> None:
         """Let these threads push nobody off a core when they wake; a free core they take at once."""
         for thread in self.threads:
-            with suppress(ProcessLookupError):  # a group that is closed takes its thread along
+            # A group that is closed takes its thread along; a sandbox may forbid this, and costs that time.
+            with suppress(OSError):
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
