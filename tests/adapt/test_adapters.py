@@ -75,7 +75,7 @@ def beside_peft(
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        model.save_pretrained(folder, is_main_process=rank == 0)
+        model.save_pretrained(folder)
         found["logits"] = evaluated(model, wanted, batch, rank)
         with model.disable_adapter(), wanted.disable_adapter():
             found["off"] = evaluated(model, wanted, batch, rank)

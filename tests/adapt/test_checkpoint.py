@@ -64,11 +64,11 @@ def test_a_run_goes_on_from_its_checkpoint(ranks: Pools, tmp_path: Path, family:
     killed.mkdir()
     (killed / "tokenizer.json").touch()
     (folder / "notes").touch()
-    (folder / "model-00001-of-00002.safetensors").touch()
+    (folder / "model-00001-of-00009.safetensors").touch()
     began = ranks(2).run(begin, 2, family, str(folder))
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert (folder / "tokenizer.json").exists() and (folder / "notes").exists()
-    assert not (folder / "model-00001-of-00002.safetensors").exists()
+    assert not (folder / "model-00001-of-00009.safetensors").exists()
     for world in (2, 1):
         for found in ranks(2).run(go_on, 2, str(folder)) if world == 2 else [go_on(0, 1, str(folder))]:
             assert found == pytest.approx(began[0][SAVED_AT:], rel=1e-5)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
+from transformers import OlmoeForCausalLM
 
 import penstock
 from penstock.adapt import FAMILIES
-from tests.support.adapted import small
+from tests.support.adapted import Batch, small
 
 
 def test_what_is_not_a_number_agrees_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,3 +22,44 @@ def test_what_is_not_a_number_agrees_with_nothing(monkeypatch: pytest.MonkeyPatc
         model.lm_head.weight[3, 3] = torch.nan
     with pytest.raises(ValueError, match="computes something else than whole"):
         penstock.parallelize(model)
+
+
+class Weighed(OlmoeForCausalLM):
+    """Weighs its router loss by a number of another name, some times."""
+
+    times = 1.0
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.my_aux_loss_coef = 0.5
+        del self.router_aux_loss_coef
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        self.router_aux_loss_coef = self.my_aux_loss_coef * self.times
+        try:
+            return super().forward(*arguments, **named)
+        finally:
+            del self.router_aux_loss_coef
+
+
+class WeighedTwice(Weighed):
+    """By none of its numbers."""
+
+    times = 2.0
+
+
+def test_what_weighs_a_router_loss_is_found_by_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {name: each for name, each in FAMILIES.items() if name != "olmoe"}
+    monkeypatch.setattr("penstock.adapt.families.FAMILIES", few)
+    given = {**Batch().inputs(), "output_router_logits": True}
+    config = small("olmoe").config
+    wanted = Weighed(config).train()
+    model = copy.deepcopy(wanted)
+    expected = wanted(**given)
+    found = penstock.parallelize(model)(**given)
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    assert found.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=1e-5)
+    other = penstock.parallelize(WeighedTwice(config).train())
+    assert other(**Batch().inputs()).loss.item() > 0
+    with pytest.raises(ValueError, match="how WeighedTwice weighs its router loss was not understood"):
+        other(**given)

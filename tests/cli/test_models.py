@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import Metaspace as MetaspaceDecoder
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import penstock
 from penstock.adapt.asking import Judgement
 from penstock.adapt.own import PenstockConfig, PenstockForCausalLM, from_checkpoint
 from penstock.cli import main
@@ -148,3 +149,26 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.Capture
         command, *rest = more
         assert words in refused(capsys, str(command), tmp_path / "bytes", *rest)
     assert "several words" in said(capsys, "generate", tmp_path / "bytes", "--prompt", "several words")
+
+
+def test_a_checkpoint_of_a_scheduled_model_becomes_a_folder_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the optimiser's state; what lacks a tensor is refused, and so are adapters alone."""
+    saved, exported = tmp_path / "saved", tmp_path / "exported"
+    model = penstock.parallelize(small("mixtral"))
+    penstock.save_checkpoint(model, torch.optim.AdamW(model.parameters()), saved)
+    (saved / "tokenizer.json").write_text("{}")
+    said(capsys, "convert", saved, exported)
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in exported.iterdir()} == names
+    read = AutoModelForCausalLM.from_pretrained(exported).state_dict()
+    assert all(torch.equal(tensor, read[name]) for name, tensor in model.state_dict().items())
+    tensors = load_file(saved / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, saved / "model.safetensors", {"format": "pt"})
+    assert "missing: lm_head.weight" in refused(capsys, "convert", saved, tmp_path / "other")
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
+    assert "holds adapters of peft" in refused(capsys, "convert", tmp_path / "adapters", tmp_path / "other")
+    assert not (tmp_path / "other").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from penstock.adapt.ep_plan import EpPlan, brought_by, check_ep_plan, check_spre
 from penstock.adapt.experts import ModelExperts, Shares
 from penstock.adapt.families import family_of
 from penstock.adapt.family import Family
-from penstock.adapt.guess import check, guess
+from penstock.adapt.guess import check, coefficient_of, guess
 from penstock.adapt.look import Found, look
 from penstock.adapt.planning import planner_of
-from penstock.adapt.scheduled import is_wrapped_by_peft, schedule
+from penstock.adapt.scheduled import is_wrapped_by_peft, saved_together, schedule
 from penstock.adapt.spread import JoinAdapters, Spread, TakeAdapters
 from penstock.config import ConfigError
 from penstock.decision import Decision
@@ -79,7 +80,7 @@ def parallelize(
             ranks_per_node=ranks_per_node,
             timeout_s=timeout_s,
         )
-        return model
+        return saved_together(model)
     if "_penstock" in model.__dict__:
         raise ValueError("the model is scheduled already: parallelize it once")
     found = _found(model, ep_plan)
@@ -121,10 +122,12 @@ def _found(model: Any, ep_plan: EpPlan | None) -> Found:
     cuts, calls = _cuts(found), Calls()
     layers = _layers(found, cuts, calls)
     try:
-        check(model, Decoder(model, found.family, layers, calls, type(model).forward))
+        decoder = Decoder(model, found.family, layers, calls, type(model).forward)
+        check(model, decoder)
+        family = replace(found.family, coefficient=coefficient_of(model, decoder))
     finally:
         _undo(cuts)
-    return found
+    return replace(found, family=family)
 
 
 @contextmanager

@@ -20,9 +20,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from penstock.adapt.adapters import ALONG_ROWS, ExpertAxis
+from penstock.adapt.described import CONFIG
 from penstock.adapt.engine import Engine
 from penstock.adapt.export import expert_axes
-from penstock.adapt.scheduled import engine_of
+from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, saved_together
 from penstock.adapt.weights import StoredTensor, some_of
 from penstock.mesh import Group as Ranks
 from penstock.train.checkpoint import together
@@ -60,7 +61,7 @@ def save_checkpoint(model: Any, optimizer: torch.optim.Optimizer, folder: str | 
     states.check()
     work = path.with_name(f"{UNFINISHED}{path.name}")
     together(control, f"saving {path}", lambda: shutil.rmtree(work, ignore_errors=True), rank=0)
-    model.save_pretrained(work, is_main_process=control.rank == 0)  # all ranks have the same adapters
+    (saved_together(model) if is_wrapped_by_peft(model) else model).save_pretrained(work)
     states.save(work)
     together(control, f"saving {path}", lambda: _finish(work, path), rank=0)
 
@@ -88,6 +89,30 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
     saved: list[Group] = json.loads((path / GROUPS).read_text())
     _check_names(path, states.groups, saved)
     states.take(path / STATE, saved)
+
+
+def is_trained(folder: Path) -> bool:
+    """Whether `save_checkpoint` has written it, beside the state of an optimiser."""
+    return (folder / GROUPS).is_file()
+
+
+def export(folder: Path, target: Path) -> None:
+    """Copy a checkpoint without the optimiser's state; `target` appears when it is complete."""
+    work = target.with_name(f"{UNFINISHED}{target.name}")
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.copytree(folder, work, ignore=shutil.ignore_patterns(STATE, GROUPS, ".*"))
+    if target.is_dir():
+        target.rmdir()  # it is empty
+    work.rename(target)
+
+
+def refuse_adapters(folder: Path) -> None:
+    """Raise ValueError for a folder with adapters and no model."""
+    if (folder / ADAPTERS).is_file() and not (folder / CONFIG).is_file():
+        raise ValueError(
+            f"{folder} holds adapters of peft, and not the model that they belong to: read them into it with "
+            "PeftModel.from_pretrained(model, folder), and save what merge_and_unload() returns"
+        )
 
 
 @dataclass(frozen=True)

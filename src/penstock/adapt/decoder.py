@@ -266,7 +266,8 @@ class Decoder:
     @property
     def coefficient(self) -> float:
         """What weighs the balance loss: as in transformers, the model says so itself."""
-        return float(self.model.router_aux_loss_coef)
+        assert self.family.coefficient is not None, "a step without one has no balance loss"
+        return float(getattr(self.model, self.family.coefficient))
 
     @property
     def hidden_size(self) -> int:

@@ -38,6 +38,7 @@ class Family:
     its router and its experts in a block.
     shared_module, shared: the module of shared experts in a block, and what it adds; None: there are none, or
     they run with attention. finish: what a layer does with the output of its block.
+    coefficient: what the model calls the weight of its router loss; None: how it weighs one is not known.
     form: how experts are called and multiply. only: settings of the configuration, the only values with which
     the model can be scheduled, and why.
     """
@@ -52,6 +53,7 @@ class Family:
     shared_module: str | None = None
     shared: Shared | None = None
     finish: Finish = add
+    coefficient: str | None = "router_aux_loss_coef"
     form: ExpertForm = STACKED
     only: tuple[tuple[str, object, str], ...] = ()
 

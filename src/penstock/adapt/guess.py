@@ -25,6 +25,9 @@ INSIDE = ".base_layer"
 
 PATH = re.compile(r"(?:(?P<base>.+)\.)?(?P<layers>\w+)\.\d+\.(?P<block>\w[\w.]*)\.(?P<experts>\w+)")
 ROUTER = re.compile("Router|Gat(e|ing)$")
+COEFFICIENT = re.compile("aux.*coef")
+"""In the name of what weighs a router loss."""
+
 LIMIT = 1e-4
 """Relative difference up to which two ways of computing the same in float32 agree."""
 
@@ -89,9 +92,7 @@ def check(model: Any, decoder: Decoder) -> None:
 
 
 def _compare(model: Any, decoder: Decoder) -> None:
-    generator = torch.Generator().manual_seed(0)
-    size = model.get_input_embeddings().weight.shape[0]
-    tokens_BL = torch.randint(size, (SAMPLES, LENGTH), generator=generator).to(model.device)
+    tokens_BL = _tokens(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     with _same_numbers():
         whole = _outcome(decoder.plain(model, input_ids=tokens_BL, use_cache=False).logits, trained)
@@ -107,6 +108,50 @@ def _compare(model: Any, decoder: Decoder) -> None:
             )
 
 
+def coefficient_of(model: Any, decoder: Decoder) -> str | None:
+    """What the model calls the weight of its router loss; None if a step would compute another loss.
+
+    Compares with what the whole model makes of some random tokens.
+    """
+    usual: str | None = decoder.family.coefficient
+    names: list[str] = [name for name in vars(model) if COEFFICIENT.search(name)]
+    tokens_BL = _tokens(model)
+    given = {"input_ids": tokens_BL, "labels": tokens_BL, "use_cache": False}
+    with torch.no_grad(), _same_numbers():
+        try:
+            out = decoder.plain(model, **given, output_router_logits=True)
+        except TypeError:  # it knows no such argument
+            return usual
+    if getattr(out, "aux_loss", None) is None:
+        return usual
+    with torch.no_grad(), _same_numbers():
+        added = out.loss - decoder.plain(model, **given, output_router_logits=False).loss
+    logits_TE = _logits(decoder, tokens_BL)
+    top_k = next(part.cut.top_k for part in decoder.parts if isinstance(part, CutLayer))
+    chosen_TE = torch.zeros_like(logits_TE).scatter(1, logits_TE.topk(top_k, dim=1).indices, 1)
+    aux = logits_TE.shape[1] * (chosen_TE.mean(0) * logits_TE.softmax(dim=1).mean(0)).sum()
+    for name in names:
+        expected = getattr(model, name) * aux
+        if (aux - out.aux_loss).abs() <= LIMIT * aux and (added - expected).abs() <= LIMIT * out.loss:
+            return name
+    return None
+
+
+def _logits(decoder: Decoder, tokens_BL: Tensor) -> Tensor:
+    """Of the routers of all layers, one below the other."""
+    found: list[Tensor] = []
+    with torch.no_grad(), _same_numbers():
+        _in_pieces(decoder, tokens_BL, found)
+    return torch.cat(found).float()
+
+
+def _tokens(model: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    size = model.get_input_embeddings().weight.shape[0]
+    tokens_BL: Tensor = torch.randint(size, (SAMPLES, LENGTH), generator=generator).to(model.device)
+    return tokens_BL
+
+
 @contextmanager
 def _same_numbers() -> Iterator[None]:
     """Inside, random numbers are the same ones every time; afterwards they go on as before."""
@@ -115,12 +160,15 @@ def _same_numbers() -> Iterator[None]:
         yield
 
 
-def _in_pieces(decoder: Decoder, tokens_BL: Tensor) -> Tensor:
+def _in_pieces(decoder: Decoder, tokens_BL: Tensor, logits: list[Tensor] | None = None) -> Tensor:
+    """The model's logits; those of routers are added to `logits`."""
     keys = SampleKeys(0, torch.arange(len(tokens_BL)))
     decoder.begin(Inputs(), keep_logits=False)
     h_BLM = decoder.embed(tokens_BL, keys)
     for part in decoder.parts:
         residual_BLM, x_TM = part.attend(h_BLM, keys)
+        if logits is not None and isinstance(part, CutLayer):
+            logits.append(part.cut.caught.logits_TE)
         out_TM = part.here() if isinstance(part, CutLayer) else x_TM
         h_BLM = part.add(residual_BLM, out_TM, keys)
     return decoder.logits(h_BLM)

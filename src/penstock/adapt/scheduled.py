@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 
 from penstock.adapt.engine import Engine, StepInputs
 from penstock.adapt.export import check_names, whole_state
+from penstock.adapt.folder import OPTIONS, save_folder
 from penstock.runtime.checks.misuse import refuse_data_parallel
 from penstock.topology import Control
+from penstock.train.checkpoint import together
 
 KNOWN = (
     "input_ids",
@@ -105,7 +108,7 @@ def _step(model: Any, named: dict[str, Any]) -> Any:
         raise ValueError(f"a training step of a scheduled model: {what}. It takes {', '.join(KNOWN)}")
     _check_kinds(named)
     engine = engine_of(model)
-    given = _inputs_of(model, named)
+    given = _inputs_of(model, named, engine.decoder.family.coefficient)
     loss, aux = engine.step(given, training=True)
     precise = torch.promote_types(engine.decoder.dtype, torch.float32)
     out = MoeCausalLMOutputWithPast(
@@ -139,10 +142,16 @@ def _kept(logits_BLV: Tensor | None, named: dict[str, Any]) -> Tensor | None:
     return logits_BLV[:, -asked:] if isinstance(asked, int) else logits_BLV[:, asked]
 
 
-def _inputs_of(model: Any, named: dict[str, Any]) -> StepInputs:
+def _inputs_of(model: Any, named: dict[str, Any], coefficient: str | None) -> StepInputs:
     balances = named.get("output_router_logits")
     if balances is None:
         balances = getattr(model.config, "output_router_logits", False)
+    if balances and coefficient is None:
+        raise ValueError(
+            f"output_router_logits = True: how {type(model).__name__} weighs its router loss was not "
+            "understood, since its family is not known: leave it off, or describe the family, see "
+            "docs/extending.md"
+        )
     items = named.get("num_items_in_batch")
     return StepInputs(
         tokens_BL=named["input_ids"],
@@ -151,7 +160,7 @@ def _inputs_of(model: Any, named: dict[str, Any]) -> StepInputs:
         mask_BL=named.get("attention_mask"),
         positions_BL=named.get("position_ids"),
         valid=None if items is None else float(items),
-        balances=bool(balances) and hasattr(model, "router_aux_loss_coef"),  # else it has no such loss
+        balances=bool(balances) and hasattr(model, coefficient or ""),  # else it has no such loss
         keep_logits=named.get("logits_to_keep") is not None,
     )
 
@@ -184,6 +193,11 @@ def _save_pretrained(plain: Any) -> Callable[..., Any]:
         given, control = named.pop("state_dict", None), engine.stack.machinery.control
         _check_names(self, plain, given, control)
         engine.warn_if_different()
+        adapters = getattr(self, "_hf_peft_config_loaded", False)
+        unusual = given is not None or adapters or not named.keys() <= OPTIONS
+        if not control.any(unusual, "comparing how a model is to be saved"):
+            save_folder(self, plain, engine, Path(save_directory), **named)
+            return
         state = whole_state(self, engine, given)
         failed = None
         if control.rank == 0:
@@ -196,6 +210,33 @@ def _save_pretrained(plain: Any) -> Callable[..., Any]:
             raise failed
         if others:
             raise RuntimeError(f"rank 0 could not save the model in {save_directory}: see its error")
+
+    return save_pretrained
+
+
+def saved_together(adapted: Any) -> Any:
+    """Let all ranks save a model of peft around a scheduled one together, rank 0 its files; returns it."""
+    plain = type(adapted)
+    named = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+    if getattr(plain.save_pretrained, "__wrapped__", None) is None:
+        own = {**named, "save_pretrained": _save_adapters(plain)}
+        adapted.__class__ = type(plain.__name__, (plain,), own)
+    return adapted
+
+
+def _save_adapters(plain: Any) -> Callable[..., Any]:
+    @wraps(plain.save_pretrained)
+    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **named: Any) -> None:
+        engine = engine_of(self)
+        engine.warn_if_different()
+        if named.get("state_dict") is None:
+            named["state_dict"] = self.state_dict()  # all ranks bring the adapters of their experts
+        named["is_main_process"] = True
+
+        def save() -> None:
+            plain.save_pretrained(self, save_directory, **named)
+
+        together(engine.stack.machinery.control, f"saving {save_directory}", save, rank=0)
 
     return save_pretrained
 

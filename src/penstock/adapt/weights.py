@@ -24,6 +24,9 @@ INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 """In the name of a tensor that belongs to one expert."""
 
+LAYER = re.compile(r".*?\.\d+\.")
+"""How the names begin of all tensors of a layer."""
+
 
 @dataclass(frozen=True)
 class StoredTensor:

@@ -118,6 +118,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     from penstock.adapt.asking import find_checkpoint, read_whole
+    from penstock.adapt.checkpoint import export, is_trained, refuse_adapters
     from penstock.adapt.own import PenstockForCausalLM, from_checkpoint, to_checkpoint
 
     source, target = options.source, options.target
@@ -128,7 +129,12 @@ def _convert(options: argparse.Namespace) -> int:
         from_checkpoint(checkpoint).save_pretrained(target)
         print(f"{checkpoint} as a model of transformers: {target}")
         return 0
+    refuse_adapters(source)
     model = read_whole(source)
+    if is_trained(source):
+        export(source, target)
+        print(f"{source} as a model of transformers: {target}")
+        return 0
     if not isinstance(model, PenstockForCausalLM):
         raise ValueError(
             f"{source} is a {type(model).__name__}, which penstock train does not know: fine-tune it with "

@@ -1,0 +1,218 @@
+"""A model of transformers written by all ranks together: each writes shards of what it holds.
+
+Nothing is gathered but weights that a file has of all experts at once, one after the other, at the rank that
+writes them. A rank needs memory for its share of one layer, or one such weight, beside the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.adapt.adapters import ALONG_ROWS
+from penstock.adapt.engine import Engine
+from penstock.adapt.export import expert_names
+from penstock.adapt.weights import EXPERT, INDEX, LAYER, ONE
+from penstock.mesh import Group
+from penstock.train.checkpoint import together
+from penstock.train.storage.shards import CODES, Outgoing, write_shard
+from penstock.train.storage.stored import Entry, writing_order
+
+Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+"""Tensors as a model has them -> as its files have them, with other names."""
+
+Shard = list["_Piece"]
+
+
+@dataclass(eq=False, frozen=True)
+class _Part:
+    """What a rank has of one layer: of its experts, or of all else. first: the number of its first expert."""
+
+    tensors: Mapping[str, Tensor]
+    convert: Convert
+    first: int = 0
+
+    def made(self, *, described: bool = False) -> dict[str, Tensor]:
+        """What files have of it; described: without numbers."""
+        tensors = {name: each.to("meta") if described else each for name, each in self.tensors.items()}
+        return {self._renumbered(name): each for name, each in self.convert(tensors).items()}
+
+    def _renumbered(self, name: str) -> str:
+        return EXPERT.sub(lambda found: f".experts.{int(found[1]) + self.first}.", name)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A tensor of a file. entry: all of it, also where `part` has this rank's rows alone."""
+
+    name: str
+    entry: Entry
+    part: _Part
+
+    @property
+    def size_bytes(self) -> int:
+        return torch.Size(self.entry.shape).numel() * self.entry.dtype.itemsize
+
+
+@dataclass
+class _Made:
+    """The last part that was made: it has what is written next, too."""
+
+    part: _Part | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def take(self, piece: _Piece) -> Tensor:
+        if self.part is not piece.part:
+            self.tensors = {}  # before the next
+            self.part, self.tensors = piece.part, piece.part.made()
+        return self.tensors[piece.name]
+
+
+class Writing:
+    """One save. state: this rank's tensors by the model's names. most_bytes: of a shard.
+
+    All ranks make it together, and call `write` if it `fits`.
+    """
+
+    def __init__(
+        self, model: Any, engine: Engine, state: Mapping[str, Tensor], convert: Convert, most_bytes: int
+    ) -> None:
+        self._layout, self._control = engine.layout, engine.stack.machinery.control
+        self._members = self._layout.mesh.members(0, Group.EXPERT)
+        self._made = _Made()
+        spread = expert_names(model, engine).keys() if self._layout.ep_size > 1 else set[str]()
+        own, joined = self._pieces(state, spread, convert)
+        self._own, self._joined = (_shards(pieces, most_bytes) for pieces in (own, joined))
+        described = [[(each.name, each.entry, each.size_bytes) for each in shard] for shard in self._own]
+        everyone = self._control.gather(described, "telling what each rank writes")
+        last = [[(each.name, each.entry, each.size_bytes) for each in shard] for shard in self._joined]
+        self._written = [*chain.from_iterable(everyone), *last]
+        self._before = sum(map(len, everyone[: self._control.rank]))
+        self.fits = self._is_all_of(state, spread, convert)
+
+    def write(self, folder: Path) -> None:
+        """Write all shards and their index. Raises CheckpointError, on all ranks."""
+        purpose, names = f"saving {folder}", self._names()
+        own = names[self._before : self._before + len(self._own)]
+        together(self._control, purpose, lambda: self._write_own(folder, own))
+        for number, shard in enumerate(self._joined):
+            path = folder / names[len(names) - len(self._joined) + number]
+            writer = self._members[number % len(self._members)]
+            joining = partial(self._write_joined, path, sorted(shard, key=_place), writer)
+            together(self._control, purpose, joining)
+        together(self._control, purpose, lambda: self._write_index(folder, names), rank=0)
+
+    def _pieces(
+        self, state: Mapping[str, Tensor], spread: Iterable[str], convert: Convert
+    ) -> tuple[list[_Piece], list[_Piece]]:
+        """What this rank writes by itself, and what ranks join."""
+        layout, own, joined = self._layout, [], []
+        replica = layout.mesh.place(layout.rank, Group.EXPERT_REPLICAS)
+        for number, (of_experts, tensors) in enumerate(_by_layer(state, set(spread))):
+            count = len(next(iter(tensors.values())))
+            part = _Part(tensors, convert, layout.ep_rank * count if of_experts else 0)
+            for name, each in part.made(described=True).items():
+                if not of_experts:
+                    mine = number % layout.world_size == layout.rank
+                    own += [_Piece(name, _entry(each), part)] if mine else []
+                elif EXPERT.search(name):
+                    mine = number % layout.edp_size == replica
+                    own += [_Piece(name, _entry(each), part)] if mine else []
+                else:
+                    joined.append(_Piece(name, _entry(each, layout.ep_size), part))
+        return own, joined
+
+    def _is_all_of(self, state: Mapping[str, Tensor], spread: Iterable[str], convert: Convert) -> bool:
+        """Whether all ranks write what one would that had the whole model."""
+        whole, spread, ranks = {}, set(spread), self._layout.ep_size
+        for name, each in state.items():
+            shape = ALONG_ROWS.whole_shape(tuple(each.shape), ranks) if name in spread else each.shape
+            whole[name] = torch.empty(shape, dtype=each.dtype, device="meta")
+        wanted = {name: _entry(each) for name, each in convert(whole).items()}
+        written = [(name, entry) for shard in self._written for name, entry, _ in shard]
+        known = all(entry.dtype in CODES for _, entry in written)
+        return known and len(written) == len(wanted) and dict(written) == wanted
+
+    def _names(self) -> list[str]:
+        """Of all files, in their order: as transformers names them."""
+        count = len(self._written)
+        if count == 1:
+            return [ONE]
+        return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+    def _write_own(self, folder: Path, names: list[str]) -> None:
+        for name, shard in zip(names, self._own, strict=True):
+            write_shard(folder / name, [_outgoing(each, partial(self._made.take, each)) for each in shard])
+
+    def _write_joined(self, path: Path, shard: Shard, writer: int) -> None:
+        """Where the writer fails, it still takes what the others send."""
+        left = iter(shard)
+        try:
+            if self._control.rank == writer:
+                taken = [_outgoing(each, lambda: self._collect(next(left), writer)) for each in shard]
+                write_shard(path, taken)
+        finally:
+            for each in left if self._control.rank in self._members else ():
+                self._collect(each, writer)
+
+    def _collect(self, piece: _Piece, writer: int) -> Tensor:
+        rows = self._made.take(piece).detach().cpu()
+        parts = self._control.collect(rows, self._members, writer, f"saving {piece.name}")
+        return ALONG_ROWS.join(parts) if parts else rows
+
+    def _write_index(self, folder: Path, names: list[str]) -> None:
+        if len(names) < 2:
+            return
+        pieces = list(chain.from_iterable(self._written))
+        total = {
+            "total_parameters": sum(torch.Size(entry.shape).numel() for _, entry, _ in pieces),
+            "total_size": sum(size_bytes for _, _, size_bytes in pieces),
+        }
+        pairs = zip(names, self._written, strict=True)
+        weight_map = {name: file for file, shard in pairs for name, _, _ in shard}
+        table = {"metadata": total, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
+
+
+def _by_layer(state: Mapping[str, Tensor], spread: set[str]) -> Iterator[tuple[bool, dict[str, Tensor]]]:
+    """Tensors that become those of files together: whether they are of experts, and what they are."""
+    found: dict[tuple[str, bool], dict[str, Tensor]] = {}
+    for name, tensor in state.items():
+        layer = LAYER.match(name)
+        found.setdefault((layer[0] if layer else "", name in spread), {})[name] = tensor
+    for (_, of_experts), tensors in found.items():
+        yield of_experts, tensors
+
+
+def _shards(pieces: Iterable[_Piece], most_bytes: int) -> list[Shard]:
+    """In as many shards as it takes; a tensor that is larger has its own."""
+    shards: list[Shard] = []
+    room = 0
+    for each in pieces:
+        if not shards or each.size_bytes > room:
+            shards.append([])
+            room = most_bytes
+        shards[-1].append(each)
+        room -= each.size_bytes
+    return shards
+
+
+def _entry(tensor: Tensor, ranks: int = 1) -> Entry:
+    shape = tuple(tensor.shape)
+    return Entry(shape=shape if ranks == 1 else ALONG_ROWS.whole_shape(shape, ranks), dtype=tensor.dtype)
+
+
+def _outgoing(piece: _Piece, load: Callable[[], Tensor]) -> Outgoing:
+    return Outgoing(name=piece.name, entry=piece.entry, load=load)
+
+
+def _place(piece: _Piece) -> tuple[int, str]:
+    return writing_order(piece.name, piece.entry.dtype)
