@@ -52,9 +52,9 @@ def save_checkpoint(model: Any, optimizer: torch.optim.Optimizer, folder: str | 
     """Save a scheduled model and its optimiser's state; all ranks call it together.
 
     The folder appears when it is complete, in place of one of that name, of which everything stays that is
-    no model or optimiser (a tokenizer, say). Of a model of peft only the adapters are saved. Rank 0 needs
-    the memory that `save_pretrained` needs. Raises ValueError for an optimiser of other parameters, or of a
-    kind whose state does not belong to single parameters.
+    no model or optimiser (a tokenizer, say). Of a model of peft only the adapters are saved. Raises
+    ValueError for an optimiser of other parameters, or of a kind whose state does not belong to single
+    parameters.
     """
     path, control = Path(folder).resolve(), engine_of(model).stack.machinery.control
     states = _States.of(model, engine_of(model), optimizer)

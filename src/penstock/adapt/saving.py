@@ -113,21 +113,16 @@ class Writing:
     def _pieces(
         self, state: Mapping[str, Tensor], spread: Iterable[str], convert: Convert
     ) -> tuple[list[_Piece], list[_Piece]]:
-        """What this rank writes by itself, and what ranks join."""
+        """What this rank writes by itself, and what ranks join. The first of those that hold it writes it."""
         layout, own, joined = self._layout, [], []
-        replica = layout.mesh.place(layout.rank, Group.EXPERT_REPLICAS)
-        for number, (of_experts, tensors) in enumerate(_by_layer(state, set(spread))):
+        for of_experts, tensors in _by_layer(state, set(spread)):
             count = len(next(iter(tensors.values())))
             part = _Part(tensors, convert, layout.ep_rank * count if of_experts else 0)
             for name, each in part.made(described=True).items():
-                if not of_experts:
-                    mine = number % layout.world_size == layout.rank
-                    own += [_Piece(name, _entry(each), part)] if mine else []
-                elif EXPERT.search(name):
-                    mine = number % layout.edp_size == replica
-                    own += [_Piece(name, _entry(each), part)] if mine else []
-                else:
+                if of_experts and not EXPERT.search(name):
                     joined.append(_Piece(name, _entry(each, layout.ep_size), part))
+                elif layout.rank in (self._members if of_experts else (0,)):
+                    own.append(_Piece(name, _entry(each), part))
         return own, joined
 
     def _is_all_of(self, state: Mapping[str, Tensor], spread: Iterable[str], convert: Convert) -> bool:

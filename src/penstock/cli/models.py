@@ -81,7 +81,8 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="a checkpoint as a folder of transformers, and back",
         description="Writes the model of a checkpoint as configuration and safetensors, which "
         "AutoModelForCausalLM reads after `import penstock.adapt.own`; or such a folder as a checkpoint "
-        "without moments, from which penstock train continues.",
+        "without moments, from which penstock train continues; or a checkpoint of penstock.save_checkpoint "
+        "without the optimizer's state.",
         epilog="Example: penstock convert runs/tiny exported",
     )
     convert.add_argument("source", type=Path, metavar="FROM", help=CHECKPOINT)
