@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -55,3 +57,10 @@ def test_a_setting_under_megatrons_name(tmp_path: Path, capsys: pytest.CaptureFi
     hint, error = capsys.readouterr().err.splitlines()
     assert hint + "\n" == HINT
     assert error.startswith("penstock: parallel.mp_size = 4: must divide model.num_heads (2)")
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from penstock.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    check = code + "sys.exit('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, check=False)
+    assert result.returncode == 0

@@ -28,7 +28,6 @@ from tests.support.ranks import Pools
 from tests.support.runs import (
     check_refusal,
     clean_environ,
-    command,
     losses,
     refused,
     run,
@@ -391,11 +390,3 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
-
-
-def test_help_needs_no_torch() -> None:
-    code = "import sys; from penstock.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
-    check = code + "sys.exit('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", check], capture_output=True, check=False)
-    assert result.returncode == 0
-    assert command("x")[0] == sys.executable
