@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,8 @@ def surgery(rank: int, world: int) -> dict[str, float]:
             assert grads.keys() == expected.keys() and any(
                 "0.mlp.experts.down_proj" in name for name in grads
             )
+            twin = copy.deepcopy(model)
+            assert type(twin) is type(model) and twin(**mine).loss.item() == model(**mine).loss.item()
             found["+".join(names)] = max(distance(each, expected[name]) for name, each in grads.items())
     return found
 

@@ -46,7 +46,7 @@ def schedule(model: nn.Module, engine: Engine) -> Engine:
         "forward": _forward(plain),
         "generate": _generate(plain),
         "save_pretrained": _save_pretrained(plain),
-        "__deepcopy__": _copied,
+        "__reduce_ex__": _reduced,
         "gradient_checkpointing_enable": _recompute,
         "gradient_checkpointing_disable": _keep,
         "_ddp_params_and_buffers_to_ignore": property(_refuse_data_parallel),
@@ -241,14 +241,26 @@ def _save_adapters(plain: Any) -> Callable[..., Any]:
     return save_pretrained
 
 
-def _copied(self: Any, memo: dict[int, Any]) -> Any:
-    """A model of its own, scheduled on the same machinery: first its modules, then what looks at them."""
-    twin = memo[id(self)] = object.__new__(type(self))
-    engine = self.__dict__["_penstock"]
-    modules = {name: value for name, value in self.__dict__.items() if value is not engine}
-    twin.__dict__.update(copy.deepcopy(modules, memo))
-    twin.__dict__["_penstock"] = copy.deepcopy(engine, memo)
-    return twin
+class _State(dict[str, Any]):
+    """What a model has. Its deep copy is a model of its own, scheduled on the same machinery: first its
+    modules are copied, then what looks at them.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model.__dict__)
+        self._model = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        twin = memo[id(self._model)]
+        modules = {name: value for name, value in self.items() if name != "_penstock"}
+        twin.__dict__.update(copy.deepcopy(modules, memo))
+        return {"_penstock": copy.deepcopy(self["_penstock"], memo)}
+
+
+def _reduced(self: Any, protocol: Any) -> Any:
+    """For copies. A `__deepcopy__` would be that of a model of peft around it, too, which passes on names."""
+    del protocol
+    return object.__new__, (type(self),), _State(self)
 
 
 def _refuse_data_parallel(self: Any) -> Any:
