@@ -150,8 +150,8 @@ class Hosting:
     and guest slot the expert, or EMPTY. splits: by rank and expert the positions to which rows go that start
     on the rank, with parts that sum to SPLIT. limit: with one, rows of experts with several hosts are split
     by the loads of the step that runs, so that no rank computes more than `limit` SPLITths of the mean where
-    hosts allow it; `splits` then are for those who must know before the loads do. Raises PlacementError
-    naming rank, slot and expert.
+    hosts allow it; a layer that must know before goes by `splits` all the same, which planners then leave as
+    `local` has them. Raises PlacementError naming rank, slot and expert.
     """
 
     placement: ExpertPlacement
@@ -215,9 +215,21 @@ class Hosting:
         return rank * self.slots + self.placement.slots + slot
 
     @cached_property
+    def own_splits(self) -> tuple[tuple[int, int, tuple[Part, ...]], ...]:
+        """By rank and expert the splits that are not those of guests for their own ranks' rows."""
+        pairs = zip(self.splits, local_splits(self.placement, self.guests), strict=True)
+        return tuple(
+            (rank, expert, parts)
+            for rank, (splits, usual) in enumerate(pairs)
+            if splits != usual  # of all experts at once: most ranks have no others
+            for expert, parts in enumerate(splits)
+            if parts != usual[expert]
+        )
+
+    @cached_property
     def digest(self) -> str:
         """A hash of all of it, for ranks to compare."""
-        return _digest((self.placement.digest, self.guest_slots, self.guests, self.splits, self.limit))
+        return _digest((self.placement.digest, self.guest_slots, self.guests, self.own_splits, self.limit))
 
 
 @dataclass(frozen=True)
@@ -354,15 +366,13 @@ def _check_splits(hosting: Hosting) -> None:
     placement = hosting.placement
     if len(hosting.splits) != placement.ranks:
         raise PlacementError(f"splits of {len(hosting.splits)} ranks, and {placement.ranks} ranks have rows")
-    usual = _splits_without(placement, hosting.guest_slots)
     for rank, splits in enumerate(hosting.splits):
         if len(splits) != placement.num_experts:
             raise PlacementError(
                 f"rank {rank} splits rows of {len(splits)} experts, and there are {placement.num_experts}"
             )
-        for expert, parts in enumerate(splits):
-            if parts is not usual[rank][expert]:
-                _check_split(hosting, rank, expert, parts)
+    for rank, expert, parts in hosting.own_splits:
+        _check_split(hosting, rank, expert, parts)
 
 
 def _check_split(hosting: Hosting, rank: int, expert: int, parts: tuple[Part, ...]) -> None:

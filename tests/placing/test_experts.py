@@ -3,6 +3,7 @@ everywhere."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,8 @@ from penstock.placing import (
     overlap,
     pays,
 )
+from penstock.placing.exact import Tier, matched
+from penstock.placing.integers import Ints
 from tests.placing.problems import costs_of, expert_problems, skewed_loads
 
 NODES = (0,) * 4 + (1,) * 4 + (2,) * 4 + (3,) * 4
@@ -109,6 +112,24 @@ def test_slots_that_are_left_are_filled_as_far_as_that_is_hidden() -> None:
     exposed = replace(problem.costs, forward_slack_s=0.0, backward_slack_s=0.0)
     bare = find_planner("planned")(replace(problem, costs=exposed))
     assert any(EMPTY in held for held in bare.guests)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_flows_that_are_worked_out_in_parts_lead_to_the_same_plan(
+    monkeypatch: pytest.MonkeyPatch, exact: bool
+) -> None:
+    problem = replace(skewed(guest_slots=2), exact=exact)
+    whole = find_planner("planned")(problem)
+    sizes: list[int] = []
+
+    def noting(left_CJS: Ints, room_CJP: Ints, near: Sequence[Tier]) -> Ints:
+        sizes.append(left_CJS.shape[1])
+        return matched(left_CJS, room_CJP, near)
+
+    monkeypatch.setattr("penstock.placing.draft.matched", noting)
+    monkeypatch.setattr("penstock.placing.draft.MOST_FLOWS", 2 * 16**2)
+    assert find_planner("planned")(problem) == whole and not whole.is_empty
+    assert set(sizes) == {1, 2}
 
 
 def test_a_stale_plan_is_noticed() -> None:

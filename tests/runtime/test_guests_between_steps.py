@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.decision import PlacementConfig
-from penstock.placement import ExpertPlacement, Hosting, PlacementError
+from penstock.placement import SPLIT, ExpertPlacement, Hosting, PlacementError
 from penstock.runtime import PipelinedStack
 from penstock.runtime.hosting import Host
 from penstock.runtime.moving import Plans
@@ -356,3 +356,17 @@ def test_a_room_that_comes_back_from_a_step_of_an_earlier_plan_is_not_lent_again
     host.take_back(under_way)
     slots = {room.guests.num_local_experts for room in host.lend(layers).rooms if room is not None}
     assert slots == {2}
+
+
+def test_guests_whose_rows_nobody_splits_any_more_are_not_brought() -> None:
+    """With a plan under which rows go before counts are known, they would do little until the next plan."""
+    stack = stack_of(0, CASE)
+    layers, host = stack.moe_layers, Host(stack.machinery.layout, stack.machinery.device)
+    shape = replace(stack.base_shape, guest_slots=1)
+    host.open(layers, shape)
+    limited = tuple(None if h is None else replace(h, limit=SPLIT) for h in host.hostings)
+    host.use(limited)
+    host.open(layers, shape)
+    assert host.hostings == limited
+    host.open(layers, replace(shape, expert_form="s2"))
+    assert [h.limit for h in host.hostings if h is not None] == [None] * sum(h is not None for h in limited)

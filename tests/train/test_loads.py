@@ -36,7 +36,7 @@ def test_guests_of_all_expert_groups_count(ranks: Pools) -> None:
     assert hostings != found[2][1]
     groups = [HostedRows.of_group(loads, found[first][1], mesh, 1, first) for first in (0, 2)]
     assert all((group.rows_PY.sum(axis=1) > 0).sum() == 2 for group in groups), "each knows its own"
-    together = HostedRows.joined(groups)
+    together = HostedRows.joined([groups[rank // 2].share(mesh, rank) for rank in range(4)])
     assert together.rows_PY.sum() == loads.sum()
     crossing = together.away_Y / loads.sum(axis=(0, 2))
     assert figures == (tuple(max_over_mean(together.rows_PY.T)), tuple(crossing))

@@ -47,8 +47,11 @@ def test_every_expert_group_has_guests_of_its_own() -> None:
     loads[:, 0, 0] = 6
     even, mesh = ExpertPlacement.even(2, 2), Mesh(world_size=4, ep_size=2)
     guests = [Hosting.local(even, [[EMPTY], [0]])], [Hosting.none(even, 1)]
-    groups = [HostedRows.of_group(loads, guests[rank // 2], mesh, 1, rank) for rank in (0, 2)]
-    found = LoadFigures.of(loads, [even], mesh, 1, hosted=HostedRows.joined(groups))
+    shares = [
+        HostedRows.of_group(loads, guests[rank // 2], mesh, 1, rank).share(mesh, rank) for rank in range(4)
+    ]
+    assert [part.shape for share in shares for part in share] == [(1,)] * 8, "nobody tells others' rows"
+    found = LoadFigures.of(loads, [even], mesh, 1, hosted=HostedRows.joined(shares))
     assert (found.rank_rows_max_over_mean, found.crossing_nodes) == ((2.0,), (0.25,))
     alone = LoadFigures.of(loads, [even], mesh, 1)
     assert (alone.rank_rows_max_over_mean, alone.crossing_nodes) == ((2.0,), (0.5,))
@@ -93,8 +96,9 @@ def test_every_row_counts_at_the_rank_and_the_node_that_hold_its_expert(
     found = LoadFigures.of(loads, [placement], mesh, 4)
     assert found.crossing_nodes == pytest.approx([away / loads.sum()])
     guests = [Hosting.local(placement, [[EMPTY], *[[EMPTY]] * (mesh.ep_size - 2), [placement.held(0)[0]]])]
-    groups = mesh.groups(Group.EXPERT_SHARDS)
-    hosted = HostedRows.joined([HostedRows.of_group(loads, guests, mesh, 4, each[0]) for each in groups])
+    hosted = HostedRows.joined(
+        [HostedRows.of_group(loads, guests, mesh, 4, rank).share(mesh, rank) for rank in range(8)]
+    )
     found = LoadFigures.of(loads, [placement], mesh, 4, hosted=hosted)
     assert found.crossing_nodes is not None and found.crossing_nodes[0] <= away / loads.sum()
     assert hosted.rows_PY.sum() == ranks.sum()

@@ -172,6 +172,10 @@ class Autopilot:
 
     def _adopt(self, planned: Planned, *, settle: bool) -> None:
         self._stack.adopt(planned.plan)
+        self._go_by(planned, settle=settle)
+
+    def _go_by(self, planned: Planned, *, settle: bool) -> None:
+        """The stack runs its plan already; guests are planned by what that hides."""
         self.planned = planned
         self._stack.host.moving = self.moving
         self._begin(settle=settle)
@@ -186,12 +190,11 @@ class Autopilot:
         choice = self.planned.choice
         fallback = self.planned.problem.cost(choice, self.planned.plan.shape)
         cost = refine(self._stack, choice, [r for step in steady for r in step], fallback)
-        self.planned = replace(self.planned, plan=self._stack.plan)
-        line = f"{self.planned.name} re-ordered using measured task durations{self.planned.predicted_words}"
-        self.planned = self.planned.noting(line)
+        planned = replace(self.planned, plan=self._stack.plan)
+        line = f"{planned.name} re-ordered using measured task durations{planned.predicted_words}"
         self._say(line)
         self._kinds: dict[Kind, float] = cost.seconds
-        self._begin(settle=False)
+        self._go_by(planned.noting(line), settle=False)
         return True
 
     # ---- what moves ----------------------------------------------------------------------------------------

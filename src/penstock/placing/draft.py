@@ -10,7 +10,7 @@ Shapes: P ranks of the expert group, E experts, H hosts of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from itertools import chain
 
@@ -24,6 +24,10 @@ from penstock.placing.problem import ExpertProblem
 
 PASSES = 6
 """Rounds in which the rows of all shared experts are levelled, one expert after the other."""
+
+MOST_FLOWS = 1 << 20
+"""Numbers of rows from rank to rank that are worked out at once: those of many ranks and experts would fill
+the memory."""
 
 
 class Draft:
@@ -103,22 +107,25 @@ class Draft:
         problem = self.problem
         alone = [expert for expert, hosts in enumerate(self.hosts) if len(hosts) == 1]
         host_EP = np.eye(problem.ranks)[[self.hosts[expert][0] for expert in alone]]
-        traffic = problem.loads[:, alone] @ host_EP + self.flows(self.shared).sum(axis=0)
+        traffic = problem.loads[:, alone] @ host_EP
+        for flows_PP in self.flows(self.shared):
+            traffic += flows_PP
         return LayerLoad(traffic=traffic, copies=copies_to(self.guests, problem.placement))
 
     def seconds(self) -> LayerSeconds:
         """The time of the layer, by rank and link."""
         return seconds_of(self.problem.costs, self.load())
 
-    def flows(self, experts: Sequence[int]) -> Ints:
-        """Rows of some experts from every rank to every rank, [experts, P, P]."""
-        problem = self.problem
-        room_JP = np.zeros((len(experts), problem.ranks), np.int64)
-        for j, expert in enumerate(experts):
-            room_JP[j, self.hosts[expert]] = self.rows[expert]
-        near = tiers(problem.costs.links.nodes)
-        flows_JPP: Ints = matched(problem.loads.T[None, experts], room_JP[None], near)[0]
-        return flows_JPP
+    def flows(self, experts: Sequence[int]) -> Iterator[Ints]:
+        """Rows of some experts from every rank to every rank, [P, P] by expert."""
+        links = self.problem.costs.links
+        near, together = tiers(links.nodes), max(1, MOST_FLOWS // links.across.size)
+        for first in range(0, len(experts), together):
+            some = experts[first : first + together]
+            room_JP = np.zeros((len(some), self.problem.ranks), np.int64)
+            for room_P, expert in zip(room_JP, some, strict=True):
+                room_P[self.hosts[expert]] = self.rows[expert]
+            yield from matched(self.problem.loads.T[None, some], room_JP[None], near)[0]
 
     def limit(self, wanted: int | None = None) -> int | None:
         """Of what a rank computes, in SPLITths of the mean: `wanted`, or as much as one does here.
@@ -150,7 +157,7 @@ class Draft:
         slots = problem.guest_slots
         guests = [g + [EMPTY] * (slots - len(g)) for g in self.guests]
         plain = Hosting.local(problem.placement, guests, limit)
-        if limit is not None:  # nobody asks for splits
+        if limit is not None:  # rows are split by other loads than these
             return plain
         splits = [list(of_rank) for of_rank in plain.splits]
         shared = self.shared

@@ -12,6 +12,7 @@ from penstock.placing.draft import Draft
 from penstock.placing.integers import Floats, Ints
 from penstock.placing.model import LayerSeconds, copies_to, exposed_s, layer_seconds
 from penstock.placing.problem import ExpertProblem
+from penstock.placing.ways import Ways
 
 NEGLIGIBLE = 0.005
 """Share of the mean rows of a rank that is not worth a guest."""
@@ -96,25 +97,27 @@ def _reserve(draft: Draft, time: LayerSeconds) -> None:
     Rows are split by their own loads, so a guest for which there is nothing to do yet takes its share if its
     expert is hot in the next step.
     """
-    problem, costs = draft.problem, draft.problem.costs
-    copies, experts_s = copies_to(draft.guests, problem.placement), time.experts_s / 3
+    problem, costs, placement = draft.problem, draft.problem.costs, draft.problem.placement
+    ways, experts_s = Ways(costs.links, copies_to(draft.guests, placement)), time.experts_s / 3
     for _ in range(problem.guest_slots):
         for rank in sorted(filter(draft.has_room, range(problem.ranks)), key=draft.computed.__getitem__):
-            wanted = [e for e, hosts in enumerate(draft.hosts) if rank not in hosts]
-            if not wanted:
+            expert = _most_urgent(draft, rank)
+            if expert is None:
                 continue
-            expert = max(wanted, key=lambda expert: _urgency(draft, expert))
-            more = copies.copy()
-            more[problem.placement.owners[expert], rank] += 1
-            if exposed_s(costs, more, experts_s) <= time.weights_s:
+            way = placement.owners[expert], rank
+            if exposed_s(costs, ways.with_one_more(*way), experts_s) <= time.weights_s:
                 draft.add(expert, rank)
-                copies = more
+                ways.add(*way)
 
 
-def _urgency(draft: Draft, expert: int) -> float:
-    """How much a host more would take from those that there are, if the expert got a mean one's rows more."""
-    rows, hosts = draft.problem.expert_rows, len(draft.hosts[expert])
-    return float((rows[expert] + rows.mean()) / hosts**2)
+def _most_urgent(draft: Draft, rank: int) -> int | None:
+    """The expert of which a host more would take most from those that there are, if it got a mean one's rows
+    more; None if the rank hosts all."""
+    rows_E, held = draft.problem.expert_rows, [*draft.problem.placement.held(rank), *draft.guests[rank]]
+    hosts_E = np.array([len(hosts) for hosts in draft.hosts])
+    urgency_E = (rows_E + rows_E.mean()) / hosts_E**2
+    urgency_E[held] = -np.inf
+    return None if len(held) == len(hosts_E) else int(urgency_E.argmax())
 
 
 def _between(draft: Draft) -> Draft:

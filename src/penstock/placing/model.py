@@ -106,16 +106,18 @@ def seconds_of(costs: ExpertCosts, load: LayerLoad) -> LayerSeconds:
     """By rank and link: the busiest link of every transfer, the slowest rank of every computation."""
     experts_s = costs.row_s * float(load.computed.max())
     rows_s = 4 * costs.row_bytes * costs.links.seconds(load.traffic)
-    weights_s = exposed_s(costs, load.copies, experts_s)
+    weights_s = exposed_s(costs, costs.links.seconds(load.copies), experts_s)
     return LayerSeconds(rows_s=rows_s, experts_s=3 * experts_s, weights_s=weights_s)
 
 
-def exposed_s(costs: ExpertCosts, copies: Ints, experts_s: float) -> float:
-    """Seconds of Trans and Agg that nothing hides. copies: see `LayerLoad`; experts_s: forward of experts."""
-    if not copies.any():
+def exposed_s(costs: ExpertCosts, per_byte_s: float, experts_s: float) -> float:
+    """Seconds of Trans and Agg that nothing hides.
+
+    per_byte_s: of the busiest link on copies' way, 0 = none; experts_s: forward of experts.
+    """
+    if not per_byte_s:
         return 0.0
-    forward_slack_s, backward_slack_s = costs.slack_s(experts_s)
-    per_byte_s = costs.links.seconds(copies)  # Agg is Trans turned round
+    forward_slack_s, backward_slack_s = costs.slack_s(experts_s)  # Agg is Trans turned round
     forward_s = max(0.0, per_byte_s * costs.parameter_bytes - forward_slack_s)
     return forward_s + max(0.0, per_byte_s * costs.gradient_bytes - backward_slack_s)
 

@@ -33,7 +33,7 @@ def numbers_of(share: Share, known: Sequence[Hosting]) -> Numbers:
         if new is old:
             found += (hosted, SAME)
             continue
-        splits = [(rank, expert, *part) for rank, expert, parts in _own_splits(new) for part in parts]
+        splits = [(rank, expert, *part) for rank, expert, parts in new.own_splits for part in parts]
         limit = new.limit or UNLIMITED
         found += (hosted, len(splits), limit, *chain(*new.guests), *chain(*splits))
     return np.array(found, np.int32)
@@ -60,14 +60,14 @@ def _read(read: Iterator[int], old: Hosting) -> tuple[Hosting, bool]:
 
 def told_bytes(hosting: Hosting) -> int:
     """Bytes of all that a rank tells of it."""
-    parts = sum(len(parts) for _, _, parts in _own_splits(hosting))
+    parts = sum(len(parts) for _, _, parts in hosting.own_splits)
     numbers = FIRST_NUMBERS + hosting.placement.ranks * hosting.guest_slots + OF_SPLIT * parts
     return NUMBER_BYTES * numbers
 
 
 def plain_of(hosting: Hosting) -> dict[str, Any]:
     """JSON."""
-    return {"guests": hosting.guests, "splits": list(_own_splits(hosting)), "limit": hosting.limit}
+    return {"guests": hosting.guests, "splits": list(hosting.own_splits), "limit": hosting.limit}
 
 
 def hosting_of(plain: Mapping[str, Any], placement: ExpertPlacement) -> Hosting:
@@ -78,16 +78,6 @@ def hosting_of(plain: Mapping[str, Any], placement: ExpertPlacement) -> Hosting:
         for rank, expert, parts in plain["splits"]
     }
     return _hosting(placement, guests, splits, None if limit is None else int(limit))
-
-
-def _own_splits(hosting: Hosting) -> Iterator[tuple[int, int, tuple[Part, ...]]]:
-    """By rank and expert the splits that are not those of guests for their own ranks' rows."""
-    usual = local_splits(hosting.placement, hosting.guests)
-    for rank, both in enumerate(zip(hosting.splits, usual, strict=True)):
-        if both[0] is not both[1]:
-            for expert, (parts, local) in enumerate(zip(*both, strict=True)):
-                if parts != local:
-                    yield rank, expert, parts
 
 
 def _hosting(

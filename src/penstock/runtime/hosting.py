@@ -129,7 +129,7 @@ class Host:
         before, self._splits = self._splits, tuple(splits_exactly(layer, shape) for layer in layers)
         if shape.guest_slots == next((h.guest_slots for h in self.hostings if h is not None), 0):
             if self._hosted and self._splits != before:
-                self._host(self.hostings)
+                self.use(self._that_can_be_split())
             return
         self._free.clear()
         if shape.guest_slots:
@@ -137,6 +137,15 @@ class Host:
             self.use(tuple(None if at is None else Hosting.none(at.placement, slots) for at in layers))
         else:
             self._hosted, self._plans = (), Plans.none(())
+
+    def _that_can_be_split(self) -> Hostings:
+        """What is hosted, without the guests of a layer whose rows would be split by loads that it does not
+        wait for any more: they would compute rows of their own ranks only."""
+        pairs = zip(self.hostings, self._splits, strict=True)
+        return tuple(
+            at if at is None or exact or at.limit is None else Hosting.none(at.placement, at.guest_slots)
+            for at, exact in pairs
+        )
 
     def use(self, hostings: Hostings) -> None:
         """Host these from the next forward pass on."""

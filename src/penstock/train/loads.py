@@ -52,8 +52,8 @@ def _hosted_rows(stack: PipelinedStack) -> HostedRows:
     groups = layout.mesh.groups(Group.EXPERT_SHARDS)
     if len(groups) == 1:
         return mine
-    everyone = stack.machinery.control.gather(mine, "adding up what guests compute")
-    return HostedRows.joined([everyone[ranks[0]] for ranks in groups])
+    share = mine.share(layout.mesh, layout.rank)
+    return HostedRows.joined(stack.machinery.control.gather(share, "adding up what guests compute"))
 
 
 def expert_loads(stack: PipelinedStack) -> Whole | None:

@@ -45,11 +45,17 @@ class HostedRows(NamedTuple):
             away_Y[layer] = traffic_HH[node_H[:, None] != node_H].sum()
         return HostedRows(rows_PY, away_Y)
 
+    def share(self, mesh: Mesh, rank: int) -> tuple[Numbers, Numbers]:
+        """What `rank` tells all others: its own rows, [Y], and its group's that cross, [Y], if it is the
+        first there."""
+        first = mesh.members(rank, Group.EXPERT_SHARDS)[0] == rank
+        return self.rows_PY[rank], self.away_Y * first
+
     @staticmethod
-    def joined(groups: Sequence[HostedRows]) -> HostedRows:
-        """Of all groups."""
-        rows, away = zip(*groups, strict=True)
-        return HostedRows(np.sum(rows, axis=0), np.sum(away, axis=0))
+    def joined(shares: Sequence[tuple[Numbers, Numbers]]) -> HostedRows:
+        """Of all groups. shares: by rank."""
+        rows, away = zip(*shares, strict=True)
+        return HostedRows(np.stack(rows), np.sum(away, axis=0))
 
 
 @dataclass(frozen=True, kw_only=True)

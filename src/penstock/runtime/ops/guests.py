@@ -49,8 +49,8 @@ def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
             f"{different} host others than it does, or plan in another way, so versions or settings differ "
             "between ranks. Start all ranks with the same ones"
         )
-    everyone = transport.all_gather(torch.from_numpy(numbers).to(device), lengths, task.axes)
-    context.plans = context.host.joined([told.cpu().numpy() for told in everyone.split(lengths)])
+    everyone = transport.all_gather(torch.from_numpy(numbers).to(device), lengths, task.axes).cpu()
+    context.plans = context.host.joined([told.numpy() for told in everyone.split(lengths)])
     return NOTHING
 
 
