@@ -125,12 +125,20 @@ def test_a_long_run_tries_the_best_plans(ranks: Pools, tmp_path: Path) -> None:
     assert " ".join(weighed[0].split()) in " ".join(told[0].said.split())
 
 
+def plans_by_its_slack(trainer: Trainer, step: int) -> None:
+    """Guests are planned by what the order in use hides, also after it was computed again."""
+    del step
+    planning, planned = trainer.stack.host.moving, trainer.pilot.moving
+    assert (planning and planning.slack) == (planned and planned.slack)
+
+
 def test_a_run_moves_experts_where_that_pays(ranks: Pools, given: Path, tmp_path: Path) -> None:
     """On devices so slow that a slightly busier rank counts; the losses stay those of a run without moves."""
     folder = folder_of(tmp_path, "run", RANKS)
     file = ClusterFile.read(folder / "cluster.json")
     replace(file, rates=replace(file.rates, flops_per_s=1e6), tasks=()).save(folder / "cluster.json")
-    told = run(ranks, folder, *auto(folder), "plan.trials=1", "plan.watch=false", "train.steps=24")
+    settings = "plan.trials=1", "plan.watch=false", "train.steps=24"
+    told = run(ranks, folder, *auto(folder), *settings, on_step=plans_by_its_slack)
     assert told[0].plans == told[1].plans
     paper = PlanFile.read(folder / "run" / "plan.json")
     assert "Experts  moving pays" in " ".join(paper.why) and "changing to plan 2: " in told[0].said
