@@ -231,3 +231,14 @@ def surgery(rank: int, world: int) -> dict[str, float]:
 def test_adapters_that_come_and_go(ranks: Pools) -> None:
     for found in ranks(2).run(surgery, 2):
         assert max(found.values()) < 1e-10, found
+
+
+def test_merged_adapters_that_are_disabled_are_not_there() -> None:
+    """From the first pass on, which takes them out of the weights."""
+    model = penstock.parallelize(adapted(small("mixtral"))).eval()
+    given = without_labels(Batch().inputs())
+    with torch.no_grad(), model.disable_adapter():
+        wanted = model(**given).logits
+    model.merge_adapter()
+    with torch.no_grad(), model.disable_adapter():
+        assert distance(model(**given).logits, wanted) < 1e-5

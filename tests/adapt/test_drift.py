@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 import penstock
-from penstock.adapt.drift import is_due
+from penstock.adapt.drift import check_alike, is_due
 from penstock.adapt.scheduled import engine_of
-from tests.adapt.test_adapters import adapted
+from tests.adapt.test_adapters import EXPERTS, adapted
 from tests.support.adapted import Batch, small
 from tests.support.ranks import Pools
 
@@ -59,8 +60,18 @@ def round_by_rank(rank: int, world: int) -> list[str]:
         weight[::2] *= 1 + rank * torch.finfo(weight.dtype).eps
         engine_of(model).check_alike()
         weight[0, 0] += 1e-4 * rank
+    engine = engine_of(model)
     with pytest.raises(ValueError, match="differ between them, by more than rounding explains"):
-        engine_of(model).check_alike()
+        engine.check_alike()
+    with torch.no_grad():
+        weight[0, 0] = torch.nan if rank else 1.0
+    with pytest.raises(ValueError, match="by more than rounding explains"):
+        engine.check_alike()
+    with torch.no_grad():
+        weight.fill_(1 + 0.3 * rank)
+    model.bfloat16()  # whose rounding would add up to any difference
+    with pytest.raises(ValueError, match="by more than rounding explains"):
+        check_alike(engine.decoder, engine.layout, engine.stack.machinery.control, 10**6)
     return [str(each.message) for each in told]
 
 
@@ -69,3 +80,19 @@ def test_rounding_of_other_machines_is_told_and_no_more(ranks: Pools) -> None:
     first, second = ranks(2).run(round_by_rank, 2)
     assert len(first) == 1 and not second
     assert "by about" in first[0] and "machines of different kinds" in first[0]
+
+
+def begin_by_rank(rank: int, world: int) -> None:
+    """Adapters of experts, and nothing else, that began with other numbers on every rank."""
+    model = penstock.parallelize(small("mixtral"), ep_size=world // 2, plan="flowmoe")
+    torch.manual_seed(rank)
+    model = get_peft_model(model, LoraConfig(target_parameters=EXPERTS, target_modules=[]))
+    given = Batch().inputs(rank, rank + 1)
+    model(**given).loss.backward()
+    with pytest.raises(ValueError, match="the same seed, where adapters are made"):
+        model(**given)
+
+
+@pytest.mark.slow
+def test_experts_that_several_ranks_have_are_compared(ranks: Pools) -> None:
+    ranks(4).run(begin_by_rank, 4)

@@ -1,4 +1,4 @@
-"""Whether ranks still have the same parameters, of those that all of them hold.
+"""Whether ranks still have the same parameters, of those that several of them hold.
 
 They drift apart without a word where gradients are scaled, or updates left out, by what one rank has: losses
 look plausible for long. Machines of different kinds may round updates differently, too: every update then
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.adapt.decoder import Decoder
 from penstock.moe import SampleKeys
 from penstock.moe.counter import uniform_bits
 from penstock.runtime.expert_parallel.alike import fingerprint
-from penstock.topology import Control
+from penstock.topology import Control, Layout
 
 EVERY = 64
 """Steps from one comparison to the next; the first ones come sooner."""
@@ -28,15 +30,18 @@ PIECE = 1 << 20
 ROUNDING = 8
 """Relative difference that rounding explains after one update, in units of a type's precision."""
 
+MOST_ROUNDING = 0.05
+"""Relative difference above which none is taken for rounding, however few digits a type has."""
+
 SKETCHES = 8
 """Sums with random signs that stand for a parameter: they differ by about the norm of the difference."""
 
 DIFFERENT = (
-    "parameters that all ranks hold differ between them, by more than rounding explains: ranks scaled their "
-    "gradients differently, updated them differently, or began with different values. Clip with "
+    "parameters that several ranks hold differ between them, by more than rounding explains: ranks scaled "
+    "their gradients differently, updated them differently, or began with different values. Clip with "
     "penstock.clip_grad_norm_(model, ...): torch.nn.utils.clip_grad_norm_ and accelerate's clip_grad_norm_ "
     "find another norm on every rank, since experts differ, and a GradScaler skips steps by rank. Begin "
-    "again from a checkpoint, or from the same values on all ranks"
+    "again from a checkpoint, or from the same values on all ranks (the same seed, where adapters are made)"
 )
 
 
@@ -46,51 +51,88 @@ def is_due(steps: int) -> bool:
 
 
 ROUNDED = (
-    "parameters that all ranks hold differ between them by about {found:.0e} of their size: machines of "
+    "parameters that several ranks hold differ between them by about {found:.0e} of their size: machines of "
     "different kinds round differently (up to {limit:.0e} after {updates} updates is taken for that). If all "
     "are alike, look at how gradients are scaled: clip with penstock.clip_grad_norm_(model, ...)"
 )
 
 
-def check_alike(decoder: Decoder, control: Control, updates: int) -> None:
-    """Raise ValueError, on all ranks, if trained parameters that all of them hold differ by more than
-    rounding in so many updates explains; rank 0 is warned if they differ at all.
+def check_alike(decoder: Decoder, layout: Layout, control: Control, updates: int) -> None:
+    """Raise ValueError, on all ranks, if trained parameters that several of them hold (of experts: those with
+    the same ones) differ by more than rounding in so many updates explains; rank 0 is warned if they differ
+    at all.
 
-    All ranks call it. It reads them all, and exchanges 16 bytes, or where they differ 64 for a parameter.
+    All ranks call it. It reads them all, and exchanges 16 bytes, or where they differ 144 for a parameter;
+    of experts that other ranks have, too, as much for each rank among which these are spread.
     """
     if control.world_size == 1:
         return
+    everywhere = _trained(decoder, decoder.replicated_parameters)
+    _compare(_Shared(everywhere, 0, 1, control), updates)
+    if layout.ep_size < layout.world_size:
+        experts = _trained(decoder, decoder.expert_parameters)
+        _compare(_Shared(experts, layout.ep_rank, layout.ep_size, control), updates)
+
+
+def _trained(decoder: Decoder, of_layer: Callable[[int], list[nn.Parameter]]) -> list[nn.Parameter]:
     layers = range(len(decoder.parts))
-    shared = {id(p): p for layer in layers for p in decoder.replicated_parameters(layer) if p.requires_grad}
-    pieces = (piece for p in shared.values() for piece in p.detach().reshape(-1).split(PIECE))
-    mark = float(fingerprint(pieces)[0])
-    largest, smallest = control.largest((mark, -mark), "comparing parameters")
-    if largest != -smallest:
-        _judge(list(shared.values()), control, updates)
+    return list({id(p): p for layer in layers for p in of_layer(layer) if p.requires_grad}.values())
 
 
-def _judge(shared: list[torch.nn.Parameter], control: Control, updates: int) -> None:
-    sketches = torch.stack([_sketch(p) for p in shared])
-    numbers = [*sketches.flatten().tolist(), *(-sketches).flatten().tolist()]
-    largest, smallest = torch.tensor(control.largest(numbers, "comparing parameters")).double().chunk(2)
-    norms = torch.stack([p.detach().double().norm().cpu() for p in shared]).clamp(min=1e-30)
-    spread = (largest + smallest).view_as(sketches).square().mean(dim=1).sqrt() / norms
-    units = torch.tensor([torch.finfo(p.dtype).eps for p in shared], dtype=torch.float64)
-    worst = int((spread / units).nan_to_num(nan=math.inf).argmax())
-    found, limit = float(spread[worst]), ROUNDING * float(units[worst]) * math.sqrt(max(1, updates))
-    if not found <= limit:  # what is not a number, too
+@dataclass(frozen=True)
+class _Shared:
+    """What this rank and others hold alike, who have this place among so many: other places hold others."""
+
+    parameters: list[nn.Parameter]
+    place: int
+    places: int
+    control: Control
+
+    def extremes(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Of every number the smallest and the largest of the ranks of a place, [places, ...], the same on
+        all ranks. What is not a number is infinitely large.
+        """
+        mine = numbers.nan_to_num(nan=math.inf, posinf=math.inf)
+        table = torch.full((2, self.places, *mine.shape), -math.inf, dtype=torch.float64)
+        table[:, self.place] = torch.stack([-mine, mine])
+        found = self.control.largest(table.flatten().tolist(), "comparing parameters")
+        negative, largest = torch.tensor(found, dtype=torch.float64).view_as(table)
+        return -negative, largest
+
+
+def _compare(shared: _Shared, updates: int) -> None:
+    pieces = (piece for p in shared.parameters for piece in p.detach().reshape(-1).split(PIECE))
+    smallest, largest = shared.extremes(fingerprint(pieces)[:1].cpu())
+    if not smallest.equal(largest):
+        _judge(shared, updates)
+
+
+def _judge(shared: _Shared, updates: int) -> None:
+    smallest, largest = shared.extremes(torch.stack([_sketch(p) for p in shared.parameters]))
+    norms = largest[..., -1].clamp(min=1e-30)
+    spread = ((largest - smallest)[..., :-1].square().mean(dim=-1).sqrt() / norms).nan_to_num(nan=math.inf)
+    units = torch.tensor([torch.finfo(p.dtype).eps for p in shared.parameters], dtype=torch.float64)
+    limits = (ROUNDING * units * math.sqrt(max(1, updates))).clamp(max=MOST_ROUNDING).expand_as(spread)
+    worst = int((spread / limits).argmax())
+    found, limit = float(spread.flatten()[worst]), float(limits.flatten()[worst])
+    if found > limit:
         raise ValueError(DIFFERENT)
-    if control.rank == 0:
+    if shared.control.rank == 0:
         warnings.warn(ROUNDED.format(found=found, limit=limit, updates=updates), stacklevel=2)
 
 
 @torch.no_grad()
 def _sketch(parameter: Tensor) -> Tensor:
-    """Sums of its numbers with signs that their places say, the same on every machine, float64 [SKETCHES]."""
+    """Sums of its numbers with signs that their places say, the same on every machine, and then its norm:
+    float64 [SKETCHES + 1].
+    """
     keys = SampleKeys(0, torch.zeros(1, dtype=torch.int64, device=parameter.device))
-    total = torch.zeros(SKETCHES, dtype=torch.float64, device=parameter.device)
+    total = torch.zeros(SKETCHES + 1, dtype=torch.float64, device=parameter.device)
     for place, piece in enumerate(parameter.reshape(-1).split(PIECE)):
         bits = uniform_bits(torch.Size([1, len(piece)]), place, keys)[0]
+        precise = piece.double()
         for number in range(SKETCHES):
-            total[number] += (piece.double() * (2 * (bits >> number & 1) - 1)).sum()
+            total[number] += (precise * (2 * (bits >> number & 1) - 1)).sum()
+        total[SKETCHES] += precise.square().sum()
+    total[SKETCHES].sqrt_()
     return total.cpu()

@@ -96,7 +96,7 @@ class Engine:
 
     def check_alike(self) -> None:
         """Raise ValueError, on all ranks, if they have drifted apart. All ranks call it."""
-        check_alike(self.decoder, self.stack.machinery.control, self._steps)
+        check_alike(self.decoder, self.layout, self.stack.machinery.control, self._steps)
 
     def warn_if_different(self) -> None:
         """Say on rank 0 if ranks have drifted apart: what was trained is saved all the same."""

@@ -53,14 +53,16 @@ class _Times:
     product: Product
 
     def __call__(self, rows_RM: Tensor, name: str, *, turned: bool = False) -> Tensor:
+        # Adapters first: one that was merged and is disabled now changes the weight when it is asked for.
+        adapters = [
+            each for wrapper in self.around if wrapper.parameter_name == name for each in active(wrapper)
+        ]
         weight: Tensor = attrgetter(name)(self.experts)
         out_RH = self._by(rows_RM, weight if weight.dim() == 3 else self._apart(weight), turned)
-        for wrapper in self.around:
-            if wrapper.parameter_name == name:
-                for left, right, scale in active(wrapper):
-                    first, second = (right, left) if turned else (left, right)
-                    inner_Rr = scale * self._by(rows_RM, first, turned)
-                    out_RH = out_RH + self._by(inner_Rr, second, turned)
+        for left, right, scale in adapters:
+            first, second = (right, left) if turned else (left, right)
+            inner_Rr = scale * self._by(rows_RM, first, turned)
+            out_RH = out_RH + self._by(inner_Rr, second, turned)
         return out_RH
 
     def _by(self, rows_RM: Tensor, weight_EMH: Tensor, turned: bool) -> Tensor:

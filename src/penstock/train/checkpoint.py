@@ -286,7 +286,7 @@ def together(control: Control, purpose: str, work: Callable[[], T], rank: int | 
     if rank in (None, control.rank):
         try:
             result = work()
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # whatever it is: the others wait, and must hear of it
             failure = isinstance(error, DamagedError), _failed(purpose, error)
     for damaged, text in filter(None, control.gather(failure, purpose)):
         raise (DamagedCheckpointError if damaged else CheckpointError)(text)
