@@ -63,3 +63,33 @@ def test_what_weighs_a_router_loss_is_found_by_what_it_does(monkeypatch: pytest.
     assert other(**Batch().inputs()).loss.item() > 0
     with pytest.raises(ValueError, match="how WeighedTwice weighs its router loss was not understood"):
         other(**given)
+
+
+class WeighedALittle(WeighedTwice):
+    """By none of its numbers, and so little that the loss hardly shows it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.my_aux_loss_coef = 5e-5
+        self.no_aux_loss_coef = None
+
+
+class Broken(OlmoeForCausalLM):
+    """Has never computed a router loss."""
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        if named.get("output_router_logits"):
+            raise KeyError("router_logits")
+        return super().forward(*arguments, **named)
+
+
+@pytest.mark.parametrize("kind", [WeighedALittle, Broken])
+def test_a_router_loss_that_is_not_understood_is_refused_when_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, kind: type[OlmoeForCausalLM]
+) -> None:
+    few = {name: each for name, each in FAMILIES.items() if name != "olmoe"}
+    monkeypatch.setattr("penstock.adapt.families.FAMILIES", few)
+    model = penstock.parallelize(kind(small("olmoe").config).train())
+    assert model(**Batch().inputs()).loss.item() > 0
+    with pytest.raises(ValueError, match=f"how {kind.__name__} weighs its router loss was not understood"):
+        model(**Batch().inputs(), output_router_logits=True)

@@ -12,7 +12,7 @@ from penstock.moe.held import NAME, HeldExperts
 
 
 def layer(*numbers: int) -> nn.Module:
-    held = HeldExperts(numbers, 8, first=numbers[0] == 0)
+    held = HeldExperts(numbers, 8, first=numbers[:1] == (0,))
     return nn.ModuleDict({"gate": nn.Linear(2, 2), NAME: held})
 
 
@@ -31,6 +31,8 @@ def test_a_rank_takes_its_own_experts_only() -> None:
     layer(1, 3, 6).load_state_dict(other)
     with pytest.raises(ValueError, match="has experts 1, 3, 6, and this rank holds experts 4 to 7 of 8"):
         layer(4, 5, 6, 7).load_state_dict(other, strict=False)
+    with pytest.raises(ValueError, match="has experts 1, 3, 6, and this rank holds no experts of 8"):
+        layer().load_state_dict(other, strict=False)
 
 
 def test_a_state_that_says_nothing_is_taken_and_all_else_must_be_there() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -143,7 +143,8 @@ def machinery_for(parallel: ParallelConfig, num_experts: int, device: torch.devi
     try:
         yield machinery
     except BaseException:
-        machinery.close()
+        with suppress(Exception):  # the reason is the first error
+            machinery.close()
         raise
 
 

@@ -41,7 +41,7 @@ DIFFERENT = (
     "their gradients differently, updated them differently, or began with different values. Clip with "
     "penstock.clip_grad_norm_(model, ...): torch.nn.utils.clip_grad_norm_ and accelerate's clip_grad_norm_ "
     "find another norm on every rank, since experts differ, and a GradScaler skips steps by rank. Begin "
-    "again from a checkpoint, or from the same values on all ranks (the same seed, where adapters are made)"
+    "again from a checkpoint, or from the same values on all ranks"
 )
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -23,4 +24,5 @@ def tell_torchrun(text: str) -> None:
     place = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if place:
         more = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        Path(place).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
+        with suppress(OSError):  # it has been said on standard error, and the reason must not be this one
+            Path(place).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))

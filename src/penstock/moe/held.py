@@ -51,6 +51,8 @@ def _forgive_missing(module: nn.Module, keys: Any) -> None:
 
 
 def _words(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return "no experts"
     first, last = numbers[0], numbers[-1]
     if len(numbers) > 2 and list(numbers) == list(range(first, last + 1)):
         return f"experts {first} to {last}"

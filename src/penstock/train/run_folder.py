@@ -27,6 +27,9 @@ WHY_MISSING = {
     NUMBERS: "loads were not gathered (output.loads=false), or there was no checkpoint yet",
 }
 FAILURES = "failure-rank*.txt"
+LATER_S = 60.0
+"""For so long other ranks may still write metrics when one has left why it failed; clocks may differ, too."""
+
 REMOVE = "Correct it, or move the file away."
 
 
@@ -99,7 +102,7 @@ def _steps(folder: Path) -> list[StepMetrics]:
 
 def _failures(folder: Path) -> tuple[str, ...]:
     """First lines of what ranks of the last start have left; one that goes on behind them writes metrics."""
-    since_s = (folder / METRICS_FILE).stat().st_mtime
+    since_s = (folder / METRICS_FILE).stat().st_mtime - LATER_S
     left = [path for path in sorted(folder.glob(FAILURES)) if path.stat().st_mtime >= since_s]
     return tuple(f"{path.name}: {_text(path).partition(chr(10))[0]}" for path in left)
 
