@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.adapt.folder import FORMER, UNFINISHED, _begin
+from penstock.adapt.folder import FORMER, SEEN, UNFINISHED, _begin, _finish
 from tests.support.adapted import small
 from tests.support.ranks import Pools
 
@@ -77,9 +77,53 @@ def test_what_changed_places_when_a_process_ended_is_taken_back(tmp_path: Path) 
     assert before <= names_in(tmp_path) and is_read(tmp_path, model) and not former.exists()
 
 
+def test_a_file_that_cannot_be_put_in_its_place_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the last one of three, when the old model is out of its place."""
+    for name, text in (("model.safetensors", "old"), ("config.json", "old")):
+        (tmp_path / name).write_text(text)
+    _begin(tmp_path, lambda: None)
+    names = ("model-00001-of-00001.safetensors", "config.json", "model.safetensors.index.json")
+    for name in names:
+        (tmp_path / UNFINISHED / name).write_text("new")
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name.endswith("index.json"):
+            raise OSError("no more names")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="no more names"):
+        _finish(tmp_path)
+    assert names_in(tmp_path) == {"model.safetensors", "config.json", UNFINISHED, FORMER}
+    assert {(tmp_path / name).read_text() for name in ("model.safetensors", "config.json")} == {"old"}
+    assert names_in(tmp_path / UNFINISHED) == set(names) and not names_in(tmp_path / FORMER)
+
+
+def test_a_former_model_that_stays_in_the_way_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / FORMER).touch()
+    with pytest.raises(OSError, match=FORMER):
+        _begin(tmp_path, lambda: None)
+
+
+def test_rank_0_writes_all_where_transformers_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = penstock.parallelize(small("mixtral"))
+    with monkeypatch.context() as patch:
+        patch.delattr("transformers.core_model_loading.revert_weight_conversion")
+        model.save_pretrained(tmp_path)
+    assert is_read(tmp_path, model)
+
+
 def save_apart(rank: int, world: int, folder: str) -> None:
     """Ranks without a file system that they share."""
     model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe")
+    if rank:  # left by a save that was interrupted
+        (left := Path(folder) / str(rank) / UNFINISHED).mkdir(parents=True)
+        (left / SEEN).touch()
     model.save_pretrained(f"{folder}/{rank}")
 
 
@@ -88,4 +132,23 @@ def test_where_ranks_see_different_folders_rank_0_saves_all(ranks: Pools, tmp_pa
     ranks(2).run(save_apart, 2, str(tmp_path))
     assert is_read(tmp_path / "0", small("mixtral"))
     assert names_in(tmp_path / "0") == {"config.json", "generation_config.json", "model.safetensors"}
-    assert names_in(tmp_path) == {"0"}
+    assert names_in(tmp_path) == {"0", "1"} and names_in(tmp_path / "1" / UNFINISHED) == {SEEN}
+
+
+def save_and_lose(rank: int, world: int, folder: str) -> str:
+    """Rank 1's shard is gone when all is written."""
+    model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe")
+    model.save_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr("penstock.adapt.saving.write_shard", lambda path, tensors: list(tensors))
+        with pytest.raises(RuntimeError) as caught:
+            model.save_pretrained(folder)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_shard_that_rank_0_does_not_see_leaves_the_former_model(ranks: Pools, tmp_path: Path) -> None:
+    said = ranks(2).run(save_and_lose, 2, str(tmp_path))
+    assert all("FileNotFoundError" in each for each in said)
+    assert is_read(tmp_path, small("mixtral"))

@@ -23,6 +23,8 @@ from penstock.adapt.adapters import ALONG_ROWS, ExpertAxis
 from penstock.adapt.described import CONFIG
 from penstock.adapt.engine import Engine
 from penstock.adapt.export import expert_axes
+from penstock.adapt.folder import FORMER
+from penstock.adapt.folder import UNFINISHED as UNFINISHED_MODEL
 from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, saved_together
 from penstock.adapt.weights import StoredTensor, some_of
 from penstock.mesh import Group as Ranks
@@ -286,5 +288,6 @@ def _keep_others(former: Path, path: Path) -> None:
     """
     own = OF_ADAPTERS if (path / ADAPTERS).is_file() else OWN
     for each in former.iterdir() if former.is_dir() else ():
-        if not own.fullmatch(each.name) and not (path / each.name).exists():
+        left = each.name in (UNFINISHED_MODEL, FORMER)  # by a save that ended in the middle
+        if not (left or own.fullmatch(each.name) or (path / each.name).exists()):
             each.rename(path / each.name)

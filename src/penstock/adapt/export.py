@@ -29,7 +29,8 @@ def whole_state(
     """
     machinery = engine.stack.machinery
     layout, control = machinery.layout, machinery.control
-    state: dict[str, Any] = dict(model.state_dict() if given is None else given)
+    own = model.state_dict()  # of adapters all ranks bring it together
+    state: dict[str, Any] = dict(own if given is None else given)
     members = layout.mesh.members(0, Group.EXPERT)
     if layout.ep_size > 1 and layout.rank in members:
         whole: dict[int, Tensor] = {}
@@ -65,6 +66,7 @@ def check_names(model: Any, plain: Any, given: Mapping[str, Tensor] | None = Non
     """
     if getattr(model, "_hf_peft_config_loaded", False):
         return
+    own = model.state_dict()  # ranks bring adapters together, also where one of them is given a state
     try:
         with quiet(), torch.device("meta"):
             wanted = plain(copy.deepcopy(model.config)).state_dict().keys()
@@ -75,7 +77,7 @@ def check_names(model: Any, plain: Any, given: Mapping[str, Tensor] | None = Non
             stacklevel=3,
         )
         return
-    found = (model.state_dict() if given is None else given).keys()
+    found = (own if given is None else given).keys()
     missing, unexpected = sorted(wanted - found), sorted(found - wanted)
     if missing or unexpected:
         raise ValueError(

@@ -31,6 +31,9 @@ Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 Shard = list["_Piece"]
 
+LENGTH_BYTES = 8
+"""At the start of a file of safetensors: how long its header is."""
+
 
 @dataclass(eq=False, frozen=True)
 class _Part:
@@ -109,6 +112,7 @@ class Writing:
             joining = partial(self._write_joined, path, sorted(shard, key=_place), writer)
             together(self._control, purpose, joining)
         together(self._control, purpose, lambda: self._write_index(folder, names), rank=0)
+        together(self._control, purpose, lambda: self._check_files(folder, names), rank=0)
 
     def _pieces(
         self, state: Mapping[str, Tensor], spread: Iterable[str], convert: Convert
@@ -175,6 +179,15 @@ class Writing:
         weight_map = {name: file for file, shard in pairs for name, _, _ in shard}
         table = {"metadata": total, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
+
+    def _check_files(self, folder: Path, names: list[str]) -> None:
+        """Raise OSError unless rank 0 sees what all ranks say that they have written."""
+        for name, shard in zip(names, self._written, strict=True):
+            with (folder / name).open("rb") as file:
+                header_bytes = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
+            expected = header_bytes + sum(size_bytes for _, _, size_bytes in shard)
+            if (found := (folder / name).stat().st_size) != expected:
+                raise OSError(f"{folder / name} has {found} bytes instead of {expected}")
 
 
 def _by_layer(state: Mapping[str, Tensor], spread: set[str]) -> Iterator[tuple[bool, dict[str, Tensor]]]:

@@ -229,8 +229,9 @@ def _save_adapters(plain: Any) -> Callable[..., Any]:
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **named: Any) -> None:
         engine = engine_of(self)
         engine.warn_if_different()
+        state = self.state_dict()  # all ranks bring the adapters of their experts, also if one has been given
         if named.get("state_dict") is None:
-            named["state_dict"] = self.state_dict()  # all ranks bring the adapters of their experts
+            named["state_dict"] = state
         named["is_main_process"] = True
 
         def save() -> None:
