@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -38,10 +39,13 @@ def keep_step(
     analysis: StepAnalysis,
     forecast: Callable[[], Forecast],
     folder: Path,
+    writing: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Rank 0 writes `step.json` into `folder`; all ranks call it.
 
     steps: this rank's records of the last steps under the plan in use. forecast: asked by rank 0 alone.
+    writing: as in
+    `analyse`.
     """
     control, plan = stack.machinery.control, stack.plan
     tasks = list(plan.graph.tasks)
@@ -49,7 +53,8 @@ def keep_step(
     if control.rank == 0:
         known = _Known(tasks, stack.machinery.layout.mesh, everyone, forecast())
         path = critical_path((r for each in everyone for r in each.last), plan.graph.needs, known.mesh)
-        known.file(path, analysis, len(steps)).save(folder)
+        with writing():
+            known.file(path, analysis, len(steps)).save(folder)
     control.barrier("waiting for the last step's file")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -36,13 +37,16 @@ class StepAnalysis:
 
 
 def analyse(
-    stack: PipelinedStack, steps: Sequence[Sequence[TaskRecord]], folder: Path | None
+    stack: PipelinedStack,
+    steps: Sequence[Sequence[TaskRecord]],
+    folder: Path | None,
+    writing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StepAnalysis:
     """Compare this run's last steps with the simulator; all ranks call it, all get the same.
 
     steps: this rank's records, step by step, all under the plan in use now. With a folder, rank 0 writes
     `trace.json` (all ranks, measured and below that simulated) and `tasks.csv` (its own last step, task by
-    task, predicted and measured).
+    task, predicted and measured). writing: around that, what is to become of an OSError.
     """
     control, layout, plan = stack.machinery.control, stack.machinery.layout, stack.plan
     everyone = control.gather([list(records) for records in steps], "collecting the trace")
@@ -50,7 +54,8 @@ def analyse(
     ranks = layout.mesh
     timeline = simulate(plan.schedule, plan.graph, cost, ranks)
     if folder is not None and control.rank == 0:
-        _write(folder, everyone, timeline)
+        with writing():
+            _write(folder, everyone, timeline)
     control.barrier("waiting for the trace")
     return StepAnalysis(
         measured_s=median(max(_span_s(step) for step in turn) for turn in zip(*everyone, strict=True)),

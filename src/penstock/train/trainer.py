@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -229,10 +229,6 @@ class Trainer:
     def _save(self, metrics: StepMetrics, *, last: bool) -> None:
         """Write a checkpoint if it is worth going back to: finite, and so is what the model makes of text."""
         step, loss = metrics.step, metrics.eval_loss
-        course = self.loads.course(self.moe_layers)  # of rank 0
-        if course is not None:
-            course.save(self.config.output.dir)
-        self.analysis = self._analyse()
         if loss is None:
             loss = evaluate(self.stack, self.source.stream.held_out_batches(1)).loss
         if self.control.any(not math.isfinite(loss), f"judging the model after step {step}"):
@@ -240,11 +236,13 @@ class Trainer:
             if last:
                 raise DivergedError(self._diverged(problem))
             self.progress.say(f"{problem}: no checkpoint is saved")
+            self._describe()
             return
         try:
             self.saved = self.checkpoints.save(step, plan_settled=self.pilot.settled, papers=self.pilot.save)
         except NotFiniteError as error:  # no step repairs that
             raise DivergedError(self._diverged(str(error))) from error
+        self._describe()
 
     def _skip(self, step: int, loss: float, norm: float) -> None:
         """Undo the step; end the run if too many steps in a row were skipped."""
@@ -270,12 +268,24 @@ class Trainer:
         if self.leader and self._saved_config.plan.is_saved:
             self.pilot.save(self.config.output.dir)
 
-    def _analyse(self) -> StepAnalysis:
-        wanted, kept = self.config.output.trace_steps, list(self.recent)
+    def _describe(self) -> None:
+        """Write what the last steps were like, when the checkpoint is there: no run ends for want of it."""
+        wanted, kept, folder = self.config.output.trace_steps, list(self.recent), self.config.output.dir
         steps = kept[-max(wanted, ANALYSED_STEPS) :]
-        found = analyse(self.stack, steps, self.config.output.dir if wanted else None)
-        keep_step(self.stack, kept, found, self.pilot.forecast, self.config.output.dir)
-        return found
+        self.analysis = found = analyse(self.stack, steps, folder if wanted else None, self._spare)
+        keep_step(self.stack, kept, found, self.pilot.forecast, folder, self._spare)
+        course = self.loads.course(self.moe_layers)  # of rank 0
+        if course is not None:
+            with self._spare():
+                course.save(folder)
+
+    @contextmanager
+    def _spare(self) -> Iterator[None]:
+        """Inside, rank 0 writes what a run can do without while others wait: it says if it cannot."""
+        try:
+            yield
+        except OSError as error:
+            self.progress.say(f"what the last steps were like was not written: {error}")
 
     def _open_output(self, closing: ExitStack) -> None:
         """Rank 0 prepares the folder; the others look into it only after the exchange."""
