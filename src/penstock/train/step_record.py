@@ -44,8 +44,7 @@ def keep_step(
     """Rank 0 writes `step.json` into `folder`; all ranks call it.
 
     steps: this rank's records of the last steps under the plan in use. forecast: asked by rank 0 alone.
-    writing: as in
-    `analyse`.
+    writing: as in `analyse`.
     """
     control, plan = stack.machinery.control, stack.plan
     tasks = list(plan.graph.tasks)
