@@ -160,7 +160,7 @@ def _node_once(name: str, title: str, note: str, *routing: str) -> Run:
             *routing,
         ),
         note=note,
-        seconds=80,
+        seconds=170,
         drawn=False,
     )
 
