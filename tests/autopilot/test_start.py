@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
+from penstock.adapt.planning import REMEDY
 from penstock.autopilot.run_problem import assumed_problem
-from penstock.autopilot.start import start
+from penstock.autopilot.start import find, start
+from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
@@ -47,3 +49,16 @@ def test_a_plan_file_says_where_it_overrules_what_was_asked_for(tmp_path: Path) 
     (schedule,) = warnings(schedule=ScheduleConfig(name="flowmoe", microbatches=1))
     assert "section [schedule] (name flowmoe) is ignored" in schedule
     machinery.lanes.close()
+
+
+def test_what_helps_against_rough_measurements_is_said_where_the_plan_is_shown() -> None:
+    """A scheduled model of transformers writes no cluster.json, and has no setting for how long it measures."""
+    file = replace(find_cluster("fsmoe-testbed-b"), doubts=("a doubt",))
+
+    def caution(*remedy: str) -> str:
+        _, lines = find(assumed_problem(CONFIG, ALONE), file, 0.01, print, lambda: None, *remedy)
+        return lines[-1]
+
+    assert "plan.profile_s" in caution() and "cluster.json" in caution()
+    assert "plan.profile_s" not in caution(REMEDY) and "cluster.json" not in caution(REMEDY)
+    assert caution(REMEDY).endswith(REMEDY)

@@ -29,6 +29,9 @@ AUTO = "auto"
 PROFILE_S = 10.0
 """How long the cluster is measured for a plan."""
 
+REMEDY = "Start again while it is idle, or name a schedule (plan)"
+"""Where measurements contradict each other: no file keeps them, and how long they take is fixed."""
+
 LINE = 110
 """Characters in a line of what is said about plans."""
 
@@ -174,7 +177,7 @@ class SearchedPlan:
         )
 
         def decide(beat: Beat) -> tuple[Order, tuple[str, ...]]:
-            found, lines = find(problem, file, 1.0, self.say, beat)
+            found, lines = find(problem, file, 1.0, self.say, beat, REMEDY)
             return Order.of(found.best.plan), lines
 
         order, lines = decided_slowly(machinery.control, decide, "choosing a plan", self.parallel.timeout_s)

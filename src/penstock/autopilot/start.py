@@ -24,7 +24,7 @@ from penstock.autopilot.run_problem import (
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
-from penstock.cost.doubts import summary
+from penstock.cost.doubts import IN_A_RUN, summary
 from penstock.cost.match import mismatch
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.plan import (
@@ -224,13 +224,14 @@ def cluster_of(config: RunConfig, machinery: Machinery, say: Say) -> ClusterFile
 
 
 def find(
-    problem: Problem, file: ClusterFile, budget: float, say: Say, beat: Beat
+    problem: Problem, file: ClusterFile, budget: float, say: Say, beat: Beat, remedy: str = IN_A_RUN
 ) -> tuple[FoundPlan, tuple[str, ...]]:
     """The best plan and the five lines that explain it, one more if the budget ended the search early, and
     one if the measurements contradict each other.
 
     Memory is an estimate: if no plan fits by it, a warning is printed and the best plan is still taken,
-    since the run will show whether it fits. beat: called after every simulation.
+    since the run will show whether it fits. beat: called after every simulation. remedy: of measurements
+    that contradict each other.
     """
     memory = MemoryBudget.of(file.memory_bytes)
 
@@ -246,7 +247,7 @@ def find(
         memory = None
         found = searched()
     beat()
-    doubts = summary(file.doubts, intervals=file.steps is not None)
+    doubts = summary(file.doubts, intervals=file.steps is not None, remedy=remedy)
     return found, (*explain(problem, found, memory).lines, *found.searched.lines, *doubts)
 
 
