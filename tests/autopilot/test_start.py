@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from penstock.adapt.planning import REMEDY
@@ -51,6 +52,7 @@ def test_a_plan_file_says_where_it_overrules_what_was_asked_for(tmp_path: Path) 
     machinery.lanes.close()
 
 
+@pytest.mark.slow
 def test_what_helps_against_rough_measurements_is_said_where_the_plan_is_shown() -> None:
     """A scheduled model of transformers writes no cluster.json, and cannot be told to measure longer."""
     file = replace(find_cluster("fsmoe-testbed-b"), doubts=("a doubt",))
