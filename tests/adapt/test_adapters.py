@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import penstock
 from penstock.adapt.adapters import ExpertAxis, axes_of
+from tests.adapt.test_checkpoint import losses_of
 from tests.support.adapted import Batch, distance, exactly, grads_of, small, without_labels
 from tests.support.ranks import Pools
 
@@ -127,27 +128,15 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
 
 
-def losses_of(model: Any, optimizer: Any, rank: int, world: int) -> list[float]:
-    """Those of two steps on this rank's samples."""
-    each, losses = 4 // world, []
-    for seed in range(2):
-        loss = model(**Batch(seed=seed).inputs(rank * each, (rank + 1) * each)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def go_on(rank: int, world: int, folder: str) -> list[list[float]]:
     """Losses after a checkpoint: as the run went on, and as others do that read it before and after experts
     are spread.
     """
     model = adapted(penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe"))
     optimizer = optimizer_of(model)
-    losses_of(model, optimizer, rank, world)
+    losses_of(model, optimizer, rank, world, range(2))
     penstock.save_checkpoint(model, optimizer, folder)
-    return [losses_of(model, optimizer, rank, world), *read_again(rank, world, folder)]
+    return [losses_of(model, optimizer, rank, world, range(2)), *read_again(rank, world, folder)]
 
 
 def read_again(rank: int, world: int, folder: str) -> list[list[float]]:
@@ -160,7 +149,7 @@ def read_again(rank: int, world: int, folder: str) -> list[list[float]]:
     ):
         optimizer = optimizer_of(model)
         penstock.load_optimizer(model, optimizer, folder)
-        found.append(losses_of(model, optimizer, rank, world))
+        found.append(losses_of(model, optimizer, rank, world, range(2)))
     return found
 
 

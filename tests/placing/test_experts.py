@@ -99,7 +99,7 @@ def test_on_slow_links_weights_stay_where_they_are() -> None:
 
 
 def test_slots_that_are_left_are_filled_as_far_as_that_is_hidden() -> None:
-    """So that experts that nobody foresaw to be hot have hosts, where rows are split by their own loads."""
+    """Experts that turn hot unforeseen then have hosts, where rows are split by their own loads."""
     problem = skewed(guest_slots=2, byte_s=1e-12)
     hosting, by_plan = (find_planner("planned")(replace(problem, exact=exact)) for exact in (True, False))
     filled, left = (

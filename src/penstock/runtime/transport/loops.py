@@ -35,7 +35,7 @@ class Loops:
         return Loops(self.threads - before.threads)
 
     def wait_their_turn(self) -> None:
-        """Let these threads push nobody off a core when they wake; a free core they take at once."""
+        """Let these threads preempt no other when they wake; a free core they still take at once."""
         for thread in self.threads:
             # A group that is closed takes its thread along; a sandbox may forbid this, and costs that time.
             with suppress(OSError):
