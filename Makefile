@@ -9,6 +9,9 @@ TWO_AT_ONCE := --numprocesses 2 --no-loadscope-reorder
 # Python compiles what is imported when it is imported; pip would compile all of every package, for a minute.
 INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable
 
+# Every process that is started would compile all of torch anew: three seconds of its time, hundreds of times.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run test tests quick soak lint bench clean
 
 run: $(INSTALLED)  ## install, then train configs/tiny.toml; RUN="train.steps=50" changes settings

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -66,30 +67,56 @@ def run_suite(runs: Sequence[Run], folder: Path, out: TextIO) -> int:
     """Run all, write all documents into `folder`; 0, or 1 if a run failed.
 
     out: where progress and errors go, a line at a time. A run that fails stops none of the others. Raises
-    `OSError` if the folder cannot be written, before the first run.
+    `OSError` if the folder cannot be written, before the first run. If it is interrupted, what has ended goes
+    into the documents that are there, or becomes them.
     """
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-    outcomes = [run_one(run, f"[{number}/{len(runs)}]", out) for number, run in enumerate(runs, 1)]
-    write_all(Machine.here(), outcomes, folder)
+
+    def write(outcomes: Sequence[Outcome]) -> None:
+        write_all(Machine.here(), outcomes, folder)
+
+    there = (folder / RESULTS).is_file()
+    outcomes = _run_each(runs, out, (lambda ended: _put(ended, folder)) if there else write)
+    write(outcomes)
     return _told(outcomes, folder, out)
 
 
 def run_some(names: Sequence[str], folder: Path, out: TextIO) -> int:
     """Run those of `SUITE` and put what they find into the documents that are there; 0, or 1 if one failed.
 
-    Raises `ConfigError` for an unknown name, `OSError` where no suite has been written.
+    Raises `ConfigError` for an unknown name, `OSError` where no suite has been written. If it is interrupted,
+    what has ended is put there.
     """
     for name in names:
         check_name("--only", name, [run.name for run in SUITE])
-    results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+    if not (folder / RESULTS).is_file():
+        raise FileNotFoundError(f"no {RESULTS} in {folder}: run the whole suite first")
     runs = [run for run in SUITE if run.name in names]
-    found = [run_one(run, f"[{number}/{len(runs)}]", out) for number, run in enumerate(runs, 1)]
+    outcomes = _run_each(runs, out, lambda ended: _put(ended, folder))
+    _put(outcomes, folder)
+    return _told(outcomes, folder, out)
+
+
+def _run_each(runs: Sequence[Run], out: TextIO, keep: Callable[[Sequence[Outcome]], None]) -> list[Outcome]:
+    """What became of all; an interruption goes on when what had ended before is kept."""
+    outcomes: list[Outcome] = []
+    try:
+        for number, run in enumerate(runs, 1):
+            outcomes.append(run_one(run, f"[{number}/{len(runs)}]", out))
+    except KeyboardInterrupt:
+        keep(outcomes)
+        print(f"interrupted: {len(outcomes)} of {len(runs)} runs have ended and are kept", file=out)
+        raise
+    return outcomes
+
+
+def _put(found: Sequence[Outcome], folder: Path) -> None:
+    results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
     outcomes = [replace(outcome, measured=Machine.here().words) for outcome in found]
     known = {each["name"]: each for each in [*results["runs"], *map(_plain, outcomes)]}
     results["runs"] = [known[run.name] for run in SUITE if run.name in known]
     _put_sections(outcomes, draw(_drawn(results["runs"]), folder / FOLDER), folder)
     (folder / RESULTS).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    return _told(outcomes, folder, out)
 
 
 def _drawn(runs: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -144,6 +171,10 @@ def _execute(run: Run) -> tuple[int, str, str]:
             process.terminate()
             stdout, stderr = _last_words(process)
             stderr += f"\ngiven up after {limit_s:.0f} s"
+        except KeyboardInterrupt:
+            process.terminate()
+            _last_words(process)
+            raise
     return process.returncode, stdout, stderr
 
 
@@ -231,6 +262,8 @@ def main() -> int:
     )
     given = parser.parse_args()
     folder: Path = given.folder
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def command() -> int:
         check_available()

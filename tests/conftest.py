@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.left import left_group
 from tests.support.pairwise import leave_to_soak
 from tests.support.workers import GroupScheduling, slow_first
 
@@ -27,7 +28,7 @@ settings.register_profile(
         HealthCheck.function_scoped_fixture,
     ],
 )
-EXAMPLES = {"quick": 10, "test": 16, "soak": 400}
+EXAMPLES = {"quick": 5, "test": 16, "soak": 400}
 """How often `make quick`, `make test` and `make soak` try a property; see also tests/support/draws.py."""
 
 
@@ -63,6 +64,24 @@ def pytest_runtest_teardown() -> None:
     runs = sys.modules.get("tests.support.runs")  # unless a test has imported it, none was started
     if runs is not None:
         runs.end_started()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def left_as_found() -> Iterator[None]:
+    """A file of tests that leaves this process joined fails itself, and not the one that follows here."""
+    yield
+    group = left_group()
+    if group:
+        pytest.fail(group, pytrace=False)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process joins no others for longer than a test, as `penstock.parallelize` does."""
+    from penstock.topology import leave  # here: what only hands out tests to workers needs no torch
+
+    yield
+    leave()
 
 
 @pytest.fixture(scope="session")

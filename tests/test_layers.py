@@ -137,6 +137,13 @@ def test_what_counts_as_wrong(module: str, line: str, wrong: bool) -> None:
     assert bool(wrong_imports(ROOT / module, ast.parse(line))) is wrong
 
 
+def test_plans_and_predictions_read_no_clock() -> None:
+    """The same step has the same prediction, however busy the machine. `data` reads files for so long."""
+    sources = [path for path in SOURCES if layer(module_name(path)) in set(PURE) - {"data"}]
+    assert len(sources) > 100
+    assert [str(path) for path in sources if "time" in set(imported(tree_of(path)))] == []
+
+
 def test_planning_does_not_load_torch() -> None:
     names = [module_name(path) for path in SOURCES]
     pure = [name for name in names if layer(name) is None or layer(name) in PURE]

@@ -10,6 +10,9 @@ import torch.distributed as dist
 
 import penstock
 from penstock.moe import MoELayer, build_layer
+from penstock.own_loop import Session
+from penstock.topology.rollcall import ACTIVITY
+from tests.support.forked import run_forked
 from tests.support.runs import write_config
 
 
@@ -62,6 +65,80 @@ def test_a_setting_that_cannot_be_used_is_named() -> None:
         pass
 
 
-def test_an_error_of_the_loop_comes_out_as_it_was() -> None:
-    with pytest.raises(ZeroDivisionError), penstock.session(None, "model.num_layers=1"):
+TINY = ("model.num_layers=1", "model.hidden_size=16", "model.num_heads=2", "model.seq_len=8")
+
+
+def stepped(run: Session) -> float:
+    tokens = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(run.device)
+    loss: torch.Tensor = run.model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    return loss.item()
+
+
+def test_an_error_of_the_loop_comes_out_as_it_was_and_another_session_may_follow() -> None:
+    with pytest.raises(ZeroDivisionError), penstock.session(None, *TINY) as run:
+        first = stepped(run)
         _ = 1 / 0
+    assert not dist.is_initialized()
+    with penstock.session(None, *TINY) as run:
+        assert stepped(run) == first
+        assert ACTIVITY.failure is None
+    assert not dist.is_initialized()
+
+
+def test_a_session_whose_model_cannot_be_closed_is_left() -> None:
+    """As on a GPU on which a kernel has failed, where nothing works any more."""
+
+    def fail() -> None:
+        raise OSError("of closing")
+
+    with pytest.raises(OSError, match="of closing"), penstock.session(None, *TINY) as run:
+        close, run.model.close = run.model.close, fail  # type: ignore[method-assign]
+        raise ZeroDivisionError
+    close()
+    assert not dist.is_initialized()
+
+
+def test_a_session_may_be_in_another_and_fail_there() -> None:
+    with penstock.session(None, *TINY) as run:
+        first = stepped(run)
+        with penstock.session(None, *TINY) as inner:
+            assert stepped(inner) == first
+        with pytest.raises(ZeroDivisionError), penstock.session(None, *TINY):
+            _ = 1 / 0
+        assert ACTIVITY.failure is None, "other ranks were told that this one ends"
+        assert dist.is_initialized()
+        assert stepped(run) == first
+    assert not dist.is_initialized()
+
+
+SESSIONS = f"""
+import os
+import torch
+import penstock
+
+rank, said = int(os.environ["RANK"]), []
+for turn in range(2):
+    try:
+        with penstock.session(None, *{TINY}, "moe.num_experts=4", "schedule.name=flowmoe") as run:
+            tokens = torch.randint(256, (2, 9))
+            if turn == 0 and rank == 1:
+                raise ZeroDivisionError("of rank 1 alone")
+            run.model(tokens[:, :-1], tokens[:, 1:]).backward()
+            said.append("fine")
+    except (RuntimeError, ZeroDivisionError) as error:
+        said.append(f"{{type(error).__name__}} {{error}}".splitlines()[0])
+os.write(1, f"{{rank}}: {{' | '.join(said)}}\\n".encode())
+"""
+
+
+@pytest.mark.slow
+def test_ranks_are_told_why_one_has_left_and_meet_again_in_another_session(tmp_path: Path) -> None:
+    program = tmp_path / "sessions.py"
+    program.write_text(SESSIONS)
+    done = run_forked(2, program=str(program))
+    first, second = sorted(done.stdout.splitlines())
+    assert "rank 1 had failed: ZeroDivisionError: of rank 1 alone" in first, done
+    assert first.startswith("0: TaskError ") and first.endswith(" | fine")
+    assert second == "1: ZeroDivisionError of rank 1 alone | fine"

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from penstock.topology import leave
+from penstock.topology.join import ALONE, join
+from tests.support.left import left_group
 from tests.support.workers import group_of, slow_first
 
 
@@ -40,3 +45,13 @@ def test_what_is_slow_begins_first() -> None:
     tests = [Test(*each) for each in slow.items()]
     slow_first(tests)
     assert [test.nodeid for test in tests] == ["c::1", "c::2", "b::1", "b::2", "a::1", "d::1"]
+
+
+def test_a_file_that_leaves_a_group_is_told_and_the_next_one_finds_none() -> None:
+    assert left_group() == ""
+    join(ALONE, 60.0, torch.device("cpu"))
+    try:
+        assert "left a process group" in left_group()
+        assert not dist.is_initialized()
+    finally:
+        leave()

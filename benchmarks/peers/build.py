@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from benchmarks.peers.installed import require
 from benchmarks.peers.peer import Peer, Work
 from penstock.bench.contender import TransportName
@@ -14,6 +16,7 @@ def build_peer(name: str, work: Work, transport: TransportName) -> Peer:
     kind, live side by side. Raises `ConfigError` if the package is missing or cannot do what is asked for.
     """
     version = require(name)
+    leave_out_renamings()
     if name == "deepspeed":
         from benchmarks.peers.deepspeed_peer import DeepSpeedPeer
 
@@ -21,3 +24,8 @@ def build_peer(name: str, work: Work, transport: TransportName) -> Peer:
     from benchmarks.peers.megatron_peer import MegatronPeer
 
     return MegatronPeer(version, transport, work)
+
+
+def leave_out_renamings() -> None:
+    """Of torch's warnings, those of functions that it has renamed: packages of peers call them, not we."""
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

@@ -24,6 +24,7 @@ from penstock.runtime import PipelinedStack
 from penstock.topology import Control, Layout, ProcessInfo, detect, find_node_size, leave
 from penstock.topology.blame import give_up, reason
 from penstock.topology.join import ALONE, joined
+from penstock.train.alike import check_alike
 from penstock.train.assemble import build_machinery, build_stack, on_device, pick_device
 from penstock.train.config import RunConfig
 from penstock.train.pilot import Ranks
@@ -57,6 +58,12 @@ class Session:
         return self.layout.world_size
 
 
+class _Open:
+    """What this process has entered and not left."""
+
+    sessions = 0
+
+
 @contextmanager
 def session(
     config: RunConfig | str | Path | None = None, *settings: str, make_moe: MakeLayer | None = None
@@ -70,25 +77,52 @@ def session(
 
     With plan.source = "auto" the cluster is measured and a plan searched for before the body runs; unlike
     `penstock train`, which watches its steps, a loop of one's own keeps that plan. All ranks enter together,
-    and leave together: leaving closes the model, and the process group unless it was there before. Where the
-    body raises, the other ranks are told why.
+    and leave together: leaving closes the model, and the process group unless it was there before, also
+    where the body raises; exchanges that have begun on GPUs are aborted then. The other ranks are told why,
+    by the outermost session: inside another one an error may be caught, and is not the end.
 
-    Raises ConfigError for a setting that cannot be used, ValueError for settings beside a RunConfig.
+    Raises ConfigError for a setting that cannot be used or is not the same on all ranks, ValueError for
+    settings beside a RunConfig.
     """
     read = _read(config, settings)
     started = detect(os.environ) or ALONE
     device = pick_device(started.local_rank)
     joins = not dist.is_initialized()
     info = joined(read.parallel.timeout_s, device)
+    run = None
     try:
-        run = _built(read, info, device, make_moe)
-        yield run
+        with _counted() as outer:
+            run = _built(read, info, device, make_moe)
+            yield run
     except BaseException as error:
-        give_up(f"{type(error).__name__}: {reason(error)}")
+        if not outer:
+            give_up(f"{type(error).__name__}: {reason(error)}")
+        if run is not None:
+            run.model.machinery.transports.abort()  # who waits for this rank waits no longer
+        _close(run, leaves=joins, aborts=device.type == "cuda")  # NCCL would wait for ranks that come no more
         raise
-    run.model.close()
-    if joins:
-        leave()
+    _close(run, leaves=joins, aborts=False)
+
+
+@contextmanager
+def _counted() -> Iterator[int]:
+    """How many sessions this one is in."""
+    outer = _Open.sessions
+    _Open.sessions += 1
+    try:
+        yield outer
+    finally:
+        _Open.sessions = outer
+
+
+def _close(run: Session | None, *, leaves: bool, aborts: bool) -> None:
+    """Close the model, and leave even if closing fails, so that the next session can join again."""
+    try:
+        if run is not None:
+            run.model.close()
+    finally:
+        if leaves:
+            leave(aborts=aborts)
 
 
 def _read(config: RunConfig | str | Path | None, settings: Sequence[str]) -> RunConfig:
@@ -101,8 +135,9 @@ def _read(config: RunConfig | str | Path | None, settings: Sequence[str]) -> Run
 
 def _built(config: RunConfig, info: ProcessInfo, device: torch.device, make_moe: MakeLayer | None) -> Session:
     """The model with its first plan, as `penstock train` makes them."""
-    config = on_device(config.resolved(info.world_size), device)
     control = Control(info.rank, info.world_size)
+    check_alike(config, control)
+    config = on_device(config.resolved(info.world_size), device)
     node_size = find_node_size(control, info.local_rank)
     ranks = Ranks(control=control, device=device, node_size=node_size)
     say = _say if info.rank == 0 else _silent

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-
-from penstock.topology import leave
 
 
 @pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """A process by itself joins no others for longer than a test: other tests join here, too."""
-    yield
-    leave()
+def always_alone(alone: None) -> None:
+    """Every test here may make a model parallel."""
+    del alone

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.adapt import asking
-from penstock.adapt.asking import ByteWords, Opened, judge
+from penstock.adapt.asking import ByteWords, Opened, Sampling, Telling, generate, judge
 from tests.support.adapted import small
 
 LENGTH, VOCABULARY = 8, 256
@@ -41,3 +41,34 @@ def test_logits_of_few_windows_are_held_at_once(
         total += F.cross_entropy(logits, wanted, reduction="sum").item()
     assert found.loss == pytest.approx(total / (len(tokens) - 1), rel=1e-5)
     assert found.tokens == len(TEXT) - 1
+
+
+def test_text_is_told_while_it_is_written() -> None:
+    """Piece by piece, the prompt first; together they are the whole."""
+    opened = Opened(small("mixtral", vocab_size=VOCABULARY).eval(), ByteWords())
+    pieces: list[str] = []
+    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, seed=3)
+    text = generate(opened, "The network", 40, sampling, pieces.append)
+    assert pieces[0] == "The network"
+    assert "".join(pieces[1:]) == text
+    assert len(pieces) > 5
+
+
+def test_what_beams_find_is_told_at_the_end() -> None:
+    """Settings of generation come with a model; of several beams none is the text before the end."""
+    opened = Opened(small("mixtral", vocab_size=VOCABULARY).eval(), ByteWords())
+    opened.model.generation_config.num_beams = 2
+    pieces: list[str] = []
+    text = generate(opened, "A", 8, Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0), pieces.append)
+    assert pieces == ["A" + text]
+
+
+def test_a_character_is_told_when_all_its_bytes_have_come() -> None:
+    """Two bytes of one character are one piece; half a one at the end is told as unknown."""
+    pieces: list[str] = []
+    telling = Telling(ByteWords(), "Ü", pieces.append)
+    telling.put(torch.tensor([list("Ü".encode())]))
+    for token in "aöb".encode() + "ö".encode()[:1]:
+        telling.put(torch.tensor([token]))
+    telling.end()
+    assert pieces == ["Ü", "a", "ö", "b", "\ufffd"]

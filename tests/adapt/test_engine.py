@@ -13,6 +13,7 @@ from torch import Tensor
 
 import penstock
 from penstock.adapt.decoder import LayerCall
+from penstock.adapt.scheduled import engine_of
 from tests.support.adapted import Batch, distance, grads_of, share_of, small
 from tests.support.ranks import Pools
 
@@ -132,3 +133,71 @@ def test_positions_of_other_samples_are_refused(positions: Tensor) -> None:
     model: Callable[..., Any] = penstock.parallelize(small("mixtral"))
     with pytest.raises(ValueError, match=r"position_ids must be \[4, 12\] or \[1, 12\]"):
         model(**Batch().inputs(), position_ids=positions)
+
+
+# ---- another plan, for which all ranks are needed ----------------------------------------------------------
+
+
+def freeze_all_but_the_head(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lm_head" in name)
+
+
+def thaw(model: Any) -> None:
+    model.requires_grad_(True)
+
+
+def switch(model: Any) -> None:
+    model.gradient_checkpointing_enable()
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {"thawed": thaw, "switched": switch}
+
+
+def changed(rank: int, world: int, what: str, alone: bool) -> tuple[str, dict[str, Tensor], bool]:
+    """A step, a change on rank 1 or all, another step: the error, gradients, whether the plan is new."""
+    model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe")
+    if what == "thawed":
+        freeze_all_but_the_head(model)
+    given = Batch().inputs(2 * rank, 2 * rank + 2)
+    model(**given).loss.backward()
+    model.zero_grad()
+    before = engine_of(model).stack.plan
+    torch.manual_seed(rank)
+    drawn = torch.rand(1)
+    torch.manual_seed(rank)
+    if rank == 1 or not alone:
+        CHANGES[what](model)
+    try:
+        model(**given).loss.backward()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}", {}, False
+    assert torch.equal(torch.rand(1), drawn), "asking has drawn random numbers"
+    return "", grads_of(model), engine_of(model).stack.plan is not before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("thawed", "is trained now and was not when its plan was made"),
+        ("switched", "gradient checkpointing was switched to 'blocks'"),
+    ],
+)
+def test_a_rank_that_needs_another_plan_alone_is_named_on_all(ranks: Pools, what: str, told: str) -> None:
+    for message, _, _ in ranks(2).run(changed, 2, what, True):
+        assert message.startswith("ScheduleMismatchError: rank 1 needs another plan, since")
+        assert f"{told}, and not all ranks do" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", CHANGES)
+def test_ranks_that_change_together_get_another_plan(ranks: Pools, what: str) -> None:
+    wanted = small("mixtral")
+    wanted(**Batch().inputs()).loss.backward()
+    expected = grads_of(wanted)
+    for rank, (message, grads, is_new) in enumerate(ranks(2).run(changed, 2, what, False)):
+        assert (message, is_new) == ("", True)
+        assert grads.keys() == expected.keys()
+        for name, grad in grads.items():
+            assert distance(grad, share_of(expected[name], grad, rank)) < 1e-5, name

@@ -88,7 +88,7 @@ def test_reading_needs_memory_for_the_share_and_a_shard(tmp_path: Path) -> None:
         pool.close()
     for most, held in found:
         assert held < 0.55 * whole
-        limit = 1.1 * (held + SHARD_MIB)  # allocators round up, and keep some of what was freed
+        limit = 1.15 * (held + SHARD_MIB)  # allocators round up, and keep some of what was freed
         assert most < limit < 0.8 * whole, f"{most:.0f} MiB to hold {held:.0f} of {whole:.0f}"
 
 

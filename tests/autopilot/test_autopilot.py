@@ -142,7 +142,7 @@ def test_a_run_moves_experts_where_that_pays(ranks: Pools, given: Path, tmp_path
     assert told[0].plans == told[1].plans
     paper = PlanFile.read(folder / "run" / "plan.json")
     assert "Experts  moving pays" in " ".join(paper.why) and "changing to plan 2: " in told[0].said
-    assert paper.choice.guests == 1 and paper.choice.experts != "none"
+    assert paper.choice.guests in (1, 2) and paper.choice.experts != "none"
     assert losses(folder) == pytest.approx(losses(given)[:24], rel=1e-4)
 
 

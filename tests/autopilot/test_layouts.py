@@ -63,8 +63,11 @@ def test_layouts_that_a_layer_cannot_run_are_left_out(
     tmp_path: Path, setting: str, possible: set[tuple[int, int]]
 ) -> None:
     config = config_of(tmp_path, setting)
-    assert shares(found_by(config)) == possible
-    with pytest.raises(ConfigError, match=setting.partition("=")[0]):
+    found, key = found_by(config), setting.partition("=")[0]
+    assert shares(found) == possible
+    assert found.refused and all(each.startswith(f"{key} = ") for each in found.refused)
+    assert found.lines[-1].endswith(f", {len(found.refused)} cannot be had: {found.refused[0]}")
+    with pytest.raises(ConfigError, match=key):
         check_shared(config.moe, replace(config.parallel, mp_size=2, esp_size=2))
 
 
@@ -82,6 +85,19 @@ def test_impossible_layouts_are_refused_by_name(tmp_path: Path) -> None:
         check_some_layout(replace(odd, model=alone), RANKS, None)
     with pytest.raises(ConfigError, match=r"no layout fits"):
         found_by(config_of(tmp_path), memory=MemoryBudget(bytes=1))
+
+
+def test_what_is_wrong_with_every_layout_is_told(tmp_path: Path) -> None:
+    """Not that something does not divide, where that is not the reason."""
+    legs = config_of(tmp_path, "moe.dispatch=hierarchical_2d")
+    why = r"no layout fits: 10 do not divide, 0 need more memory, 15 cannot be had: moe.dispatch = .*flat"
+    with pytest.raises(ConfigError, match=why) as caught:
+        found_by(legs)
+    assert not caught.value.hint, "the reason says what to do"
+    wrong = "moe.gate=soft", "parallel.mp_size=2", "data.batch_per_device=1"
+    soft = config_of(tmp_path, *wrong, *AUTO)
+    with pytest.raises(ConfigError, match=r'moe.gate = "soft": mixes all tokens of a sample'):
+        check_some_layout(soft, RANKS, None)
 
 
 def test_a_model_too_large_for_any_layout_is_refused_before_ranks_start(

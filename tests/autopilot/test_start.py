@@ -10,7 +10,7 @@ import torch
 
 from penstock.adapt.planning import REMEDY
 from penstock.autopilot.run_problem import assumed_problem
-from penstock.autopilot.start import find, start
+from penstock.autopilot.start import find, overruled, start
 from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.models import ModelConfig
@@ -50,6 +50,19 @@ def test_a_plan_file_says_where_it_overrules_what_was_asked_for(tmp_path: Path) 
     (schedule,) = warnings(schedule=ScheduleConfig(name="flowmoe", microbatches=1))
     assert "section [schedule] (name flowmoe) is ignored" in schedule
     machinery.lanes.close()
+
+
+@pytest.mark.parametrize(("asked", "planned", "warns"), [(2, 4, False), (2, 2, False), (2, 3, True)])
+def test_a_plan_with_as_many_guest_slots_as_are_weighed_is_what_was_asked_for(
+    asked: int, planned: int, warns: bool
+) -> None:
+    choice = Decision(experts="planned", guest_slots=planned)
+    found = overruled(PlacementConfig(guest_slots=asked), choice, Path("plan.json"))
+    assert ["placement.guest_slots = 2 is ignored" in line for line in found] == [True] * warns
+    (line,) = overruled(
+        PlacementConfig(experts="planned", guest_slots=4), replace(choice, guest_slots=8), Path()
+    )
+    assert "placement.guest_slots = 4 is ignored" in line
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from penstock.bench.compare import Measurements
 from penstock.bench.contender import Entry, Sample
 from penstock.bench.result import BenchResult, Spread
 from penstock.bench.summarise import busiest_device_bytes, busiest_uplink_bytes, summarise
-from penstock.bench.table import render
+from penstock.bench.table import HEAD, LEGEND, render
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.trace import TaskRecord
@@ -98,6 +100,18 @@ def test_the_table_is_markdown_with_a_row_for_every_case() -> None:
     rows = [line for line in lines if line.startswith("|")]
     assert len(rows) == 4 and len({line.count("|") for line in rows}) == 1
     assert "physical limit 1000 ms" in lines
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_columns_are_explained_in_a_terminal_and_in_the_documentation(width: int) -> None:
+    """A document's table stands without: one legend would stand below each of BENCHMARKS.md."""
+    text = render(result(), width)
+    assert " ".join(LEGEND.split()) in " ".join(text.split()) and LEGEND not in render(result())
+    assert max(map(len, text.splitlines())) <= width
+    page = (Path(__file__).parents[2] / "docs" / "emulation.md").read_text()
+    for column in HEAD:
+        name = column.partition(" [")[0]
+        assert name == "schedule" or f"`{name}`" in page, name
 
 
 def test_a_device_s_own_link_carries_what_stays_in_the_node_too() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, TextIO
 
 import pytest
 
@@ -74,6 +77,49 @@ def test_one_run_alone_goes_into_the_documents_that_are_there(
     assert (tmp_path / "BENCHMARKS.md").read_text() == once
     kept = json.loads((tmp_path / "docs" / "bench" / "results.json").read_text())["runs"]
     assert [run["name"] for run in kept] == ["wrong", "tiny"] and "result" in kept[1]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_an_interruption_keeps_what_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """Of the whole suite, too; what was there of the others stays."""
+    failed = Outcome(run=WRONG, took_s=1.0, failure="exit code 2")
+
+    def run(run: Run, place: str, out: TextIO) -> Outcome:
+        del place, out
+        if run is TINY:
+            raise KeyboardInterrupt
+        return failed
+
+    monkeypatch.setattr(suite, "SUITE", (WRONG, TINY))
+    monkeypatch.setattr(suite, "run_one", run)
+    if there:
+        write_all(MACHINE, [Outcome(run=TINY, took_s=1.0, result=result())], tmp_folder(tmp_path))
+    out = io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        run_suite((WRONG, TINY), tmp_path, out)
+    assert "interrupted: 1 of 2 runs have ended and are kept" in out.getvalue()
+    kept = json.loads((tmp_path / "docs" / "bench" / "results.json").read_text())["runs"]
+    assert [run["name"] for run in kept] == ["wrong", "tiny"][: 1 + there]
+    assert "## A wrong run" in (tmp_path / "BENCHMARKS.md").read_text()
+
+
+def test_an_interrupted_run_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told to end, and waited for."""
+    started: list[subprocess.Popen[str]] = []
+    usual = subprocess.Popen.communicate
+
+    def interrupt(process: subprocess.Popen[str], *rest: Any, **more: Any) -> Any:
+        if not started:
+            started.append(process)
+            raise KeyboardInterrupt
+        return usual(process, *rest, **more)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_one(replace(TINY, seconds=600), "[1/1]", io.StringIO())
+    assert started[0].returncode is not None and started[0].returncode != 0
 
 
 def test_an_unknown_run_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import penstock
-from penstock.adapt.asking import Judgement
+from penstock.adapt.asking import Judgement, judge, open_model
 from penstock.adapt.own import PenstockConfig, PenstockForCausalLM, from_checkpoint
 from penstock.cli import main
 from penstock.train.trainer import Trainer
@@ -67,6 +67,9 @@ def test_what_can_be_done_with_a_run(
     assert found["tokens"] == len(SAMPLE) - 1
     assert found["loss"] == pytest.approx(float((folder / "loss").read_text()), rel=1e-5)
     assert "perplexity" in said(capsys, "evaluate", checkpoint, sample, "--length", "5")
+    told = list[str]()
+    loss = judge(open_model(folder, None), SAMPLE, 1, say=told.append).loss
+    assert len(told) > 1 and told[-1] == f"16 of 16 tokens, loss so far {loss:.4f}"
 
     asked = ("--prompt", "line 1", "--max-new-tokens", "24")  # more than the model has positions for
     text = said(capsys, "generate", folder, *asked)
@@ -75,6 +78,7 @@ def test_what_can_be_done_with_a_run(
     assert drawn[0] == drawn[1] != drawn[2]
 
     assert str(checkpoint) in said(capsys, "convert", folder, exported)
+    assert str(checkpoint) in said(capsys, "convert", checkpoint.parent, tmp_path / "the same")
     assert json.loads(said(capsys, "generate", exported, *asked, "--json"))["text"] == text[6:-1]
     model, told = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not any(told.values())
@@ -141,16 +145,49 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.Capture
     small("mixtral", vocab_size=256).save_pretrained(tmp_path / "bytes")
     text = tmp_path / "text"
     text.write_text("several words")
+    empty, latin = tmp_path / "empty", tmp_path / "latin"
+    empty.write_text("")
+    latin.write_bytes(b"several\nw\xf6rter")
     for more, words in (
         (["generate", "--prompt", ""], "prompt is empty"),
-        (["evaluate", tmp_path / "nothing"], "No such file"),
+        (["evaluate", tmp_path / "nothing"], "there is no such file"),
         (["evaluate", text, "--length", "65"], "use 1 to 64"),
+        (["evaluate", tmp_path], "is a folder, not a file"),
+        (["evaluate", empty], f"{empty} has less than two tokens"),
+        (["evaluate", latin], f"{latin}: is not UTF-8 text (line 2). Save it as UTF-8."),
+        (["convert", text], f"{text} is a file: name a folder"),
     ):
         command, *rest = more
         assert words in refused(capsys, str(command), tmp_path / "bytes", *rest)
     assert "several words" in said(capsys, "generate", tmp_path / "bytes", "--prompt", "several words")
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("--temperature", "1e-40", "'1e-40' is no temperature; use 0 for the likeliest token, else 0.0001"),
+        ("--temperature", "nan", "'nan' is no temperature"),
+        ("--prompt", "hel\udcff", "is not UTF-8; write it in UTF-8"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_named(
+    capsys: pytest.CaptureFixture[str], option: str, value: str, why: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "run", "--prompt", "a", option, value])
+    said = capsys.readouterr().err
+    assert f"argument {option}: " in said and why in said
+
+
+def test_the_least_temperature_takes_the_likeliest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small("mixtral", vocab_size=256).save_pretrained(tmp_path)
+    asked = ("generate", tmp_path, "--prompt", "several words", "--max-new-tokens", "5")
+    assert said(capsys, *asked, "--temperature", "0.0001") == said(capsys, *asked)
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_checkpoint_of_a_scheduled_model_becomes_a_folder_of_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

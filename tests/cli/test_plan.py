@@ -219,10 +219,8 @@ def test_a_busiest_rank_costs_time(capsys: pytest.CaptureFixture[str], tmp_path:
 
 @pytest.mark.slow
 def test_a_plan_that_moves_has_the_order_that_was_found_and_fits_into_memory(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    # What a planner takes is measured, and on a busy machine it may outweigh what it gains.
-    monkeypatch.setattr("penstock.plan.problem.time.thread_time", lambda: 0.0)
     path = tmp_path / "plan.json"
     routed = ["plan", "--model", "MoE-GPT-S", "--layers", "1", "--cluster", "fsmoe-testbed-b"]
     routed += ["--budget", "0.01", "--recompute", "none", "--routing", "hot_expert,hot_share=0.5"]

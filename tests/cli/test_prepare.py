@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from penstock.cli import main
+from penstock.data.record import read_record
 
 
 def test_prepare_and_prepare_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,3 +62,19 @@ def test_what_cannot_be_prepared(
         code = int(str(ended.code))
     assert code in (1, 2)
     assert re.search(why, capsys.readouterr().err)
+
+
+def test_inputs_need_no_name_in_utf8_and_the_result_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a configuration cannot name is refused before anything is read."""
+    texts, out = tmp_path / os.fsdecode(b"\xff"), tmp_path / "tokens"
+    texts.mkdir()
+    (texts / "text.txt").write_text("Water runs downhill.\n" * 10)
+    for _ in range(2):
+        assert main(["prepare", str(texts), "--out", str(out)]) == 0
+    assert read_record(out / "tokens.json").source == f"{tmp_path}/\\xff"
+    capsys.readouterr()
+    assert main(["prepare", str(texts), "--out", f"{texts}-tokens"]) == 2
+    assert "--out = " in (told := capsys.readouterr().err) and "is not UTF-8" in told
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["tokens", texts.name])

@@ -248,6 +248,13 @@ def test_an_override_inside_a_section_the_file_gives_as_a_value(tmp_path: Path) 
     assert str(error).startswith("train = 5: is a section of settings")
 
 
+def test_a_path_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load(Config, None, ["train.steps=1", "train.out=~/runs/x"]).train.out == Path("/home/me/runs/x")
+    found = refusal("train.steps=1", "train.out=~nobody-of-that-name/x")
+    assert (found.key, found.why) == ("train.out", "starts with ~USER, but there is no such user")
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml: there is no such file\. Check the path\."):
         load(Config, tmp_path / "nowhere.toml")

@@ -313,3 +313,8 @@ def test_a_file_without_its_name_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "name"}))
     with pytest.raises(ConfigError, match="name: is missing"):
         find_cluster(str(path))
+
+
+def test_a_file_that_is_not_there_yet_is_one_that_can_be_made() -> None:
+    with pytest.raises(ConfigError, match=r"none\.json: there is no such file\. `penstock profile` measures"):
+        find_cluster("none.json")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tokenizers
 
+from penstock.cli import main
 from penstock.config import ConfigError, Table
 from penstock.data import Corpus, DataConfig, load_corpora
 from penstock.data.corpus import MIN_TEXT_BYTES, check_alike
@@ -211,3 +212,28 @@ def prepared(text: Path, folder: Path, tokenizer: Tokenizer) -> str:
     work = Preparation(files=(text,), source="", field="text", tokenizer=tokenizer)
     assert list(work.run(folder))
     return str(folder)
+
+
+def test_texts_of_a_mixture_share_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One would train on what the other holds out."""
+    (tmp_path / "all" / "code").mkdir(parents=True)
+    for name in ("all/one.txt", "all/code/two.txt", "alone.txt"):
+        (tmp_path / name).write_text("Water runs downhill.\n" * 100)
+    (tmp_path / "link").symlink_to(tmp_path / "all")
+    monkeypatch.chdir(tmp_path)
+    pairs = [("all", "all/code"), ("all/one.txt", "all"), ("all", "./all"), ("link", "all/code/two.txt")]
+    for one, other in pairs:
+        with pytest.raises(
+            ConfigError, match=r"both have .*\.txt: one would train on what the other"
+        ) as caught:
+            load_corpora(DataConfig(mixture=Table({one: 1, other: 1})))
+        assert caught.value.key == "mixture"
+    load_corpora(DataConfig(mixture=Table({"all": 1, "alone.txt": 1})))
+
+
+def test_prepared_tokens_are_named_once(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Water runs downhill.\n" * 100)
+    tokens = str(tmp_path / "tokens")
+    assert main(["prepare", str(tmp_path / "text.txt"), "--out", tokens]) == 0
+    with pytest.raises(ConfigError, match=r"both have .*tokens"):
+        load_corpora(DataConfig(mixture=Table({tokens: 1, f"{tmp_path}/./tokens": 1})))

@@ -51,6 +51,13 @@ def test_by_default_nothing_moves() -> None:
         assert "move" not in choice.words
 
 
+def test_twice_the_guest_slots_are_weighed_where_it_is_open_how_experts_move() -> None:
+    assert PlacementConfig(guest_slots=3).weighed.guest_slots == (3, 6)
+    assert PlacementConfig(guest_slots=64).weighed.guest_slots == (64,)
+    assert PlacementConfig(guest_slots=3, experts="planned").weighed.guest_slots == (3,)
+    assert PlacementConfig(guest_slots=3).movable.guest_slots == (3,)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_cuts_a_step_that_moves(name: str) -> None:
     shape = StepShape(moe_layers=(True, False))

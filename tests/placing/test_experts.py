@@ -20,6 +20,7 @@ from penstock.placing import (
     layer_seconds,
     overlap,
     pays,
+    planning_s,
 )
 from penstock.placing.exact import Tier, matched
 from penstock.placing.integers import Ints
@@ -173,3 +174,10 @@ def test_the_best_plan_is_never_slower_than_an_even_one(problem: ExpertProblem) 
         layer_seconds(problem, find_planner(name)(problem)).total_s for name in ("planned", "least_loaded")
     )
     assert best_s <= 1.001 * even_s
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_more_ranks_and_experts_take_longer_to_plan(name: str) -> None:
+    sizes = [(2, 2), (4, 4), (4, 16), (16, 16), (16, 64), (64, 64)]
+    seconds = [planning_s(name, *each) for each in sizes]
+    assert seconds[0] > 0 and seconds == sorted(set(seconds))

@@ -132,7 +132,10 @@ def test_a_long_model_is_looked_at_through_a_short_one() -> None:
     long = problem((True,) * 40)
     short = module.sketch(long)
     assert short.shape.num_layers == module.FEW_LAYERS + 2
-    found = find_plan(long)
+    told = list[Progress]()
+    found = find_plan(long, progress=told.append)
+    best = [step.best_s for step in told if step.best_s is not None]
+    assert best == sorted(best, reverse=True)  # of the long model, also while the short one is looked at
     assert found.best.plan.shape.num_layers == 40
     for planner in PUBLISHED.values():
         assert found.best.predicted_s <= evaluate(long, planner(long)).predicted_s

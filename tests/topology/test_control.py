@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from penstock.config import ConfigError
 from penstock.topology import CommunicationError, Control
 from tests.support.ranks import Pools, RankPool
 
@@ -88,3 +89,32 @@ def test_a_peer_that_left_is_an_error_that_says_what_for(what: str, purpose: str
         pool.close()
     assert message.startswith(f"rank 0: {purpose} failed: ")
     assert message.endswith(" / RuntimeError")
+
+
+def agree(rank: int, problems: list[str | None], by: int | None) -> str | None:
+    def work() -> None:
+        if problems[rank] is not None:
+            raise ConfigError("train.steps", 3, problems[rank] or "", "Use 4.")
+
+    try:
+        Control(rank, len(problems)).agreed(work, "judging", by=by)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("problems", "by", "says"),
+    [
+        ([None, None], None, None),
+        (["is odd", "is odd"], None, "train.steps = 3: is odd. Use 4."),
+        ([None, "is odd"], None, "train.steps = 3: on rank 1, is odd. Use 4."),
+        (["is odd", None], None, "train.steps = 3: on rank 0, is odd. Use 4."),
+        (["is odd", None], 0, "train.steps = 3: is odd. Use 4."),
+        ([None, "is odd"], 0, None),
+    ],
+)
+def test_what_one_rank_refuses_all_do(
+    ranks: Pools, problems: list[str | None], by: int | None, says: str | None
+) -> None:
+    assert ranks(2).run(agree, problems, by) == [says] * 2

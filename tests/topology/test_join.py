@@ -208,6 +208,22 @@ def test_alone_needs_no_address_and_all_reduces_with_itself(clean: pytest.Monkey
     assert not dist.is_initialized()
 
 
+def test_after_a_failure_this_process_may_join_again(
+    clean: pytest.MonkeyPatch,
+) -> None:
+    del clean
+    join(ALONE, 10.0, CPU)
+    dist.new_group([0])
+    leave(aborts=True)
+    leave(aborts=True)
+    assert not dist.is_initialized()
+    join(ALONE, 10.0, CPU)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    leave()
+    assert total.item() == 1.0
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [

@@ -6,7 +6,9 @@ Shapes: B samples per rank, L sequence length.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 
@@ -51,7 +53,7 @@ cases = st.builds(
     windows=st.integers(60, 300),
     seq_len=st.integers(4, 12),
     seed=st.integers(0, 2**40),
-    held_out_fraction=st.sampled_from([0.2, 0.25, 0.5]),
+    held_out_fraction=st.sampled_from([0.2, 0.25, 0.3, 0.35, 0.4, 0.5]),
     shares=st.sampled_from([(1.0,), (0.75, 0.25), (0.001, 0.5, 0.499)]),
 )
 single = cases.map(lambda case: replace(case, shares=(1.0,)))
@@ -70,11 +72,12 @@ def random_corpus(length: int) -> Corpus:
 
 
 def split_windows(window_count: int, held_out_fraction: float) -> tuple[Indices, Indices]:
-    """Training and held-out windows as lists, which is how they used to be found."""
-    period = round(1 / held_out_fraction)
-    block = WINDOWS_PER_BLOCK if window_count >= WINDOWS_PER_BLOCK * period else 1
+    """Training and held-out windows as lists, block by block."""
+    share = Fraction(str(held_out_fraction))
+    block = WINDOWS_PER_BLOCK if window_count >= WINDOWS_PER_BLOCK * math.ceil(1 / share) else 1
     windows_W = np.arange(window_count, dtype=np.int64)
-    held_out_W = (windows_W // block) % period == period - 1
+    held_out = [math.floor((b + 1) * share) > math.floor(b * share) for b in range(window_count)]
+    held_out_W = np.array(held_out, dtype=bool)[windows_W // block]
     return windows_W[~held_out_W], windows_W[held_out_W]
 
 
@@ -141,6 +144,27 @@ def test_an_epoch_visits_every_training_window_once_and_no_held_out_one(case: Ca
     assert all(sorted(visit) == training_W.tolist() for visit in visits)
     assert visits[0] != visits[1] != visits[2]
     assert not set(seen) & set(held_out_W.tolist())
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.15, 0.05, 0.0512, 1e-3])
+def test_as_much_is_held_out_as_is_asked_for(fraction: float) -> None:
+    split = Split.of(100_000, fraction)
+    assert abs(split.held_out / 100_000 - fraction) < 5e-4
+    assert split.held_out + split.training == 100_000
+    windows_W = [
+        ask(np.arange(count))
+        for ask, count in ((split.training_windows, split.training), (split.held_out_windows, split.held_out))
+    ]
+    assert (np.sort(np.concatenate(windows_W)) == np.arange(100_000)).all()
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 7, 20, 1000])
+def test_one_block_of_some_is_the_one_that_earlier_versions_held_out(period: int) -> None:
+    """Runs that began with those go on as they were."""
+    split = Split.of(100_000, 1 / period)
+    windows_W = np.arange(100_000)
+    before_W = windows_W[(windows_W // 32) % period == period - 1]
+    assert (split.held_out_windows(np.arange(split.held_out)) == before_W).all()
 
 
 @given(single)

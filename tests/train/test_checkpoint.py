@@ -216,8 +216,18 @@ def test_no_room_leaves_nothing_under_a_final_name(
     for error in errors:
         assert error.startswith("saving the checkpoint of step 3 failed"), errors
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000002"]
-    assert not (tmp_path / "step-00000003").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002"], "the disk is full enough"
     ranks(world_size).run(loaded_by, case, tmp_path / "step-00000002")
+
+
+def test_what_a_killed_save_has_left_goes(tmp_path: Path) -> None:
+    run = trained(0, CASE, tmp_path)
+    path = run.save(2)
+    shutil.copytree(path, tmp_path / ".unfinished-00000003")
+    shutil.copytree(path, tmp_path / ".unfinished-step-00000001")  # whole, and another took its name
+    run.clear_unfinished()
+    left = sorted(each.name for each in tmp_path.iterdir())
+    assert left == [".unfinished-step-00000001", "step-00000002"]
 
 
 # ---- checkpoints of earlier versions -----------------------------------------------------------------------

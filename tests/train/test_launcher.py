@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from penstock.train.launcher import Failure, LaunchOutcome, launch
+from penstock.train.signals import SAME_REQUEST_S
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the parent-death signal")
 
@@ -326,8 +327,20 @@ def test_a_second_interruption_ends_the_grace(tmp_path: Path) -> None:
     parent = Parent(tmp_path, SLEEPER + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nbe_ready()", 60.0)
     for _ in range(2):
         parent.process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
+        time.sleep(SAME_REQUEST_S + 0.1)
     assert parent.end() == (130, "(-15, -15) SIGINT None")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@linux_only
+def test_a_request_that_arrives_twice_is_one(tmp_path: Path, number: signal.Signals) -> None:
+    """As from timeout(1), which signals its child and then the child's whole group: ranks may still save."""
+    parent = Parent(tmp_path, SAVER, grace_s=20.0)
+    parent.process.send_signal(number)
+    time.sleep(0.15)  # time enough for the first to be acted upon
+    parent.process.send_signal(number)
+    assert parent.end() == (0, f"(0, 0) {number.name} None")
+    assert [(tmp_path / f"caught{rank}").read_text() for rank in range(2)] == [number.name, number.name]
 
 
 @linux_only

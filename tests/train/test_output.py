@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -107,6 +109,43 @@ def test_a_held_folder_is_refused_and_free_afterwards(tmp_path: Path, keep: bool
         assert not (tmp_path / "run.1").exists()
     with OutputFolder(folder, keep=keep) as output:
         assert (output.moved_to is None) is keep
+
+
+def test_no_other_start_comes_in_while_a_run_is_moved_aside(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    leave_run(folder)
+
+    class Slow(OutputFolder):
+        def _move_aside(self) -> None:
+            with pytest.raises(ConfigError, match="another run is writing there"):
+                OutputFolder(folder, keep=True).__enter__()
+            super()._move_aside()
+
+    with Slow(folder, keep=False) as output:
+        assert output.moved_to == tmp_path / "run.1"
+        assert [path.name for path in folder.iterdir()] == [LOCK]
+
+
+def test_the_lock_of_a_folder_that_was_moved_aside_is_not_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One start has opened the lock when another moves it away and is done with it."""
+    folder = tmp_path / "run"
+    leave_run(folder)
+    first, flock = OutputFolder(folder, keep=False), fcntl.flock
+
+    def late(file: IO[str], operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.__enter__()
+        (folder / "metrics.jsonl").write_text("going on")
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(ConfigError, match="another run is writing there"):
+        OutputFolder(folder, keep=False).__enter__()
+    assert (folder / "metrics.jsonl").read_text() == "going on"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1"]
+    first.__exit__(None, None, None)
 
 
 def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:

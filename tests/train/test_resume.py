@@ -233,8 +233,8 @@ def test_the_very_same_losses_where_the_plan_is_continued(tmp_path: Path, source
 @pytest.mark.parametrize(
     ("first", "then", "words"),
     [
-        ((), ("schedule.name=sequential",), "schedule: the settings have changed"),
-        (("schedule.refine_after=9",), ("schedule.refine_after=9",), "not final yet"),
+        ((), ("schedule.name=sequential",), "because settings of [schedule] have changed: losses"),
+        (("schedule.refine_after=9",), ("schedule.refine_after=9",), "because it was not final yet: losses"),
         ((), ("data.batch_per_device=2", "parallel.processes=1"), ""),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from penstock.config import ConfigError, to_dict
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
+from penstock.topology import ParallelConfig
 from penstock.train.config import OutputConfig, RunConfig, TrainConfig
 from penstock.train.optimizer import OptimizerConfig
 from penstock.train.resume_settings import MAY_CHANGE, changes, check_model
@@ -134,6 +135,7 @@ def test_changes_are_listed_once_and_shortly() -> None:
         optimizer=OptimizerConfig(lr=1e-4, clip_grad_norm=None),
         train=TrainConfig(steps=400, resume=True),
         output=OutputConfig(dir=Path("elsewhere")),
+        parallel=ParallelConfig(processes=2),  # as the saved config.toml says it of those that ran
     )
     expected = [
         "optimizer.lr 0.003 -> 0.0001",

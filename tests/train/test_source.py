@@ -15,7 +15,7 @@ from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.topology import Control, Layout
 from penstock.train.config import RunConfig, TrainConfig
-from penstock.train.source import check_source, open_source
+from penstock.train.source import HELD_OUT_BLOCKS, check_source, open_source
 from tests.support.ranks import Pools
 
 LONELY = Layout(world_size=1, ep_size=1, rank=0)
@@ -122,6 +122,12 @@ def test_what_moves_the_samples_changes_the_identity(tmp_path: Path) -> None:
     for key, other in others.items():
         found = open_source(other, layout, control).identity
         assert {k for k in identity if identity[k] != found[k]} == {key}
+
+
+def test_runs_of_earlier_versions_that_held_out_something_else_are_others(tmp_path: Path) -> None:
+    config = config_of(write_text(tmp_path / "text.txt", "line"))
+    config = replace(config, data=replace(config.data, held_out_fraction=0.4))
+    assert open_source(config, LONELY, Control(0, 1)).identity[HELD_OUT_BLOCKS] == [2, 5]
 
 
 @pytest.mark.parametrize(("lines", "seq_len", "key"), [(900, 5000, "data."), (1, 16, "data.path")])

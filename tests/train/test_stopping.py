@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.topology import Control
-from penstock.train.stopping import SAME_REQUEST_S, StopRequests
+from penstock.train.signals import SAME_REQUEST_S
+from penstock.train.stopping import StopRequests
 from tests.support.ranks import Pools
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

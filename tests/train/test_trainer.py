@@ -185,6 +185,22 @@ def test_resume_without_a_checkpoint_starts_anew_only_when_asked_to(tmp_path: Pa
     assert (tmp_path / "run.1" / "metrics.jsonl").exists()  # the earlier run is kept all the same
 
 
+def test_what_a_killed_save_has_left_is_gone_before_the_next(tmp_path: Path) -> None:
+    run(tmp_path, "train.checkpoint_every=3")
+    remove_checkpoint(tmp_path, 6)
+    left = tmp_path / "run" / "checkpoints" / ".unfinished-00000006"
+    left.mkdir()
+    continued = trainer(tmp_path, "train.resume=true")
+
+    def look(*_: object) -> None:
+        seen.append(left.exists())
+
+    seen: list[bool] = []
+    continued.on_step = look
+    continued.run()
+    assert seen == [False] * 3
+
+
 @pytest.mark.parametrize("steps", [5, pytest.param(6, marks=pytest.mark.soak)])
 def test_a_finished_run_needs_more_steps(tmp_path: Path, steps: int) -> None:
     run(tmp_path)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,7 @@ from penstock.workloads import (
     RoutingRecorder,
     RoutingSizes,
     read_recording,
+    recorded,
     routing_of,
 )
 from penstock.workloads.recorded import recorded_routing
@@ -93,9 +97,64 @@ def test_a_continued_run_drops_the_steps_it_repeats(tmp_path: Path) -> None:
     assert read_recording(path).steps == ()
 
 
+def test_a_file_of_any_length_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers hold a whole file and have a limit; a run that writes has none."""
+    path = tmp_path / "routing.jsonl"
+    with RoutingRecorder(path, MODEL) as recorder:
+        for step in range(1, 8):
+            recorder.write(step, LOADS)
+    monkeypatch.setattr(recorded, "MOST_COUNTS", 12)
+    monkeypatch.setattr(recorded, "MOST_LINE_BYTES", 32)
+    before = path.read_text().splitlines()
+    RoutingRecorder(path, MODEL, resume_step=5).close()
+    assert path.read_text().splitlines() == before[:6]
+
+
+def test_a_line_that_no_run_wrote_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
+    path = write(tmp_path / "routing.jsonl", HEADER, STEP, "{}")
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="line 3 is no step that a training run recorded"):
+        RoutingRecorder(path, MODEL, resume_step=1)
+    assert path.read_bytes() == before
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "routing.jsonl", HEADER, STEP, STEP.replace("1", "2", 1))
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(HEADER) + 10, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            RoutingRecorder(path, MODEL, resume_step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before
+
+
+def test_experts_that_choose_may_take_any_number_of_a_sample(tmp_path: Path) -> None:
+    path, model = tmp_path / "routing.jsonl", replace(MODEL, num_experts=4, top_k=2, experts_choose=True)
+    samples = [[[8, 1, 1, 0], [0, 0, 0, 0]], [[0, 7, 7, 8], [8, 8, 8, 8]]]
+    with RoutingRecorder(path, model) as recorder:
+        recorder.write(1, [[8, 8, 8, 8], [8, 8, 8, 8]], samples)
+    found = read_recording(path)
+    assert found.model == model
+    assert found.samples[0] is not None and found.samples[0].tolist() == samples
+    sizes = RoutingSizes(groups=1, samples=2, seq_len=8, moe_layers=2, num_experts=4, top_k=2)
+    counts = recorded_routing(path, sizes).counts(0)
+    assert (counts.sum(axis=-1) == 16).all()
+    assert counts[0, 0, 1].tolist() == [4, 4, 4, 4], "where nothing is known of a sample, as the whole batch"
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
+        ([HEADER.replace("}", ', "experts_choose": 1}')], "line 1 experts_choose is 1, and neither true nor"),
+        (
+            [HEADER.replace("}", ', "experts_choose": true}'), STEP.replace("6", "0")],
+            "line 2 has a layer whose experts have chosen no token",
+        ),
         ([], "is no recorded routing: line 1 does not say"),
         (['{"step": 1, "loss": 2.0}'], "is no recorded routing: line 1 does not say"),
         ([HEADER.replace('"version": 2', '"version": 3')], "has version 3 of the format, and versions 1 and"),

@@ -6,7 +6,7 @@ Shapes: B windows, L tokens of a window, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -206,30 +206,79 @@ def read_whole(folder: Path) -> Any:
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """The checkpoint that a path stands for: itself, or the newest of a run; None if it is none of these."""
+    """The checkpoint that a path stands for: itself, or the newest of a run, or of the folder in which a run
+    keeps them; None if it is none of these."""
     if (path / RECORD).is_file():
         return path
-    complete = complete_checkpoints(path / CHECKPOINTS)
+    complete = complete_checkpoints(path / CHECKPOINTS) or complete_checkpoints(path)
     return complete[-1] if complete else None
 
 
-def generate(opened: Opened, prompt: str, most: int, sampling: Sampling) -> str:
-    """The text that follows a prompt, of at most so many tokens. Raises ValueError for an empty prompt."""
+class Telling:
+    """Says text while a model writes it; a character whose bytes have not all come waits for the rest.
+
+    What `generate` of transformers asks of a streamer.
+    """
+
+    def __init__(self, words: Words, prompt: str, say: Callable[[str], None]) -> None:
+        self._words, self._prompt, self._say = words, prompt, say
+        self._tokens: list[int] = []
+        self._said = 0
+
+    def put(self, value: Tensor) -> None:
+        """Takes the prompt first [1, L], then every new token [1]."""
+        first = not self._tokens
+        self._tokens += value.flatten().tolist()
+        if first:
+            # A tokenizer may begin a text without its first space, so new text is what the whole has more.
+            self._said = len(self._words.decode(self._tokens))
+            self._say(self._prompt)
+        else:
+            self._tell(self._words.decode(self._tokens).rstrip("\ufffd"))
+
+    def end(self) -> None:
+        """Says what still waits."""
+        self._tell(self._words.decode(self._tokens))
+
+    def _tell(self, text: str) -> None:
+        if len(text) > self._said:
+            self._say(text[self._said :])
+            self._said = len(text)
+
+
+def generate(
+    opened: Opened, prompt: str, most: int, sampling: Sampling, say: Callable[[str], None] = lambda text: None
+) -> str:
+    """The text that follows a prompt, of at most so many tokens. Raises ValueError for an empty prompt.
+
+    say: told the prompt, then every piece of the text as soon as it is written; all at once by beam search.
+    """
     tokens = opened.words.encode(prompt)
     if not tokens:
         raise ValueError("the prompt is empty: give the model a beginning")
     torch.manual_seed(sampling.seed)
     prompt_1L = torch.tensor([tokens], device=opened.model.device)
-    out_1L = opened.model.generate(prompt_1L, max_new_tokens=most, **sampling.options)
+    beams = opened.model.generation_config.num_beams or 1  # of several, none is the text before the end
+    telling = Telling(opened.words, prompt, say) if beams == 1 else None
+    out_1L = opened.model.generate(prompt_1L, max_new_tokens=most, streamer=telling, **sampling.options)
     whole = opened.words.decode(out_1L[0].tolist())  # a tokenizer may begin a text without its first space
-    return whole[len(opened.words.decode(tokens)) :]
+    text = whole[len(opened.words.decode(tokens)) :]
+    if telling is None:
+        say(prompt + text)
+    return text
 
 
-def judge(opened: Opened, text: str, length: int | None = None) -> Judgement:
+def judge(
+    opened: Opened,
+    text: str,
+    length: int | None = None,
+    name: str = "the text",
+    say: Callable[[str], None] = lambda _: None,
+) -> Judgement:
     """How well a model predicts a text: every token but the first once, from those before it in its window.
 
-    length: tokens of a window; None = as many as the model has positions for, 2048 at most. Raises ValueError
-    for a text of less than two tokens.
+    length: tokens of a window; None = as many as the model has positions for, 2048 at most. name: of the
+    text. say: hears after every batch how far it is. Raises ValueError for a text of less than two tokens.
     """
     config = opened.model.config.get_text_config()
     most = int(getattr(config, "max_position_embeddings", 2048))
@@ -238,9 +287,9 @@ def judge(opened: Opened, text: str, length: int | None = None) -> Judgement:
         raise ValueError(f"windows of {length} tokens: use 1 to {most}, for which the model has positions")
     tokens = torch.tensor(opened.words.encode(text), device=opened.model.device)
     if len(tokens) < 2:
-        raise ValueError("the text has less than two tokens: there is nothing to predict")
+        raise ValueError(f"{name} has less than two tokens: there is nothing to predict")
     at_once = max(1, min(AT_ONCE, LOGITS_AT_ONCE // (length * int(config.vocab_size))))
-    total = 0.0
+    total, done = 0.0, 0
     with torch.no_grad():
         for given_BL, wanted_BL in _windows(tokens, length, at_once):
             logits_TV = opened.model(input_ids=given_BL).logits.flatten(0, 1)
@@ -248,6 +297,8 @@ def judge(opened: Opened, text: str, length: int | None = None) -> Judgement:
             for logits, wanted in zip(*pieces, strict=True):
                 losses_T = F.cross_entropy(logits.float(), wanted, reduction="none")
                 total += losses_T.double().sum().item()
+            done += wanted_BL.numel()
+            say(f"{done:,} of {len(tokens) - 1:,} tokens, loss so far {total / done:.4f}")
     return Judgement(loss=total / (len(tokens) - 1), tokens=len(tokens) - 1)
 
 

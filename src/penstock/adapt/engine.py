@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.random import fork_rng
 
 from penstock.adapt.balance import BalanceOverLayers
 from penstock.adapt.decoder import Decoder, Inputs
@@ -57,6 +58,14 @@ class StepInputs:
         return self.mask_BL.bool() | (self.targets != NO_LABEL)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What a plan was made for. trained: names of parameters."""
+
+    recompute: Recompute | None
+    trained: frozenset[str]
+
+
 class Engine:
     """The stack of a model, its pieces, and when its plan is made: at the first step, whose sizes are known,
     and when something is trained that was frozen then, for which the plan has no reduction.
@@ -65,8 +74,8 @@ class Engine:
     def __init__(self, stack: PipelinedStack, decoder: Decoder, planner: Planner) -> None:
         self.stack, self.decoder, self._planner = stack, decoder, planner
         self._recompute: Recompute | None = None
+        self._planned_for: _Asked | None = None
         self._balance = BalanceOverLayers(stack.moe.top_k)
-        self._planned = False
         self._first = self._steps = 0
 
     @property
@@ -75,7 +84,6 @@ class Engine:
 
     def recompute(self, what: Recompute) -> None:
         """Let this be computed again in backward from the next step on, whatever the plan said of it."""
-        self._planned = self._planned and self._recompute == what
         self._recompute = what
 
     def step(self, given: StepInputs, *, training: bool) -> tuple[Tensor, Tensor | None]:
@@ -84,15 +92,19 @@ class Engine:
         stack.training = training
         check_intact(self.decoder)
         self._prepare(given)
-        ids_B = torch.arange(self._first, self._first + len(given.tokens_BL))
-        inputs = Inputs(self._first, given.mask_BL, given.positions_BL, given.balances)
+        loss = self._run(given)
         self._first += len(given.tokens_BL)
-        self.decoder.begin(inputs, keep_logits=given.keep_logits)
-        loss: Tensor = stack(given.tokens_BL, given.targets, ids_B, given.valid_tokens)
-        self.decoder.end_with(loss)
         self._compare_parameters(loss)
         assert stack.statistics is not None
         return loss, stack.statistics.aux if given.balances else None
+
+    def _run(self, given: StepInputs) -> Tensor:
+        ids_B = torch.arange(self._first, self._first + len(given.tokens_BL))
+        inputs = Inputs(self._first, given.mask_BL, given.positions_BL, given.balances)
+        self.decoder.begin(inputs, keep_logits=given.keep_logits)
+        loss: Tensor = self.stack(given.tokens_BL, given.targets, ids_B, given.valid_tokens)
+        self.decoder.end_with(loss)
+        return loss
 
     def check_alike(self) -> None:
         """Raise ValueError, on all ranks, if they have drifted apart. All ranks call it."""
@@ -125,11 +137,35 @@ class Engine:
         stack.minimise(moe, self._balance, given.valid)
         stack.compute_in(_autocast_dtype(stack.machinery.device))
         trains = stack.training and torch.is_grad_enabled()  # else a plan would be measured without backward
-        if trains and not (self._planned and self._reduces_all()):
+        if trains and (self._planned_for is None or self._needs_another()):
+            self._ask(given)
             sizes = stack.machinery.control.largest(given.tokens_BL.shape, "comparing the sizes of batches")
             batch, length = map(int, sizes)
             stack.adopt(self._planner.of(stack, batch, length, self._recompute))
-            self._planned = True
+            self._planned_for = _Asked(self._recompute, self._trained())
+
+    def _needs_another(self) -> bool:
+        """Whether the plan is not one for what is trained, and computed again, now."""
+        assert self._planned_for is not None
+        return self._planned_for.recompute != self._recompute or not self._reduces_all()
+
+    def _ask(self, given: StepInputs) -> None:
+        """Return if all ranks need another plan. One that was changed alone must not wait for the others."""
+        before = self._planned_for
+        if before is None or self.layout.world_size == 1:
+            return  # for the first time all do
+        new = sorted(self._trained() - before.trained)
+        why = "parameters were replaced or moved to other layers"
+        if new:
+            why = f"{new[0]} is trained now and was not when its plan was made"
+        if before.recompute != self._recompute:
+            why = f"gradient checkpointing was switched to {self._recompute!r}"
+        device = self.stack.machinery.device
+        with self.stack.wishing(why), fork_rng([device] if device.type == "cuda" else []):
+            self._run(given)
+
+    def _trained(self) -> frozenset[str]:
+        return frozenset(name for name, p in self.stack.model.named_parameters() if p.requires_grad)
 
     def _reduces_all(self) -> bool:
         """Whether the plan has a reduction for every gradient of what is trained now."""

@@ -119,7 +119,7 @@ def coefficient_of(model: Any, decoder: Decoder) -> str | None:
     """
     try:
         return _coefficient(model, decoder)
-    except Exception:  # code from elsewhere may raise anything, and nobody has asked for that loss yet
+    except Exception:  # foreign code may raise anything, and the user has not asked for this loss so far
         return None
 
 

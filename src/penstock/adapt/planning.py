@@ -11,7 +11,7 @@ from penstock.autopilot.planned import Order
 from penstock.autopilot.profiling import profile_run
 from penstock.autopilot.start import find
 from penstock.config import ConfigError
-from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost, Workload
+from penstock.cost import ClusterConfig, ClusterFile, HeldBytes, ProfiledCluster, StepCost, Workload
 from penstock.data import DataConfig
 from penstock.decision import Decision, GradientBytes, PlacementConfig, ScheduleConfig
 from penstock.models import ModelConfig
@@ -61,8 +61,15 @@ class ModelSizes:
     element_bytes: int
     moe: MoEConfig
 
-    def workload(self, layout: Layout, gradients: GradientBytes, batch: int, length: int) -> Workload:
-        """The sizes of a step with these samples on every rank."""
+    def workload(
+        self,
+        layout: Layout,
+        gradients: GradientBytes,
+        batch: int,
+        length: int,
+        held: HeldBytes | None = None,
+    ) -> Workload:
+        """The sizes of a step with these samples on every rank. held: what a rank has of weights."""
         return Workload(
             batch=max(1, batch),
             seq_len=max(1, length),
@@ -84,6 +91,7 @@ class ModelSizes:
             node_size=layout.ep_node_size,
             devices_per_node=layout.node_size,
             shared_ffn_hidden_size=self.shared_width,
+            held=held,
         )
 
     def stand_in(self, shape: StepShape, parallel: ParallelConfig, batch: int, length: int) -> RunConfig:
@@ -165,16 +173,9 @@ class SearchedPlan:
     def of(
         self, stack: PipelinedStack, batch: int, length: int, recompute: Recompute | None = None
     ) -> StepPlan:
-        sizes, layout, machinery = self.meanwhile.sizes, self.meanwhile.layout, stack.machinery
-        gradients, shape = stack.gradients.sizes_bytes, stack.base_shape
+        layout, machinery = self.meanwhile.layout, stack.machinery
         file = self._cluster(stack, batch, length)
-        problem = Problem(
-            shape=shape,
-            workload=sizes.workload(layout, gradients, batch, length),
-            cluster=ProfiledCluster.build(file),
-            slowness=file.slowness,
-            recompute=get_args(Recompute) if recompute is None else (recompute,),
-        )
+        problem = self.problem(stack, file, batch, length, recompute)
 
         def decide(beat: Beat) -> tuple[Order, tuple[str, ...]]:
             found, lines = find(problem, file, 1.0, self.say, beat, REMEDY)
@@ -184,6 +185,24 @@ class SearchedPlan:
         if layout.rank == 0:
             self.say("\n".join(lines))
         return order.plan
+
+    def problem(
+        self,
+        stack: PipelinedStack,
+        file: ClusterFile,
+        batch: int,
+        length: int,
+        recompute: Recompute | None = None,
+    ) -> Problem:
+        """What a plan is sought for on this cluster, with the weights as they are now; the rest: see `of`."""
+        sizes, layout, gradients = self.meanwhile.sizes, self.meanwhile.layout, stack.gradients
+        return Problem(
+            shape=stack.base_shape,
+            workload=sizes.workload(layout, gradients.sizes_bytes, batch, length, gradients.held),
+            cluster=ProfiledCluster.build(file),
+            slowness=file.slowness,
+            recompute=get_args(Recompute) if recompute is None else (recompute,),
+        )
 
     def _cluster(self, stack: PipelinedStack, batch: int, length: int) -> ClusterFile:
         sizes, shape = self.meanwhile.sizes, stack.base_shape

@@ -16,9 +16,12 @@ from penstock.train.output import CLUSTER_FILE, PLAN_FILE
 from penstock.train.resume import Resumption, Say
 
 PLANNING_AGAIN = (
-    "planning again instead of continuing the plan of {path} ({why}): "
+    "planning again instead of continuing the plan of {path}, because {why}: "
     "losses agree with an uninterrupted run up to rounding"
 )
+
+COMPARED = ("plan", "schedule", "placement")
+"""Sections of settings that a plan follows from."""
 
 
 def continued_plan(config: RunConfig, machinery: Machinery, from_: Resumption, say: Say) -> Planned | None:
@@ -30,7 +33,8 @@ def continued_plan(config: RunConfig, machinery: Machinery, from_: Resumption, s
     try:
         planned = _read(config, machinery, from_)
     except ConfigError as error:
-        say(PLANNING_AGAIN.format(path=from_.path, why=error))
+        why = error.why if error.key in COMPARED else str(error).rstrip(".")
+        say(PLANNING_AGAIN.format(path=from_.path, why=why))
         return None
     say(f"{planned.name}, continued from {from_.path.name}: {planned.choice.words}")
     return planned
@@ -40,11 +44,11 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
     settings, layout, path = from_.record.settings, machinery.layout, from_.path
     if settings is None or not from_.record.plan_settled:
         raise ConfigError("plan", UNSET, "it was not final yet")
-    for section in ("plan", "schedule", "placement"):
+    for section in COMPARED:
         asked = getattr(config, section)
         # A setting that there was not yet when the checkpoint was made has had its default.
         if to_dict(type(asked)()) | settings.get(section, {}) != to_dict(asked):
-            raise ConfigError(section, UNSET, "the settings have changed")
+            raise ConfigError(section, UNSET, f"settings of [{section}] have changed")
     paper, file = decided(machinery.control, lambda: _files(from_), f"reading the plan of {path.name}")
     if config.optimizer.sharded == "auto":
         config = settled(config, sharded=paper.sizes.sharded_optimizer)

@@ -13,7 +13,7 @@ from functools import partial
 from penstock.autopilot.deciding import Beat, decided, decided_slowly
 from penstock.autopilot.profiling import profile_layout
 from penstock.autopilot.run_problem import check_shared, run_problem
-from penstock.config import ConfigError, to_dict
+from penstock.config import ConfigError, IndivisibleError, to_dict
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.plan import MemoryBudget, PlanFile, Problem
@@ -22,7 +22,7 @@ from penstock.plan.plan_config import AUTO
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
-from penstock.train.fits import check_memory
+from penstock.train.fits import RankMemory, check_run, memory_of
 from penstock.train.output import PLAN_FILE
 from penstock.train.pilot import Ranks
 from penstock.train.resume import Resumption, Say
@@ -47,13 +47,13 @@ def settled_layout(config: RunConfig, ranks: Ranks, resumption: Resumption | Non
 def with_layout(config: RunConfig, sizes: LayoutSizes) -> RunConfig:
     """The same run with these ranks sharing, on the same samples per step.
 
-    Raises ConfigError where the samples cannot be divided among the groups of ranks.
+    Raises IndivisibleError where the samples cannot be divided among the groups of ranks.
     """
     parallel, data = config.parallel, config.data
     samples = data.batch_per_device * sizes.mp_size
     if samples % parallel.mp_size:
         why = f"{samples} samples cannot be divided among {parallel.mp_size} groups of ranks"
-        raise ConfigError("data.batch_per_device", data.batch_per_device, why, "Use a multiple.")
+        raise IndivisibleError("data.batch_per_device", data.batch_per_device, why, "Use a multiple.")
     return replace(
         config,
         parallel=replace(
@@ -76,27 +76,23 @@ def check_some_layout(config: RunConfig, processes: int, there_bytes: int | None
     for each in _layouts(config, processes, 0, processes):
         if there_bytes is None:
             return
-        model, moe, batch = each.config.model, each.config.moe, each.config.data.batch_per_device
         try:
-            check_memory(
-                model,
-                moe,
-                batch,
-                each.layout,
-                there_bytes=there_bytes,
-                sharing=processes,
-                shared_copies=config.optimizer.shared_copies,
-                separate_documents=config.data.separate_documents,
-                again=config.plan.may_repeat_blocks,
-            )
+            check_run(each.config, each.layout, there_bytes=there_bytes, sharing=processes)
         except ConfigError as error:
             last = error
         else:
             return
-    if last is not None:
-        raise last
-    why = f"no layout of {processes} ranks divides heads, widths, experts and samples"
-    raise ConfigError("plan.layout", AUTO, why, "Set plan.layout=given to see what does not divide.")
+    assert last is not None, "there are layouts, and each was refused"
+    raise last
+
+
+def least_memory(config: RunConfig, world_size: int) -> RankMemory:
+    """What a rank needs in the layout that needs least, wherever its ranks are.
+
+    config: as `resolved`. Raises ConfigError unless there is one in which everything divides.
+    """
+    possible = _layouts(config, world_size, 0, world_size)
+    return min((memory_of(each.config, each.layout) for each in possible), key=lambda need: need.total_bytes)
 
 
 def run_layouts(config: RunConfig, file: ClusterFile, memory: MemoryBudget | None = None) -> FoundLayouts:
@@ -146,7 +142,7 @@ def _words(sizes: LayoutSizes) -> str:
 def _chosen(config: RunConfig, ranks: Ranks, say: Say) -> LayoutSizes:
     """The best layout by the cluster's file, or by a short measurement."""
     control = ranks.control
-    possible = list(_layouts(config, control.world_size, control.rank, ranks.node_size))
+    possible = _layouts(config, control.world_size, control.rank, ranks.node_size)
     if len(possible) == 1:
         say(f"layout: {_words(possible[0].sizes)}, the only one in which everything divides")
         return possible[0].sizes
@@ -203,12 +199,22 @@ class _Possible:
     layout: Layout
 
 
-def _layouts(config: RunConfig, world_size: int, rank: int, node_size: int) -> Iterator[_Possible]:
+def _layouts(config: RunConfig, world_size: int, rank: int, node_size: int) -> list[_Possible]:
+    """All that can be had. Raises ConfigError, saying why, if there are none."""
+    found, refused = list[_Possible](), list[ConfigError]()
     for sizes in _tried(config, world_size, node_size):
         try:
-            yield _possible(config, sizes, world_size, rank, node_size)
-        except ConfigError:
+            found.append(_possible(config, sizes, world_size, rank, node_size))
+        except IndivisibleError:
             continue
+        except ConfigError as error:
+            refused.append(error)
+    if refused and not found:
+        raise refused[0]
+    if not found:
+        why = f"no layout of {world_size} ranks divides heads, widths, experts and samples"
+        raise ConfigError("plan.layout", AUTO, why, "Set plan.layout=given to see what does not divide.")
+    return found
 
 
 def _tried(config: RunConfig, world_size: int, node_size: int) -> Iterator[LayoutSizes]:
@@ -217,7 +223,7 @@ def _tried(config: RunConfig, world_size: int, node_size: int) -> Iterator[Layou
 
 
 def _possible(config: RunConfig, sizes: LayoutSizes, world_size: int, rank: int, node_size: int) -> _Possible:
-    """Raises ConfigError for what does not divide, or cannot be shared."""
+    """Raises IndivisibleError for what does not divide, ConfigError for what cannot be shared."""
     found = with_layout(config, sizes)
     check_shares(found.model, found.moe, found.parallel, world_size)
     check_shared(found.moe, found.parallel)

@@ -271,6 +271,8 @@ def overruled(placement: PlacementConfig, choice: Decision, path: Path) -> list[
         usual = PlacementConfig()
         own = {name: getattr(placement, name) for name in ("guest_slots", "split")}
         asked |= {name: value for name, value in own.items() if value != getattr(usual, name)}
+        if choice.guest_slots in placement.weighed.guest_slots:
+            asked.pop("guest_slots", None)
     return [
         UNMOVED.format(name=name, asked=value, source=path, planned=getattr(choice, name))
         for name, value in asked.items()

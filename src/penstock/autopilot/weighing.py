@@ -9,8 +9,8 @@ from penstock.autopilot.observing import Observer
 from penstock.autopilot.planned import Order, Planned
 from penstock.decision import Decision
 from penstock.decision.field import NOTHING_MOVES, Movable
-from penstock.plan import MemoryBudget
-from penstock.plan.moving import in_full, weigh
+from penstock.plan import MemoryBudget, Problem, evaluate
+from penstock.plan.moving import WORTH, Weighed, weigh
 from penstock.runtime import PipelinedStack
 from penstock.train.config import RunConfig
 
@@ -37,7 +37,7 @@ def _movable(config: RunConfig, planned: Planned) -> Movable:
 
 @dataclass(frozen=True, kw_only=True)
 class _Verdict:
-    """The decision of rank 0. choice, order: of the plan with moves; None = nothing is to move."""
+    """The decision of rank 0. choice, order: of another plan, with moves; None = the plan in use stays."""
 
     lines: tuple[str, ...]
     choice: Decision | None = None
@@ -76,10 +76,27 @@ class Weighing:
 
 
 def _weighed(planned: Planned, adopts: bool, beat: Beat) -> _Verdict:
+    """Another plan where something is to move that stays now, or to stay that moves."""
     problem, file = planned.problem, planned.file
     memory = None if file is None else MemoryBudget.of(file.memory_bytes)
     found = weigh(problem, [planned.choice], beat, memory)
-    if not (adopts and found.moves):
+    wanted = replace(found.best.choice, priority=planned.choice.priority)
+    if not adopts or _moves(wanted) == _moves(planned.choice) or _stays(problem, found, planned.choice):
         return _Verdict(lines=found.lines)
-    best = in_full(problem, found, planned.choice).best
+    best = evaluate(problem, wanted)
     return _Verdict(lines=found.lines, choice=best.choice, order=Order.of(best.plan))
+
+
+def _stays(problem: Problem, found: Weighed, choice: Decision) -> bool:
+    """Whether what moves by `choice` still pays, and other moves would gain no more than predictions err."""
+    if not found.moves or _moves(choice) == _moves(found.still.choice):
+        return False
+    now = evaluate(problem, replace(choice, priority=found.best.choice.priority))
+    pays = now.predicted_s < WORTH * found.still.predicted_s
+    return pays and found.best.predicted_s >= WORTH * now.predicted_s
+
+
+def _moves(choice: Decision) -> tuple[object, ...]:
+    """What moves by a choice, and how: the fields that a settled plan is weighed with and without."""
+    slots = None if choice.experts == "none" else choice.guest_slots
+    return choice.samples, choice.experts, slots

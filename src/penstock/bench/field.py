@@ -17,6 +17,7 @@ from penstock.bench.naming import AUTO, Named
 from penstock.bench.scheduled import Stacks, timed
 from penstock.bench.tune import variants
 from penstock.cost import ProfiledCluster
+from penstock.cost.doubts import listed
 from penstock.decision import ScheduleConfig
 from penstock.plan import Candidate, FoundPlan, Problem, evaluate, explain, find_plan
 from penstock.plan.candidate import whole_s
@@ -196,7 +197,7 @@ def chosen(problem: Problem, control: Control) -> FoundPlan:
 def _doubts(problem: Problem) -> tuple[str, ...]:
     """What the profile could not tell."""
     assert isinstance(problem.cluster, ProfiledCluster), "it was profiled"
-    return problem.cluster.file.doubts
+    return listed(problem.cluster.file.doubts)
 
 
 def _variants(stacks: Stacks) -> dict[str, tuple[ScheduleConfig, ...]]:

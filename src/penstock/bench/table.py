@@ -23,6 +23,13 @@ HEAD = (
 )
 SHARED_HEAD = ("intra ms", "uplink MB", "device MB", "limit ms")
 """Beside, where ranks share attention or experts, or something moves: each may send something else."""
+LEGEND = (
+    "R: microbatches, C: chunks; efficiency: the physical limit over the iteration; exposed: communication "
+    "while nothing is computed; beyond compute: share of the iteration beyond computation alone; "
+    "compute, inter: how long computation and the network between nodes were busy; overhead: a task was "
+    "ready and had not begun; simulated: the prediction, and how much longer the iteration took (%)"
+)
+"""Below a table in a terminal; docs/emulation.md says the same to readers of documents."""
 
 
 def render(result: BenchResult, width: int | None = None) -> str:
@@ -36,7 +43,8 @@ def render(result: BenchResult, width: int | None = None) -> str:
         rows = [(*row, *cells) for row, cells in zip(rows, own, strict=True)]
     parts = [rows] if width is None else stacked(rows, width)
     tables = [line for part in parts for line in ("", *markdown_table(part))]
-    text = "\n".join([*_limits(result), *tables, *([""] if result.notes else []), *result.notes])
+    legend = [] if width is None else [LEGEND]
+    text = "\n".join([*_limits(result), *tables, *legend, *([""] if result.notes else []), *result.notes])
     return text if width is None else folded(text, width)
 
 

@@ -20,6 +20,7 @@ from penstock.bench.scheduled import run_config_of
 from penstock.bench.tune import variants
 from penstock.bench.virtual_steps import with_virtual_steps
 from penstock.cost import ProfiledCluster, RoutedCost
+from penstock.cost.doubts import listed
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.plan import explain
 from penstock.plan.memory import estimate_memory
@@ -80,7 +81,7 @@ class VirtualField:
         self.entries = tuple(self._told(name, say) for name in config.compare.schedules)
         if any(entry.plan and entry.plan.shape.moves for entry in self.entries):
             self.notes += tuple(self._loads_of(entry) for entry in self.entries)
-        self.notes += self._links.doubts
+        self.notes += listed(self._links.doubts)
 
     @property
     def traffic(self) -> Counter[int]:

@@ -26,10 +26,11 @@ from penstock.doctor import Check, Examination, Wanted, examine, judge
 from penstock.doctor.meeting import Meeting, MeetingError
 from penstock.doctor.unreachable import why_unreachable
 from penstock.emulate import EmulateConfig
+from penstock.plan.plan_config import AUTO, given_schedule
 from penstock.topology import Layout, ProcessInfo, detect
 from penstock.topology.join import ALONE, meeting_place
 from penstock.train.config import RunConfig
-from penstock.train.fits import rank_memory
+from penstock.train.fits import RankMemory, memory_of, rank_memory
 from penstock.train.output import CLUSTER_FILE
 from penstock.words import terminal_width
 
@@ -70,7 +71,7 @@ def doctor(
     emulate: EmulateConfig | None,
 ) -> int:
     """Exit code; one rank prints the table, or one JSON object."""
-    config = load(RunConfig, path, overrides)
+    config = load(RunConfig, path, given_schedule(overrides))
     asked = Asked(config=config if path is not None or overrides else None, options=options)
     info = detect(os.environ)
     wanted = _wanted(asked, _ranks(config, info, emulate))
@@ -94,12 +95,9 @@ def _wanted(asked: Asked, ranks: int) -> Wanted:
     if asked.config is None:
         return Wanted(assumed=cluster, cluster_name=name)
     config = asked.config.resolved(ranks)
-    layout = Layout.build(config.parallel, ranks, 0, config.moe.num_experts)
-    batch, separate = config.data.batch_per_device, config.data.separate_documents
-    shared = config.optimizer.shared_copies
-    sizes = config.model, config.moe, batch
-    need = rank_memory(*sizes, layout, shared_copies=shared, separate_documents=separate)
-    whole = rank_memory(*sizes, Layout(world_size=1, ep_size=1, rank=0))
+    need = _rank_memory(config, ranks)
+    alone = Layout(world_size=1, ep_size=1, rank=0)
+    whole = rank_memory(config.model, config.moe, config.data.batch_per_device, alone)
     kept = config.train.keep_checkpoints + 1  # an old one goes when the new one is whole
     return Wanted(
         assumed=cluster,
@@ -108,6 +106,15 @@ def _wanted(asked: Asked, ranks: int) -> Wanted:
         disk_bytes=int(kept * CHECKPOINT_SHARE * whole.state_bytes),
         disk=str(config.output.dir),
     )
+
+
+def _rank_memory(config: RunConfig, ranks: int) -> RankMemory:
+    """By the estimate after which a run is refused."""
+    if config.plan.layout == AUTO:
+        from penstock.autopilot.layouts import least_memory
+
+        return least_memory(config, ranks)
+    return memory_of(config, Layout.build(config.parallel, ranks, 0, config.moe.num_experts))
 
 
 def _assumed(asked: Asked) -> tuple[str, ClusterFile | None]:

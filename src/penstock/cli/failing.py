@@ -11,9 +11,14 @@ from pathlib import Path
 
 
 def tell(text: str) -> None:
+    """Say it on standard error, and to torchrun."""
+    say(text)
+    tell_torchrun(text)
+
+
+def say(text: str) -> None:
     """Say it on standard error, in one line."""
     print(f"penstock: {text}", file=sys.stderr, flush=True)
-    tell_torchrun(text)
 
 
 def tell_torchrun(text: str) -> None:

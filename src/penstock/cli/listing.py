@@ -25,7 +25,7 @@ Rows = Sequence[Mapping[str, str]]
 TAKEN_BY: Final[Mapping[str, str]] = {
     "models": "penstock plan --model NAME",
     "clusters": "penstock plan --cluster NAME",
-    "schedules": "penstock schedule NAME, penstock bench --schedules A,B, schedule.name=NAME",
+    "schedules": "penstock schedule NAME, schedule.name=NAME, penstock bench --schedules NAME,NAME",
     "workloads": "penstock plan --routing NAME, virtual.routing=NAME",
 }
 

@@ -13,11 +13,12 @@ from penstock import __version__
 from penstock.cli.emulate import add_emulate, add_emulation_options, emulation
 from penstock.cli.listing import add_list
 from penstock.cli.models import add_models
+from penstock.cli.paths import user_path
 from penstock.cli.plan import add_plan
 from penstock.cli.prepare import add_prepare
 from penstock.cli.report import add_report
 from penstock.cli.run import exit_code, parse
-from penstock.config import ConfigError
+from penstock.config import ConfigError, expanded
 from penstock.decision.moving import ExpertMoves, SampleMoves
 from penstock.schedule import SCHEDULES
 from penstock.step.shape import FORM_TOKENS, Recompute
@@ -74,7 +75,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "parallel.esp_size=2. docs/training.md lists all settings.",
     )
     train.add_argument(
-        "config", type=Path, metavar="CONFIG", help="a TOML file, or tiny: the one that is shipped"
+        "config", type=user_path, metavar="CONFIG", help="a TOML file, or tiny: the one that is shipped"
     )
     train.add_argument(
         "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
@@ -181,7 +182,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="section.key=value",
         help="settings that override the defaults",
     )
-    bench.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; default: built in")
+    bench.add_argument("--config", type=user_path, metavar="FILE", help="a TOML file; default: built in")
     bench.add_argument(
         "--schedules", metavar="A,B,...", help="schedules to compare; speed-ups are relative to the first"
     )
@@ -198,7 +199,9 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="profile, choose a plan, and measure it against four published plans",
     )
-    bench.add_argument("--plot", type=Path, metavar="DIR", help="write figures (PNG) and an HTML page to DIR")
+    bench.add_argument(
+        "--plot", type=user_path, metavar="DIR", help="write figures (PNG) and an HTML page to DIR"
+    )
     for option in MOVED:
         bench.add_argument(f"--{option}", nargs="?", const="", help=argparse.SUPPRESS)
     bench.add_argument("--json", action="store_true", help="print one JSON object")
@@ -225,13 +228,16 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     profile.add_argument(
         "--out",
-        type=Path,
+        type=user_path,
         default=Path("cluster.json"),
         metavar="FILE",
         help="cluster file to write (cluster.json)",
     )
     profile.add_argument(
-        "--plot", type=Path, metavar="DIR", help="draw measurements and fitted lines into DIR/profile.png"
+        "--plot",
+        type=user_path,
+        metavar="DIR",
+        help="draw measurements and fitted lines into DIR/profile.png",
     )
     profile.add_argument("--json", action="store_true", help="print only the cluster file")
     add_emulation_options(profile)
@@ -328,7 +334,7 @@ def _doctor(options: argparse.Namespace, given: Sequence[str]) -> int:
 def _config_and_settings(options: argparse.Namespace) -> tuple[Path | None, list[str]]:
     """Where the file may be left out: argparse takes what comes first for it."""
     words = [*([] if options.config is None else [options.config]), *options.overrides]
-    path = Path(words.pop(0)) if words and "=" not in words[0] else None
+    path = expanded(words.pop(0), "CONFIG") if words and "=" not in words[0] else None
     return path, words
 
 

@@ -6,10 +6,17 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from penstock.cli.codes import BAD_USAGE, FAILED
+from penstock.cli.paths import user_path
+from penstock.cli.progress import progress_line
+from penstock.config import UNSET, ConfigError, open_regular
 from penstock.extras import install, needs
+
+LEAST_TEMPERATURE = 1e-4
+"""Logits are divided by it: by much less they are no numbers any more, and already here one token has all."""
 
 CHECKPOINT = "an output folder or a checkpoint of penstock train, or a folder of transformers"
 MISSING = f"this command {needs('transformers')}. {install('transformers')}"
@@ -29,14 +36,16 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         description="Prints a prompt and what a trained model makes of it, on one process.",
         epilog="Example: penstock generate runs/tiny --prompt 'def main' --max-new-tokens 40",
     )
-    generate.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=CHECKPOINT)
-    generate.add_argument("--prompt", required=True, metavar="TEXT", help="the beginning of the text")
+    generate.add_argument("checkpoint", type=user_path, metavar="CHECKPOINT", help=CHECKPOINT)
+    generate.add_argument(
+        "--prompt", type=_unicode, required=True, metavar="TEXT", help="the beginning of the text"
+    )
     generate.add_argument(
         "--max-new-tokens", type=_positive, default=64, metavar="N", help="tokens to add at most (64)"
     )
     generate.add_argument(
         "--temperature",
-        type=_not_negative,
+        type=_temperature,
         metavar="T",
         help="0 takes the likeliest token (0; 1 where --top-k or --top-p is given)",
     )
@@ -60,8 +69,8 @@ def _add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "one process.",
         epilog="Example: penstock evaluate runs/tiny README.md",
     )
-    evaluate.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=CHECKPOINT)
-    evaluate.add_argument("file", type=Path, metavar="FILE", help="a text in UTF-8")
+    evaluate.add_argument("checkpoint", type=user_path, metavar="CHECKPOINT", help=CHECKPOINT)
+    evaluate.add_argument("file", type=user_path, metavar="FILE", help="a text in UTF-8")
     evaluate.add_argument(
         "--length", type=_positive, metavar="N", help="tokens of a window (as many as the model has places)"
     )
@@ -72,7 +81,7 @@ def _add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _add_tokenizer(command: argparse.ArgumentParser) -> None:
     usual = "that of a folder of transformers, or bytes"
-    command.add_argument("--tokenizer", type=Path, metavar="FILE", help=f"a tokenizer.json ({usual})")
+    command.add_argument("--tokenizer", type=user_path, metavar="FILE", help=f"a tokenizer.json ({usual})")
 
 
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -85,8 +94,8 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "without the optimizer's state.",
         epilog="Example: penstock convert runs/tiny exported",
     )
-    convert.add_argument("source", type=Path, metavar="FROM", help=CHECKPOINT)
-    convert.add_argument("target", type=Path, metavar="TO", help="a folder that is not there yet")
+    convert.add_argument("source", type=user_path, metavar="FROM", help=CHECKPOINT)
+    convert.add_argument("target", type=user_path, metavar="TO", help="a folder that is not there yet")
     convert.set_defaults(run=lambda options, given: _explained(lambda: _convert(options)))
 
 
@@ -98,9 +107,13 @@ def _generate(options: argparse.Namespace) -> int:
         temperature = 0.0 if options.top_k is None and options.top_p is None else 1.0
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=options.seed)
     opened = open_model(options.checkpoint, options.tokenizer)
-    text = generate(opened, options.prompt, options.max_new_tokens, sampling)
-    found = {"prompt": options.prompt, "text": text}
-    print(json.dumps(found) if options.json else options.prompt + text)
+    if options.json:
+        text = generate(opened, options.prompt, options.max_new_tokens, sampling)
+        print(json.dumps({"prompt": options.prompt, "text": text}))
+        return 0
+    say = partial(print, end="", flush=True)
+    generate(opened, options.prompt, options.max_new_tokens, sampling, say)
+    print()
     return 0
 
 
@@ -108,7 +121,9 @@ def _evaluate(options: argparse.Namespace) -> int:
     from penstock.adapt.asking import judge, open_model
 
     opened = open_model(options.checkpoint, options.tokenizer)
-    found = judge(opened, options.file.read_bytes().decode(), options.length)
+    text = _text_of(options.file)
+    with progress_line(shown=sys.stderr.isatty()) as say:
+        found = judge(opened, text, options.length, str(options.file), say)
     if options.json:
         print(json.dumps({"loss": found.loss, "perplexity": found.perplexity, "tokens": found.tokens}))
     else:
@@ -117,12 +132,27 @@ def _evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _text_of(file: Path) -> str:
+    """What is in a file of text; raises ConfigError that begins with its path."""
+    with open_regular(file, str(file), "Give a file of text.") as opened:
+        data = opened.read()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            str(file), UNSET, f"is not UTF-8 text (line {line})", "Save it as UTF-8."
+        ) from error
+
+
 def _convert(options: argparse.Namespace) -> int:
     from penstock.adapt.asking import find_checkpoint, read_whole
     from penstock.adapt.checkpoint import export, is_trained, refuse_adapters
     from penstock.adapt.own import PenstockForCausalLM, from_checkpoint, to_checkpoint
 
     source, target = options.source, options.target
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target} is a file: name a folder that is not there yet")
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"{target} is not empty: name a folder that is not there yet")
     checkpoint = find_checkpoint(source)
@@ -176,11 +206,21 @@ def _seed(text: str) -> int:
     return int(text)
 
 
-def _not_negative(text: str) -> float:
+def _temperature(text: str) -> float:
     value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no temperature; use 0 or more")
+    if value != 0 and not LEAST_TEMPERATURE <= value < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no temperature; use 0 for the likeliest token, else {LEAST_TEMPERATURE} or more"
+        )
     return value
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not UTF-8; write it in UTF-8") from error
+    return text
 
 
 def _share(text: str) -> float:

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from penstock.cli.codes import FAILED
 from penstock.cli.out import check_out, save_out
+from penstock.cli.paths import user_path
 from penstock.config import UNSET, ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
@@ -85,7 +86,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     plan.add_argument(
         "config",
         nargs="?",
-        type=Path,
+        type=user_path,
         metavar="CONFIG",
         help="a training configuration, such as configs/tiny.toml",
     )
@@ -94,8 +95,8 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     plan.add_argument("--model", metavar="NAME", help="a published model instead of CONFIG")
     plan.add_argument("--cluster", metavar="NAME|FILE", help="a cluster that comes with Penstock, or a file")
-    plan.add_argument("--out", type=Path, metavar="FILE", help="save the plan to FILE")
-    plan.add_argument("--show", type=Path, metavar="FILE", help="only print a saved plan")
+    plan.add_argument("--out", type=user_path, metavar="FILE", help="save the plan to FILE")
+    plan.add_argument("--show", type=user_path, metavar="FILE", help="only print a saved plan")
     plan.add_argument(
         "--memory-gib",
         type=float,

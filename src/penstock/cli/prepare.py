@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as RichProgress
 
 from penstock.cli.codes import FAILED, INTERRUPTED
+from penstock.cli.paths import user_path
 from penstock.config import ConfigError
 from penstock.data.config import DataConfig
 from penstock.data.files import HINT
@@ -36,7 +38,7 @@ def add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     usual = DataConfig()
     prepare.add_argument("inputs", nargs="+", metavar="INPUT", help="files, or folders of files")
-    prepare.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to write")
+    prepare.add_argument("--out", type=user_path, required=True, metavar="FOLDER", help="folder to write")
     prepare.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json (bytes, every byte a token)")
     prepare.add_argument(
         "--end-of-document", metavar="TOKEN", help="token between two documents (the tokenizer's usual one)"
@@ -64,6 +66,7 @@ def add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run_prepare(options: argparse.Namespace) -> int:
     """Prepare, and print what there is then; returns the exit code."""
     folder: Path = options.out
+    _check_out(folder)
     work = _preparation(options)
     if (folder / WHOLE).exists() and (damage := first_damage(folder)) is not None:
         print(f"penstock: {damage}", file=sys.stderr)
@@ -84,6 +87,15 @@ def run_prepare(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_out(folder: Path) -> None:
+    """Raise ConfigError for a folder that no configuration could name."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        why = "is not UTF-8, and data.path could not name it"
+        raise ConfigError("--out", str(folder), why, "Choose another name.") from error
+
+
 def _problem(folder: Path, error: OSError) -> str:
     """What could not be done: inputs are files, too."""
     file = Path(error.filename or folder)
@@ -99,7 +111,7 @@ def _preparation(options: argparse.Namespace) -> Preparation:
         raise _about_input(error) from error
     work = Preparation(
         files=tuple(files),
-        source=" ".join(options.inputs),
+        source=os.fsencode(" ".join(options.inputs)).decode(errors="backslashreplace"),
         field=options.field,
         tokenizer=open_tokenizer(options.tokenizer, options.end_of_document),
         shard_tokens=options.shard_tokens,

@@ -105,10 +105,12 @@ def _configured(
 
 def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.device) -> ClusterFile:
     find = partial(check_out, wanted.out, EXAMPLE)
-    decided(Control(layout.rank, layout.world_size), find, "looking where the cluster file is to be")
+    control = Control(layout.rank, layout.world_size)
+    decided(control, find, "looking where the cluster file is to be")
     config = on_device(config, device)
-    batch, there = config.data.batch_per_device, device_bytes(device)
-    check_memory(config.model, config.moe, batch, layout, there_bytes=there)
+    sizes = config.model, config.moe, config.data.batch_per_device, layout
+    fits = partial(check_memory, *sizes, there_bytes=device_bytes(device))
+    control.agreed(fits, "comparing memory with the model")
     machinery = build_machinery(layout, device, config.parallel, config.train.precision)
     with StopRequests(machinery.control) as requests, progress_line(shown=layout.rank == 0) as say:
         file = profile_run(

@@ -11,7 +11,7 @@ import torch
 
 from penstock.bench.config import BenchConfig
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
-from penstock.cli.failing import tell
+from penstock.cli.failing import say, tell, tell_torchrun
 from penstock.config import ConfigError
 from penstock.emulate import Cluster, EmulateConfig
 from penstock.plan.plan_config import AUTO
@@ -28,6 +28,7 @@ from penstock.topology import (
     join,
     leave,
 )
+from penstock.topology.blame import give_up, is_first_to_say
 from penstock.topology.join import ALONE
 from penstock.topology.local import Places, local_processes
 from penstock.train.assemble import pick_device
@@ -141,9 +142,7 @@ def measure_as_rank(
         layout = Layout.build(parallel, info.world_size, info.rank, num_experts, node_size)
         found = measure(layout, device)
     except ConfigError as error:
-        if info.rank == 0:  # every rank finds the same fault; once is enough
-            tell(str(error))
-        return BAD_USAGE
+        return refused(error)
     except (TaskError, CommunicationError, ScheduleMismatchError) as error:
         tell(str(error))
         return FAILED
@@ -153,6 +152,18 @@ def measure_as_rank(
         return INTERRUPTED
     leave()
     return finish(found) if info.rank == 0 else 0
+
+
+def refused(error: ConfigError) -> int:
+    """Exit code of a rank that has found a setting which cannot be used. Of ranks with the same fault one
+    says it; where others have not found it, they hear why this one ends.
+    """
+    text = str(error)
+    if is_first_to_say(text):
+        say(text)
+    tell_torchrun(text)
+    give_up(text)
+    return BAD_USAGE
 
 
 def end_of_rank(info: ProcessInfo, code: int) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.codes import FAILED
 from penstock.cli.out import check_out, save_out
+from penstock.cli.paths import user_path
 from penstock.words import folded, mib, terminal_width
 
 if TYPE_CHECKING:  # loaded where a page is written: other commands need none of it
@@ -28,9 +29,11 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "killed, gets a page about what is there.",
         epilog="Example: penstock report runs/tiny",
     )
-    report.add_argument("folder", type=Path, metavar="RUN", help="the output.dir of a run, such as runs/tiny")
     report.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"where to write the page ({PAGE} in the run's folder)"
+        "folder", type=user_path, metavar="RUN", help="the output.dir of a run, such as runs/tiny"
+    )
+    report.add_argument(
+        "--out", type=user_path, metavar="FILE", help=f"where to write the page ({PAGE} in the run's folder)"
     )
     report.add_argument("--json", action="store_true", help="print one JSON object with what the page says")
     report.set_defaults(run=lambda options, given: write_report(options.folder, options.out, options.json))

@@ -17,7 +17,7 @@ from penstock.topology import Layout, ProcessInfo, detect
 from penstock.topology.join import ALONE
 from penstock.topology.local import Places, limit_threads
 from penstock.train.config import RunConfig
-from penstock.train.fits import check_memory, host_bytes
+from penstock.train.fits import check_run, host_bytes
 from penstock.train.launcher import Place
 from penstock.train.source import check_source
 from penstock.train.wandb_sink import check_wandb
@@ -94,17 +94,7 @@ def _check_layout(config: RunConfig, processes: int) -> None:
         return
     layout = Layout.build(config.parallel, processes, 0, config.moe.num_experts)
     if there is not None:
-        check_memory(
-            config.model,
-            config.moe,
-            config.data.batch_per_device,
-            layout,
-            there_bytes=there,
-            sharing=processes,
-            shared_copies=config.optimizer.shared_copies,
-            separate_documents=config.data.separate_documents,
-            again=config.plan.may_repeat_blocks,
-        )
+        check_run(config, layout, there_bytes=there, sharing=processes)
 
 
 def _be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:

@@ -6,9 +6,9 @@ import json
 import traceback
 
 from penstock.autopilot import Autopilot
-from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
+from penstock.cli.codes import FAILED, INTERRUPTED
 from penstock.cli.failing import tell
-from penstock.cli.ranks import end_of_rank
+from penstock.cli.ranks import end_of_rank, refused
 from penstock.config import ConfigError
 from penstock.data import TextError
 from penstock.report import RunSummary
@@ -38,9 +38,7 @@ def _train_as_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> i
         join(info, config.parallel.timeout_s, device)
         summary = Trainer(config, info, device, Autopilot, quiet=False).run()
     except ConfigError as error:
-        if info.rank == 0:  # every rank finds the same fault; once is enough
-            tell(str(error))
-        return BAD_USAGE
+        return refused(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     except EXPECTED as error:

@@ -5,8 +5,8 @@ and why, `files.py` reads what users and other programs wrote, `error.py` is wha
 """
 
 from penstock.config.bounds import Items, Within, check_bounds
-from penstock.config.error import UNSET, ConfigError, check_name, shorten
-from penstock.config.files import open_regular, parse_json, read_json, read_text
+from penstock.config.error import UNSET, ConfigError, IndivisibleError, check_name, shorten
+from penstock.config.files import expanded, open_regular, parse_json, read_json, read_text
 from penstock.config.load import check_value, from_dict, load, to_dict, to_toml
 from penstock.config.other_names import OtherNameWarning
 from penstock.config.table import Table
@@ -14,6 +14,7 @@ from penstock.config.table import Table
 __all__ = [
     "UNSET",
     "ConfigError",
+    "IndivisibleError",
     "Items",
     "OtherNameWarning",
     "Table",
@@ -21,6 +22,7 @@ __all__ = [
     "check_bounds",
     "check_name",
     "check_value",
+    "expanded",
     "from_dict",
     "load",
     "open_regular",

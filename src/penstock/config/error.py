@@ -41,6 +41,10 @@ class ConfigError(ValueError):
         return ConfigError(dotted(prefix, self.key), self.value, self.why, self.hint)
 
 
+class IndivisibleError(ConfigError):
+    """A number that something cannot be shared by evenly: another one can."""
+
+
 def check_name(key: str, value: str, known: Iterable[object], what: str = "") -> None:
     """Raises ConfigError about `key` for a value not among `known`. what: what they are; "" = as the key."""
     names = list(map(str, known))

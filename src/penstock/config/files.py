@@ -44,6 +44,14 @@ def found_or_shipped(path: Path) -> Path:
     return shipped if free and len(path.parts) == 1 and shipped.is_file() else path
 
 
+def expanded(path: str, key: str, hint: str = "Write the path in full.") -> Path:
+    """`path` with the home folder that it may begin with; raises ConfigError about `key`."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # where the system knows no such user
+        raise ConfigError(key, path, "starts with ~USER, but there is no such user", hint) from error
+
+
 def open_regular(path: Path, key: str, hint: str, value: object = UNSET) -> BinaryIO:
     """The file at `path`, open for reading. Raises ConfigError about `key` if it is none, or cannot be read.
 

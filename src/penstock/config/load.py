@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from penstock.config.bounds import bare, check_length, check_type
 from penstock.config.error import UNSET, ConfigError, dotted, shorten, shown, toml_value
-from penstock.config.files import MOST_TOML_BYTES, found_or_shipped, parse_toml, read_text
+from penstock.config.files import MOST_TOML_BYTES, expanded, found_or_shipped, parse_toml, read_text
 from penstock.config.kinds import PLAIN, example, expected, inner, section_of, settable, types_of
 from penstock.config.other_names import own_name, rename
 from penstock.config.table import Table
@@ -219,6 +219,8 @@ def _convert_plain(tp: Any, value: object, key: str) -> object:
         raise ConfigError(key, value, expected(tp), f"For example {key}={example(tp)}.")
     if isinstance(value, str):
         _check_text(key, value)
+        if tp is Path:
+            return expanded(value, key)
     try:
         return tp(value)
     except (TypeError, ValueError):

@@ -7,12 +7,13 @@ from penstock.cost.profiled import ProfiledCluster
 from penstock.cost.routed import RoutedCost, SlowRanks, routing_sizes
 from penstock.cost.span import Span
 from penstock.cost.step import StepCost, UnevenRanks
-from penstock.cost.workload import Workload, split_sizes
+from penstock.cost.workload import HeldBytes, Workload, split_sizes
 
 __all__ = [
     "AlphaBeta",
     "ClusterConfig",
     "ClusterFile",
+    "HeldBytes",
     "MeasuredCost",
     "ProfiledCluster",
     "RoutedCost",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from penstock.words import counted
@@ -10,9 +11,22 @@ STOPPED = "measuring was stopped early, so all of these figures are rough"
 IN_A_RUN = "Measure longer (plan.profile_s) or while it is idle; cluster.json lists them (doubts)"
 
 
+_DIFFERS = re.compile(r"(.+): predicted as measured by itself, since it differs by (\d+ %) from step to step")
+
+
 def scattered(what: str, why: str) -> str:
     """The doubt about a kind of work that real steps say nothing of, and is taken as it was by itself."""
     return f"{what}: predicted as measured by itself, since {why}"
+
+
+def listed(doubts: Sequence[str]) -> tuple[str, ...]:
+    """All of them, where measurements are shown; what differs from step to step is named in one line."""
+    differing = [found for doubt in doubts if (found := _DIFFERS.fullmatch(doubt))]
+    if len(differing) < 2:
+        return tuple(doubts)
+    each = ", ".join(f"{found[1]} ({found[2]})" for found in differing)
+    line = f"predicted as measured by themselves, since they differ from step to step: {each}"
+    return (line, *(doubt for doubt in doubts if not _DIFFERS.fullmatch(doubt)))
 
 
 def summary(doubts: Sequence[str], *, intervals: bool, remedy: str = IN_A_RUN) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from penstock.placing import (
     assign,
     find_planner,
     pays,
+    planning_s,
     sample_problem,
 )
 from penstock.placing.exact import ExactSplit
@@ -258,6 +259,11 @@ def planned_hostings(
 def planning_share(work: Workload, layers: int) -> float:
     """The part of planning all layers' guests that the busiest rank does: each plans some of the layers."""
     return -(-layers // work.mesh.size(counting_axes(work))) / max(1, layers)
+
+
+def guest_planning_s(work: Workload, planner: str, layers: int) -> float:
+    """Seconds in which the busiest rank plans its share of the layers, on a thread of the host."""
+    return planning_share(work, layers) * layers * planning_s(planner, work.ep_size, work.num_experts)
 
 
 def rank_loads(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:

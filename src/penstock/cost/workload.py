@@ -51,6 +51,17 @@ def compressed_row_bytes(form: str, hidden_size: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldBytes:
+    """What a rank has of a model that is not trained as a whole, or not in float32.
+
+    weights: of all parameters, frozen ones too. trained_experts: of those of its experts that are trained.
+    """
+
+    weights: int
+    trained_experts: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """The sizes of a step on one rank.
 
@@ -67,7 +78,8 @@ class Workload:
     mp_size, esp_size: ranks that share attention, and every expert; `batch` is what the former have
     together. all_reduce_bytes, expert_all_reduce_bytes, partial_all_reduce_bytes: gradients per layer on one
     rank, the last those of which ranks that share attention have each a part; partial_by_form: see
-    GradientBytes. dense_ffn_hidden_size: of dense blocks.
+    GradientBytes. dense_ffn_hidden_size: of dense blocks. held: what a rank has of weights, for memory; none
+    = all of them are trained, in float32.
     """
 
     batch: int
@@ -99,6 +111,7 @@ class Workload:
     esp_size: int = 1
     partial_all_reduce_bytes: tuple[int, ...] = ()
     partial_by_form: PartialByForm = ()
+    held: HeldBytes | None = None
 
     @property
     def gradient_bytes(self) -> GradientBytes:

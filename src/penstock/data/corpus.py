@@ -11,14 +11,14 @@ from __future__ import annotations
 import os
 import platform
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.config import UNSET, ConfigError
+from penstock.config import UNSET, ConfigError, expanded
 from penstock.data.config import DataConfig
 from penstock.data.documents import is_table
-from penstock.data.listing import expanded, files_below, files_of, is_folder
+from penstock.data.listing import files_below, files_of, is_folder, place_of
 from penstock.data.prepare import Preparation
 from penstock.data.record import WHOLE, is_prepared, whole_record
 from penstock.data.text import Readable, Text
@@ -67,9 +67,10 @@ def load_corpora(config: DataConfig) -> list[Corpus]:
 
     Raises `ConfigError` on `path` when it does not exist, holds no text file or too little text, or when any
     of its files cannot be read or has yet to be prepared; on `tokenizer` where tokens were made with another;
-    on `mixture` where texts have different tokenizers, or end documents with different tokens.
+    on `mixture` where texts have different tokenizers, end documents with different tokens, or share a file.
     """
     check_alike(config)
+    check_apart(config)
     return [_load(config, path, share) for path, share in config.parts.items()]
 
 
@@ -92,6 +93,28 @@ def check_alike(config: DataConfig) -> None:
         raise ConfigError("mixture", UNSET, why, hint)
 
 
+def check_apart(config: DataConfig) -> None:
+    """Raise ConfigError where texts of a mixture have a file in common: one would train on what the other
+    holds out. Reads none."""
+    owners = dict[Path, str | None]()
+    for path in config.parts if len(config.parts) > 1 else ():
+        for file in _own_files(config, path):
+            if (owner := owners.setdefault(file, path)) != path:
+                why = f"{owner} and {path} both have {file}: one would train on what the other holds out"
+                hint = "Name every file in one text alone; its weight says how often it is seen."
+                raise ConfigError("mixture", UNSET, why, hint)
+
+
+def _own_files(config: DataConfig, path: str | None) -> Iterator[Path]:
+    """The files of a text under names that are the same however they are asked for; of tokens the folder."""
+    if path is None:
+        return
+    place = place_of(path)
+    root = place.resolve()
+    for file in [place] if _is_prepared(path) else files_of(path, config.suffixes):
+        yield root / file.relative_to(place)
+
+
 def _tokens_of(config: DataConfig, path: str | None) -> tuple[str, int | None]:
     """The digest of the tokenizer of a text, and the token that ends its documents, if any does."""
     waiting = _to_prepare(config, path)
@@ -99,12 +122,12 @@ def _tokens_of(config: DataConfig, path: str | None) -> tuple[str, int | None]:
         return waiting.work.tokenizer.digest, waiting.work.tokenizer.end
     if path is None or not _is_prepared(path):
         return Bytes.digest, None
-    record = whole_record(expanded(path))
+    record = whole_record(place_of(path))
     return record.tokenizer, record.end
 
 
 def _is_prepared(path: str) -> bool:
-    place = expanded(path)
+    place = place_of(path)
     return is_folder(path, place) and is_prepared(place)
 
 
@@ -120,7 +143,7 @@ def _load(config: DataConfig, path: str | None, share: float) -> Corpus:
         return _tokens(path, waiting.folder, f"{waiting.work.source}, ", share)
     if path is None:
         return _load_standard_library()
-    place = expanded(path)
+    place = place_of(path)
     if not _is_prepared(path):
         place_files = files_of(path, config.suffixes)
         return _join(path, str(place), place_files, share)
@@ -158,7 +181,7 @@ def _to_prepare(config: DataConfig, path: str | None) -> ToPrepare | None:
     else:
         if _is_prepared(path):
             return None
-        files, place = files_of(path, config.suffixes), str(expanded(path))
+        files, place = files_of(path, config.suffixes), str(place_of(path))
     if config.tokenizer is None and not any(map(is_table, files)):
         return None
     work = Preparation(

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import Final, NoReturn
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, expanded
 from penstock.data.files import HINT
 
 NO_TEXT: Final = (".gz", ".bz2", ".xz", ".zst", ".zip", ".npy", ".npz", ".arrow")
@@ -16,7 +16,7 @@ NO_TEXT: Final = (".gz", ".bz2", ".xz", ".zst", ".zip", ".npy", ".npz", ".arrow"
 
 def files_of(path: str, suffixes: tuple[str, ...]) -> list[Path]:
     """The file at `path`, or those of a folder that end in `suffixes`; raises ConfigError about `path`."""
-    place = expanded(path)
+    place = place_of(path)
     files = files_below(path, place, suffixes) if is_folder(path, place) else [place]
     for file in files:
         if file.suffix.lower() in NO_TEXT:
@@ -28,12 +28,9 @@ def files_of(path: str, suffixes: tuple[str, ...]) -> list[Path]:
     return files
 
 
-def expanded(path: str, key: str = "path", hint: str = HINT) -> Path:
-    """`path` with the home folder that it may begin with; raises ConfigError about `key`."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:  # ~user, where the system knows no such user
-        raise ConfigError(key, path, "starts with ~USER, but there is no such user", hint) from error
+def place_of(path: str) -> Path:
+    """Where a text is, home folders expanded; raises ConfigError about `path`."""
+    return expanded(path, "path", HINT)
 
 
 def is_folder(path: str, place: Path) -> bool:

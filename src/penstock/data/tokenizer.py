@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.config import ConfigError, open_regular
+from penstock.config import ConfigError, expanded, open_regular
 from penstock.data.files import TextError
-from penstock.data.listing import expanded
 from penstock.data.text import BYTES
 from penstock.extras import install, needs
 

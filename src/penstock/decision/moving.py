@@ -33,17 +33,27 @@ EverySteps = Annotated[int, Within(1, MOST_STEPS, "steps are numbered with eight
 
 
 def _samples(asked: Asked, choice: Decision) -> Sequence[str]:
-    joined = DISPATCHES[choice.dispatch].joins_rows
-    return asked.movable.samples if _may_move(asked, choice) and not joined else ("none",)
+    return ("none",) if why_samples_stay(asked, choice) else asked.movable.samples
 
 
 def _experts(asked: Asked, choice: Decision) -> Sequence[str]:
-    return asked.movable.experts if _may_move(asked, choice) else ("none",)
+    return ("none",) if why_experts_stay(asked, choice) else asked.movable.experts
 
 
-def _may_move(asked: Asked, choice: Decision) -> bool:
-    """Where rows are sent to all shards of their experts at once, samples and experts stay."""
-    return any(asked.shape.moe_layers) and (asked.shape.sharing.is_none or choice.form == "gather")
+def why_samples_stay(asked: Asked, choice: Decision) -> str:
+    """Why samples cannot move with this choice; "" = they may."""
+    if DISPATCHES[choice.dispatch].joins_rows:
+        return f"moe.dispatch={choice.dispatch} sends one row for several experts"
+    return why_experts_stay(asked, choice)
+
+
+def why_experts_stay(asked: Asked, choice: Decision) -> str:
+    """Why experts cannot move with this choice; "" = they may."""
+    if not any(asked.shape.moe_layers):
+        return "no layer has experts"
+    if not asked.shape.sharing.is_none and choice.form != "gather":
+        return f"expert form {choice.form} sends rows to all shards of their experts at once"
+    return ""
 
 
 def must_move(asked: Asked) -> bool:
@@ -135,9 +145,15 @@ class PlacementConfig:
         return Movable(
             samples=get_args(SampleMoves) if self.samples == "auto" else (self.samples,),
             experts=get_args(ExpertMoves) if self.experts == "auto" else (self.experts,),
-            guest_slots=(self.guest_slots,),
+            guest_slots=self._weighed_slots,
             split=self.split,
         )
+
+    @property
+    def _weighed_slots(self) -> tuple[int, ...]:
+        """As many as given; where it is open how experts move, also twice as many, for loads that drift."""
+        twice = min(2 * self.guest_slots, MOST_GUEST_SLOTS)
+        return tuple(dict.fromkeys((self.guest_slots, twice if self.experts == "auto" else self.guest_slots)))
 
     def applied(self, choice: Decision) -> Decision:
         """`choice` with what this section decides; what it leaves open stays where it is."""

@@ -1,6 +1,6 @@
 """Tasks and graphs of tasks, and the longest path through them."""
 
-from penstock.graph.errors import ScheduleError
+from penstock.graph.errors import RefusalError, ScheduleError
 from penstock.graph.graph import Graph
 from penstock.graph.paths import Interval, longest_path
 from penstock.graph.task import Cut, Lane, Name, Phase, Task
@@ -12,6 +12,7 @@ __all__ = [
     "Lane",
     "Name",
     "Phase",
+    "RefusalError",
     "ScheduleError",
     "Task",
     "longest_path",

@@ -41,10 +41,11 @@ class Exchange(Protocol):
         """Told which experts a layer has, when it is built and whenever they may have been replaced."""
         ...
 
-    def check(self, experts: nn.Module, x: Tensor, parts: str) -> None:
+    def check(self, experts: nn.Module, x: Tensor, parts: str, *, first: bool) -> None:
         """Told before each forward what is to run: tokens x, and what the layer is made of, in words.
 
-        Raises ValueError if experts would be mixed up: taken over by another tool, or unlike other ranks'.
+        first: whether the layer has not run before, on any rank. Raises ValueError if experts would be mixed
+        up: taken over by another tool, or, the first time, unlike other ranks'.
         """
         ...
 
@@ -59,10 +60,11 @@ class Exchange(Protocol):
         """Sum over all ranks that train together, not differentiable."""
         ...
 
-    def sum_of_alike(self, tensor: Tensor, parameters: Iterable[Tensor]) -> Tensor:
-        """The same, float64 [N], in training; parameters: those that all these ranks should hold alike.
+    def sum_of_alike(self, tensor: Tensor, experts: nn.Module, parameters: Iterable[Tensor]) -> Tensor:
+        """The same, float64 [N], once in every forward, after `check` and before any row leaves.
 
-        Raises ValueError if they do not.
+        experts: of the layer. parameters: those that all these ranks should hold alike. Raises ValueError if
+        they do not, or if ranks have different layers.
         """
         ...
 
@@ -98,7 +100,7 @@ class Alone:
     def adopt(self, experts: nn.Module) -> None:
         del experts
 
-    def check(self, experts: nn.Module, x: Tensor, parts: str) -> None:
+    def check(self, experts: nn.Module, x: Tensor, parts: str, *, first: bool) -> None:
         """Nothing to mix up."""
 
     def run(self, experts: nn.Module, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
@@ -108,6 +110,6 @@ class Alone:
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def sum_of_alike(self, tensor: Tensor, parameters: Iterable[Tensor]) -> Tensor:
-        del parameters
+    def sum_of_alike(self, tensor: Tensor, experts: nn.Module, parameters: Iterable[Tensor]) -> Tensor:
+        del experts, parameters
         return tensor

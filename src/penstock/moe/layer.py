@@ -116,6 +116,7 @@ class MoELayer(nn.Module):
             self.held = HeldExperts(self.placement.held(ep_rank), gate.num_experts, first=ep_rank == 0)
         self._words = _in_words(gate, order, expert, self.dispatch, tuple(hooks), balance)
         self._words += f", placement {self.placement.digest[:8]}"
+        self._has_met = False  # the same layer on other ranks
         self._losses: LayerLosses | None = None
         self._recomputed: weakref.ref[LayerLosses] | None = None
         self._hosted: HostedSeats | None = None
@@ -229,14 +230,16 @@ class MoELayer(nn.Module):
         _require_whole(self.experts)
         tokens = _tokens_of(x, valid)
         _require_place(self.exchange, self.ep_size, self.ep_rank)
-        self.exchange.check(self.experts, x, self._words)
+        self.exchange.check(self.experts, x, self._words, first=not self._has_met)
+        self._has_met = True
         routed = self._counted(self._route_checked(x.flatten(0, -2), tokens))
+        known = self._known(routed.sums, tokens, x.shape[:-1].numel())
         route = self.exchange.routes(routed.plan, self.num_local_experts, self._maker).slices[0]
         rows_RM = self.exchange.to_experts(routed.rows_RM, route)
         shared_TM = None if self.shared is None else self.shared(routed.x_TM)
         rows_RM = self.exchange.run(self.experts, partial(self.expert_rows, route=route), rows_RM)
         rows_RM = self.exchange.to_home(rows_RM, route)
-        losses = self._judge(routed.sums, tokens, x.shape[:-1].numel())
+        losses = self._judge(routed.sums, *known)
         out_TM = self.unorder(rows_RM, routed.weights, routed.plan, shared_TM)
         return self._keep(losses, out_TM.view_as(x))
 
@@ -285,15 +288,23 @@ class MoELayer(nn.Module):
             return replace(routed, weights=bias.when_trained(routed.weights, routed.sums.chosen_E))
         return replace(routed, rows_RM=bias.when_trained(routed.rows_RM, routed.sums.chosen_E))
 
-    def _judge(self, sums: GateSums, tokens: Tokens, count: int) -> LayerLosses:
+    def _known(self, sums: GateSums, tokens: Tokens, count: int) -> tuple[Tensor, Tensor]:
+        """How often all ranks chose every expert, and how many tokens they have.
+
+        Asked before any row leaves: ranks whose layers differ would read each other's as something else.
+        """
         assert self.exchange is not None
         here = sums.z.new_tensor(count).double() if tokens.valid_T is None else tokens.valid_T.sum().double()
-        chosen_E, total = sums.chosen_E.double(), here
-        ranks = self.exchange.data_parallel_size
-        if ranks > 1:
-            known = self.exchange.sum_of_alike(torch.cat([chosen_E, here.view(1)]), self.gate.parameters())
-            chosen_E, total = known[:-1], known[-1]
-        total = total.clamp(min=1) / ranks
+        chosen_E = sums.chosen_E.double()
+        if self.exchange.data_parallel_size == 1:
+            return chosen_E, here
+        mine = torch.cat([chosen_E, here.view(1)])
+        known = self.exchange.sum_of_alike(mine, self.experts, self.gate.parameters())
+        return known[:-1], known[-1]
+
+    def _judge(self, sums: GateSums, chosen_E: Tensor, total: Tensor) -> LayerLosses:
+        assert self.exchange is not None
+        total = total.clamp(min=1) / self.exchange.data_parallel_size
         slope_BE = self.balance.slope(sums.chosen_BE, chosen_E.unsqueeze(0), 0, total)
         return LayerLosses((slope_BE * sums.probability_BE).sum(), sums.z / total)
 

@@ -21,7 +21,7 @@ def _guests(task: Task, sizes: Sizes) -> Work:
 
 
 def _planning(task: Task, sizes: Sizes) -> Work:
-    """The loads that are read. The planner's own time is timed where it is known, see `Placed`."""
+    """The loads that are read. What the planner itself takes is told where it is known, see `Placed`."""
     del task
     return Work(copied_bytes=sum(sizes.moe_layers) * sizes.num_experts * LOAD_BYTES)
 

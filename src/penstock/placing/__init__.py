@@ -1,6 +1,6 @@
 """Which samples and experts move where: assignment of samples to devices, planners of guests. No torch."""
 
-from penstock.placing.experts import PLANNERS, Planner, find_planner, overlap, pays
+from penstock.placing.experts import PLANNERS, Planner, find_planner, overlap, pays, planning_s
 from penstock.placing.model import LayerLoad, LayerSeconds, copies_of, layer_seconds
 from penstock.placing.prediction import ConditionalTable
 from penstock.placing.problem import ExpertCosts, ExpertProblem, Links, Slack
@@ -28,6 +28,7 @@ __all__ = [
     "layer_seconds",
     "overlap",
     "pays",
+    "planning_s",
     "prepare",
     "sample_problem",
 ]

@@ -67,7 +67,7 @@ class Searched:
         return (
             f"{looked}, {self.left_out:,}{skipped} not examined: the budget of {self.budget:g} "
             f"({self.allowed:,} simulated tasks) was used up in stage '{self.stopped}'. "
-            f"A larger budget may find a better plan"
+            f"A larger one may find a better plan (--budget; in a run plan.budget)"
         )
 
     @property

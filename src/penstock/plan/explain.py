@@ -92,7 +92,8 @@ class Explanation:
         )
 
     def _limit(self) -> str:
-        shares = ", ".join(f"{lane_words(lane)} {100 * share:.0f} %" for lane, share in self.busy.items())
+        busy = {lane: share for lane, share in self.busy.items() if share > 0}
+        shares = ", ".join(f"{lane_words(lane)} {100 * share:.0f} %" for lane, share in busy.items())
         return f"{self.binds}; busy share of the step: {shares}"
 
     def _next(self) -> str:

@@ -6,13 +6,13 @@ and what Parm's planner takes; the full search is for the one that is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Final
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, IndivisibleError
 from penstock.cost import ClusterFile
 from penstock.decision import Decision
 from penstock.mesh import group_sizes, holders
@@ -77,12 +77,13 @@ class FoundLayouts:
     """Those that can run, the best first.
 
     undivided: the number of those in which something does not divide; too_large: of those that need too much
-    memory.
+    memory. refused: why others cannot be had, one reason for each.
     """
 
     ranked: tuple[RankedLayout, ...]
     undivided: int
     too_large: int
+    refused: tuple[str, ...] = ()
 
     @property
     def best(self) -> RankedLayout:
@@ -97,7 +98,7 @@ class FoundLayouts:
         plain = next((each for each in others[NEXT:] if not each.sizes.shares), None)
         if first.sizes.shares and plain is not None:
             lines.append(f"best without sharing: {plain.words} ({self._slower(plain)})")
-        left_out = f"{self.undivided} more do not divide, {self.too_large} need more memory"
+        left_out = _left_out(f"{self.undivided} more", self.too_large, self.refused)
         return (*lines, f"{len(self.ranked)} layouts compared; {left_out}")
 
     def _slower(self, other: RankedLayout) -> str:
@@ -135,23 +136,36 @@ def rank_layouts(
 ) -> FoundLayouts:
     """The layouts in the order of their best quick plans. Raises ConfigError about `key` if none fits.
 
-    problem_of: raises ConfigError for a layout in which something does not divide.
+    problem_of: raises IndivisibleError for a layout in which something does not divide, ConfigError for one
+    that cannot be had for another reason.
     """
-    ranked, undivided, too_large = [], 0, 0
+    ranked, undivided, too_large, refused = [], 0, 0, list[str]()
     for sizes in tried:
         try:
             problem = problem_of(sizes)
-        except ConfigError:
+        except IndivisibleError:
             undivided += 1
+            continue
+        except ConfigError as error:
+            refused.append(str(error))
             continue
         best = _best(problem, memory)
         ranked += [RankedLayout(sizes=sizes, problem=problem, best=best)] if best else []
         too_large += best is None
     if not ranked:
-        why = f"no layout fits: {undivided} do not divide, {too_large} need more memory"
-        raise ConfigError(key, "auto", why, "Use more ranks, or a smaller model or batch.")
+        why = f"no layout fits: {_left_out(str(undivided), too_large, refused)}"
+        hint = "Use more ranks, or a smaller model or batch." if too_large or not refused else ""
+        raise ConfigError(key, "auto", why.rstrip("."), hint)
     ranked.sort(key=lambda layout: layout.best.predicted_s)
-    return FoundLayouts(ranked=tuple(ranked), undivided=undivided, too_large=too_large)
+    return FoundLayouts(
+        ranked=tuple(ranked), undivided=undivided, too_large=too_large, refused=tuple(refused)
+    )
+
+
+def _left_out(undivided: str, too_large: int, refused: Sequence[str]) -> str:
+    """What else there is, with the first reason why layouts cannot be had."""
+    counts = f"{undivided} do not divide, {too_large} need more memory"
+    return f"{counts}, {len(refused)} cannot be had: {refused[0]}" if refused else counts
 
 
 def _best(problem: Problem, memory: MemoryBudget | None) -> Candidate | None:

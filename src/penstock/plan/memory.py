@@ -15,7 +15,7 @@ from penstock.step.shape import FORM_TOKENS
 
 FLOAT32_BYTES = 4
 MOMENTS = 2
-"""What AdamW keeps for every weight, in float32."""
+"""What AdamW keeps for every weight that it trains, as large as the weight."""
 
 GATHERED_COPIES, HEAD_COPIES, BLOCK_COPIES = 2, 4, 2
 """Hidden states that a block saves per token: of all tokens the input of attention's norm and its output; of
@@ -83,6 +83,8 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     """Weights W, gradients W, AdamW's moments 2 W, activations of the whole batch, buffers.
 
     W = 4 bytes x (this rank's weights outside of experts + layers x experts here x matrices x M x H / esp).
+    Where the workload says what a rank holds, weights are all of that, frozen ones too, and of their own
+    type; gradients and moments are those of trained weights.
     Guest slots count as experts here that have no moments. With a sharded optimiser a rank has the moments of
     its share: of every kind of weights one part among the ranks that sum its gradients. Where gradients are
     given up once they are summed, it has such a share of them, too, and the whole ones of two layers.
@@ -99,7 +101,7 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     buffers are 292 for sequential (measured 264 to 296) and moe_pipeline (247 to 256), 259 for flowmoe and
     penstock with R = 2 (242 to 287), 242 with R = 4 (244 to 257): from 10 % too little to 18 % too much.
     """
-    weights, guests = sum(weights_bytes(problem).values()), _guest_bytes(problem, choice)
+    guests = _guest_bytes(problem, choice)
     cut, work = problem.cut(choice), problem.workload
     layers = problem.shape.moe_layers
     whole = replace(cut, recompute="none")
@@ -110,7 +112,7 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     moe = any(problem.shape.moe_layers)
     piece_rows = work.rows(0, microbatches, 0, 1, *_row_shares(work, cut)) * work.esp_size if moe else 0.0
     return MemoryEstimate(
-        weights_bytes=weights + guests,
+        weights_bytes=_weights_bytes(problem) + guests,
         gradients_bytes=_gradients_bytes(problem, choice) + guests,
         optimizer_bytes=MOMENTS * _updated_bytes(problem),
         activations_bytes=int(sum(per_layer) + logits),
@@ -118,19 +120,26 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     )
 
 
-def weights_bytes(problem: Problem) -> dict[str, int]:
-    """Of this rank's weights, by the op that reduces their gradients."""
+def trained_bytes(problem: Problem) -> dict[str, int]:
+    """Of this rank's weights that are trained, by the op that reduces their gradients."""
     work = problem.workload
     sizes = work.gradients_of("gather")
     experts = sum(problem.shape.moe_layers) * work.placement.slots * work.expert_bytes
-    return {op: sum(layers) for op, layers in sizes.items()} | {Op.EXPERT_ALL_REDUCE: int(experts)}
+    trained = int(experts) if work.held is None else work.held.trained_experts
+    return {op: sum(layers) for op, layers in sizes.items()} | {Op.EXPERT_ALL_REDUCE: trained}
+
+
+def _weights_bytes(problem: Problem) -> int:
+    """Of all weights, frozen ones too."""
+    held = problem.workload.held
+    return sum(trained_bytes(problem).values()) if held is None else held.weights
 
 
 def _gradients_bytes(problem: Problem, choice: Decision) -> int:
     """Of gradients: all, or where they are given up a share, and what of two layers is not yet summed."""
-    weights, updating = weights_bytes(problem), problem.shape.updating
+    trained, updating = trained_bytes(problem), problem.shape.updating
     if updating is None or not updating.releases:
-        return sum(weights.values())
+        return sum(trained.values())
     released = [op for op, owners in _owners(problem).items() if owners > 1]
     sizes = problem.workload.gradients_of(choice.form)
     layers = [sum(sizes[op][layer] for op in released) for layer in range(problem.shape.num_layers)]
@@ -138,12 +147,12 @@ def _gradients_bytes(problem: Problem, choice: Decision) -> int:
 
 
 def _updated_bytes(problem: Problem) -> int:
-    """Of the weights that this rank updates: all, or a share where a step updates by itself."""
-    weights = weights_bytes(problem)
+    """Of the weights that this rank updates: all trained ones, or a share where a step updates by itself."""
+    trained = trained_bytes(problem)
     if problem.shape.updating is None:
-        return sum(weights.values())
+        return sum(trained.values())
     owners = _owners(problem)
-    return sum(-(-size // owners[op]) for op, size in weights.items())
+    return sum(-(-size // owners[op]) for op, size in trained.items())
 
 
 def _owners(problem: Problem) -> dict[str, int]:

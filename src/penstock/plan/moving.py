@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.cost import RoutedCost, routing_sizes
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision, Movable
+from penstock.decision.moving import why_experts_stay, why_samples_stay
 from penstock.decision.record import FIELDS
-from penstock.graph import ScheduleError
+from penstock.graph import RefusalError
 from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.memory import MemoryBudget
 from penstock.plan.problem import Problem
@@ -29,10 +29,19 @@ WORTH = 0.97
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Priced:
+    """What some moves would cost. refused: by reason, the names of those that the step cannot have."""
+
+    found: list[Candidate] = field(default_factory=list)
+    refused: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Weighed:
     """A plan with and without moving. still, best: without, and the fastest of all where that is worth it.
 
-    lines: one on samples and one on experts, as far as they may move, with the reasons.
+    lines: on samples, on experts and on both, as far as they may move, with the reasons; also on moves that
+    could not be weighed.
     """
 
     still: Candidate
@@ -61,28 +70,34 @@ def weigh(
     """Compare the best of `choices` with itself moving. problem: with evidence, and what may move.
 
     progress: called before every simulation. memory: of a rank, into which what moves must fit; None = not
-    known.
+    known. Raises RefusalError if no choice can be had without moves.
     """
     assert problem.evidence is not None, "without it nothing is known of routing"
 
-    def price(tried: Iterable[Decision]) -> list[Candidate]:
-        found = []
+    def price(tried: Iterable[Decision]) -> _Priced:
+        priced = _Priced()
         for choice in tried:
             progress()
-            with suppress(ScheduleError):  # a pass refuses it, such as samples that chunks would cut
-                found.append(evaluate(problem, choice))
-        return found
+            try:
+                priced.found.append(evaluate(problem, choice))
+            except RefusalError as error:
+                priced.refused.setdefault(str(error), []).append(_moves(choice))
+        return priced
 
-    still = _least(price(_settled(problem, choice) for choice in choices))
+    plain = price(_settled(problem, choice) for choice in choices)
+    if not plain.found:
+        raise RefusalError(f"there is no plan to compare moves with: {'; '.join(plain.refused)}")
+    still = _least(plain.found)
     samples = price(_moving_samples(problem, still.choice))
     experts = price(_moving_experts(problem, still.choice))
+    _note_what_stays(problem, still.choice, samples, experts)
     most = math.inf if memory is None else max(memory.bytes, still.memory_bytes)  # what runs fits
-    alone = [_least(fit) for each in (samples, experts) if (fit := _fitting(each, most))]
-    both = price(_joined(alone)) if len(alone) > 1 else []
-    best = _least([still, *_fitting([*samples, *experts, *both], most)])
+    alone = [_least(fit) for each in (samples, experts) if (fit := _usable(each.found, most))]
+    both = price(_joined(alone)) if len(alone) > 1 else _Priced()
+    best = _least([still, *(each for some in (samples, experts, both) for each in _usable(some.found, most))])
     worth = best.predicted_s < WORTH * still.predicted_s
     told = ("Samples", samples), ("Experts", experts), ("Both   ", both)
-    lines = [_line(problem, what, still, found, most) for what, found in told if found]
+    lines = [line for what, priced in told for line in _lines(problem, what, still, priced, most)]
     return Weighed(still=still, best=best if worth else still, lines=tuple(lines))
 
 
@@ -94,8 +109,15 @@ def in_full(problem: Problem, weighed: Weighed, choice: Decision) -> Weighed:
     return replace(weighed, best=best)
 
 
-def _fitting(candidates: Sequence[Candidate], most_bytes: float) -> list[Candidate]:
-    return [each for each in candidates if each.memory_bytes <= most_bytes]
+def _usable(candidates: Sequence[Candidate], most_bytes: float) -> list[Candidate]:
+    """Those that fit; with more guest slots only where these shorten the step by what is worth it."""
+    fitting = [each for each in candidates if each.memory_bytes <= most_bytes]
+    found: list[Candidate] = []
+    for guests in sorted({each.choice.guests for each in fitting}):
+        more = [each for each in fitting if each.choice.guests == guests]
+        if not found or _least(more).predicted_s < WORTH * _least(found).predicted_s:
+            found += more
+    return found
 
 
 def _settled(problem: Problem, choice: Decision) -> Decision:
@@ -124,6 +146,18 @@ def _moving_experts(problem: Problem, choice: Decision) -> Iterator[Decision]:
                 yield replace(moving, guest_slots=slots)
 
 
+def _note_what_stays(problem: Problem, choice: Decision, samples: _Priced, experts: _Priced) -> None:
+    """Where it is left open whether something moves, and with this choice it cannot: why."""
+    movable = problem.movable
+    kinds = (
+        (samples, movable.samples, why_samples_stay(problem, choice)),
+        (experts, movable.experts, why_experts_stay(problem, choice)),
+    )
+    for priced, values, why in kinds:
+        if why and len(values) > 1:
+            priced.refused[why] = []
+
+
 def _joined(alone: Sequence[Candidate]) -> Iterator[Decision]:
     samples, experts = (each.choice for each in alone)
     yield replace(experts, samples=samples.samples)
@@ -136,14 +170,25 @@ def _least(candidates: Sequence[Candidate]) -> Candidate:
 # ---- words -------------------------------------------------------------------------------------------------
 
 
+def _lines(
+    problem: Problem, what: str, still: Candidate, priced: _Priced, most_bytes: float
+) -> Iterator[str]:
+    """Whether the best of some moves pays, and what of them could not be weighed."""
+    if priced.found:
+        yield _line(problem, what, still, priced.found, most_bytes)
+    for why, moves in priced.refused.items():
+        names = ", ".join(dict.fromkeys(moves))
+        yield f"{what}  not weighed: {names}{': ' if names else ''}{why}"
+
+
 def _line(
     problem: Problem, what: str, still: Candidate, moving: Sequence[Candidate], most_bytes: float
 ) -> str:
     """Whether the best of some moves pays: the step with it and without, and what it saves."""
-    if not (fitting := _fitting(moving, most_bytes)):
+    if not (usable := _usable(moving, most_bytes)):
         leanest = min(moving, key=lambda each: each.memory_bytes)
         return f"{what}  moving does not fit: {_words(leanest)} needs {gib(leanest.memory_bytes)} per rank"
-    best = _least(fitting)
+    best = _least(usable)
     verdict = "pays" if best.predicted_s < WORTH * still.predicted_s else "does not pay"
     saved = _saved(problem, still, best) if best.choice.samples != "none" else _evened(problem, still, best)
     return f"{what}  moving {verdict}: {_words(best)} {_against(best, still)}; {saved}"
@@ -154,6 +199,10 @@ def _words(candidate: Candidate) -> str:
     slots = f"{choice.experts} with {counted(choice.guests, 'guest slot')}" if choice.guests else ""
     samples = "" if choice.samples == "none" else choice.samples
     return " and ".join(word for word in (samples, slots) if word)
+
+
+def _moves(choice: Decision) -> str:
+    return " and ".join(name for name in (choice.samples, choice.experts) if name != "none")
 
 
 def _against(moving: Candidate, still: Candidate) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from penstock.config import ConfigError, Within, check_bounds
+from penstock.config import ConfigError, Within, check_bounds, expanded
 from penstock.config.bounds import MOST_STEPS
 from penstock.extras import install, is_there, needs
 from penstock.plan.effort import MOST_BUDGET
@@ -84,6 +84,7 @@ class PlanConfig:
     def __post_init__(self) -> None:
         if not self.source:
             raise ConfigError("source", self.source, "names nothing", "Use given, auto, or a plan file.")
+        expanded(self.source, "source")  # what is no path is refused before anything starts
         check_bounds(self)
         if self.tuner == "bayesian" and not is_there("bayes_opt"):
             instead = f"{install('bayes_opt')} Or use grid or random."
@@ -122,4 +123,4 @@ class PlanConfig:
     @property
     def file(self) -> Path | None:
         """The plan file to be replayed, if there is one."""
-        return None if self.source in (GIVEN, AUTO) else Path(self.source)
+        return None if self.source in (GIVEN, AUTO) else expanded(self.source, "plan.source")

@@ -22,7 +22,7 @@ from penstock.graph import Phase, Task
 from penstock.mesh import Mesh, Seconds
 from penstock.ops import Op
 from penstock.ops.optimizer import UPDATE_COPIES
-from penstock.plan.memory import weights_bytes
+from penstock.plan.memory import trained_bytes
 from penstock.plan.problem import Problem
 from penstock.schedule import StepPlan
 from penstock.simulate import LowerBound, RankCost, Timeline, iteration_s, simulate
@@ -95,7 +95,7 @@ def closing_s(problem: Problem) -> float:
     """
     if problem.shape.updating is not None:
         return 0.0
-    moved_bytes = UPDATE_COPIES * sum(weights_bytes(problem).values())
+    moved_bytes = UPDATE_COPIES * sum(trained_bytes(problem).values())
     return problem.cluster.compute_s(Op.UPDATE, Phase.BACKWARD, 0.0, moved_bytes)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,8 +12,8 @@ from penstock.cost.placed import (
     Placed,
     SampleMover,
     expert_costs,
+    guest_planning_s,
     planned_hostings,
-    planning_share,
     rank_loads,
     splits_exactly,
 )
@@ -174,11 +173,10 @@ class Problem:
             loads_YPE = rank_loads(evidence.before_DBYE, cut, work)
             costs = self._guest_costs(choice, StepCost(cut, work, self.cluster))
             exact = splits_exactly(choice, work)
-            begin_s = time.thread_time()
             hostings = planned_hostings(
                 loads_YPE, choice.experts, choice.guests, work.placement, costs, exact
             )
-            planning_s = planning_share(work, len(hostings)) * (time.thread_time() - begin_s)
+            planning_s = guest_planning_s(work, choice.experts, len(hostings))
         found = (
             Placed.still(evidence.now_DBYE, hostings)
             if choice.samples == "none"

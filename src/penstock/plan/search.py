@@ -287,10 +287,10 @@ class _Search:
         return self._room.holds(choice)
 
     def _report_work(self) -> None:
-        self._report(self._meter.spent, self._meter.allowed, self._screen)
+        self._report(self._meter.spent, self._meter.allowed)
 
-    def _report(self, done: int, total: int, screen: _Screen | None = None) -> None:
-        best_s = (screen or self._full).best_s
+    def _report(self, done: int, total: int) -> None:
+        best_s = self._full.best_s  # never that of a short model, whose steps are shorter, too
         self._progress(Progress(stage=self._stage, done=done, total=total, best_s=best_s))
 
     def _too_big(self) -> ConfigError:

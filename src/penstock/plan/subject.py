@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, get_args
 
-from penstock.config import ConfigError, Within, check_bounds, check_name
+from penstock.config import ConfigError, IndivisibleError, Within, check_bounds, check_name
 from penstock.config.bounds import MOST_RANKS, Ranks
 from penstock.cost import ClusterFile, ProfiledCluster, Workload
 from penstock.decision import Movable, PlacementConfig
@@ -234,9 +234,10 @@ def _check_sharing(model: PublishedModel, mp_size: int, esp_size: int, per_node:
 
 
 def _divided(option: str, value: int, total: int, by: int, what: str) -> int:
-    """`total / by`. Raises ConfigError naming the option where that is no whole number."""
+    """`total / by`. Raises IndivisibleError naming the option where that is no whole number."""
     if total % by:
-        raise ConfigError(option, value, f"does not divide the {what} ({total} by {by})", "Use another size.")
+        why = f"does not divide the {what} ({total} by {by})"
+        raise IndivisibleError(option, value, why, "Use another size.")
     return total // by
 
 
@@ -252,4 +253,4 @@ def _ep_size(wanted: int | None, groups: int, experts: int) -> int:
         return ep_size
     nearest = min(valid, key=lambda n: (abs(n - ep_size), n))
     why = f"must divide the {groups} groups of ranks and the {experts} experts"
-    raise ConfigError("--ep-size", ep_size, why, f"Nearest valid: {nearest}.")
+    raise IndivisibleError("--ep-size", ep_size, why, f"Nearest valid: {nearest}.")

@@ -16,7 +16,12 @@ from penstock.plan.plan_file import PlanSizes
 from penstock.plan.predict import closing_s, interval_s
 from penstock.words import change, folded, gib, milliseconds
 
-LEGEND = "R: microbatches; chunks: forward/backward; bound: lower bound for any order of the same tasks"
+LEGEND = {
+    "R": "microbatches",
+    "chunks": "forward/backward",
+    "bound": "lower bound for any order of the same tasks",
+}
+"""What heads of columns mean that do not say it themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +148,7 @@ def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> 
     fields.sort(key=lambda each: each.cuts)
     words = 1 + sum(not each.cuts for each in fields)
     head = ("", *(each.head for each in fields), "step", "", "bound", "memory")
-    rows = [head, *(_row(candidate, candidates[0].predicted_s, fields) for candidate in candidates)]
+    rows = [head, *(_row(candidate, candidates[0], fields) for candidate in candidates)]
     columns = [_column(column, left=place < words) for place, column in enumerate(zip(*rows, strict=True))]
     alike = [place for place in range(2, len(fields) + 1) if len(set(columns[place][1:])) == 1]
     last = len(columns) - 1
@@ -152,7 +157,9 @@ def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> 
         if sum(2 + len(columns[each][0]) for each in shown) - 2 > width:
             shown.remove(place)
     lines = ("  ".join(cells).rstrip() for cells in zip(*(columns[each] for each in shown), strict=True))
-    return "\n".join([*lines, folded("   " + LEGEND, width)])
+    heads = [head[place] for place in shown]
+    legend = "; ".join(f"{name}: {meaning}" for name, meaning in LEGEND.items() if name in heads)
+    return "\n".join([*lines, *([folded("   " + legend, width)] if legend else [])])
 
 
 def _is_left_out(field: Field, candidates: Sequence[Candidate]) -> bool:
@@ -167,13 +174,13 @@ def _column(cells: Sequence[str], *, left: bool) -> list[str]:
     return [cell.ljust(width) if left else cell.rjust(width) for cell in cells]
 
 
-def _row(candidate: Candidate, best_s: float, fields: Sequence[Field]) -> tuple[str, ...]:
-    choice, first = candidate.choice, candidate.predicted_s == best_s
+def _row(candidate: Candidate, best: Candidate, fields: Sequence[Field]) -> tuple[str, ...]:
+    choice, first = candidate.choice, candidate is best  # another may take as long
     return (
         "→" if first else "",
         *(each.cell(choice) if each.cell and choice.reads(each.name) else each.unread for each in fields),
         candidate.predicted,
-        "" if first else change(candidate.predicted_s, best_s),
+        "" if first else change(candidate.predicted_s, best.predicted_s),
         milliseconds(candidate.bound_s),
         gib(candidate.memory_bytes),
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import Fit, KernelModel, LinkModel, TaskModel
+from penstock.cost.doubts import listed
 from penstock.cost.legs import even_leg
 from penstock.mesh import num_nodes
 from penstock.words import folded, stacked
@@ -107,7 +108,7 @@ def _rest(file: ClusterFile) -> list[str]:
             f"{steps} real steps took {ratio:.2f} times as long as their parts say; predictions include that",
             f"95 % of steps are expected to take {low:.2f} to {high:.2f} times their prediction",
         ]
-    lines += file.doubts
+    lines += listed(file.doubts)
     if file.slowness:
         ranks = ", ".join(f"rank {rank} {ratio:.2f}" for rank, ratio in enumerate(file.slowness))
         lines.append(f"computation time relative to the median rank: {ranks}")

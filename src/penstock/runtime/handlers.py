@@ -114,7 +114,7 @@ class StepContext:
     carriage: how residual streams get to where outputs are. segment: makes a compute segment.
     degrees: the numbers of chunks in which rows of an MoE layer travel. weights: makes what a slice's weight
     gradients are left to. host, lodging: what ranks host as guests from step to
-    step, and in this one. marks: [6] float64, to sum with the statistics.
+    step, and in this one. marks: [7] float64, to sum with the statistics.
     relocation: how samples get their homes, where they move. training: whether backward follows.
     loss_gradient: known when the backward half begins. total, marks_total: known when the statistics task
     has run. loads_PYE, sample_loads: when the loads task has, if the step has one: choices by rank, MoE layer

@@ -35,3 +35,8 @@ class Machinery:
         if dtype is None and not torch.is_autocast_enabled(device):
             return nullcontext()  # to enter and leave the real one takes 4 us, a third of a small segment
         return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
+
+    def without_callers_autocast(self) -> AbstractContextManager[Any]:
+        """For a whole half of a step, so that its backward tasks, too, compute as their forward ones did."""
+        device = self.device.type
+        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

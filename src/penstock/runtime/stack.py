@@ -7,7 +7,8 @@ loss.backward()                      # runs the backward tasks; every gradient i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
 
@@ -123,6 +124,7 @@ class PipelinedStack(nn.Module):
         self.sample_moving = sample_moving or SampleMoving()
         self.relocation: Relocation | None = None
         self._habits = Habits()
+        self.wish = ""
         self._make_plan = make_plan
         self._programs = Programs(HANDLERS, machinery.layout.mesh.silent, repeated(HANDLERS))
         self.host = Host(machinery.layout, machinery.device, moving)
@@ -209,6 +211,20 @@ class PipelinedStack(nn.Module):
                 return step.forward()
         loss: Tensor = _StepFunction.apply(step, torch.empty(0, requires_grad=True))
         return loss
+
+    @contextmanager
+    def wishing(self, why: str) -> Iterator[None]:
+        """Forward passes inside ask whether all ranks need another plan; others may be training meanwhile.
+
+        why: this one does, in words. Raises ScheduleMismatchError, on every rank, if not all do. They need no
+        reduction of what is trained now.
+        """
+        self.wish = why
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.wish = ""
 
     def minimise(self, moe: MoEConfig, balance: Balance, valid: float | None = None) -> None:
         """Make the loss of the next steps of these; the same on all ranks.
@@ -297,7 +313,8 @@ class PipelinedStack(nn.Module):
             check_can_host(self.moe_layers, self.plan.shape, self.machinery.layout)
             self.makers = self._route_makers(self.plan.shape)
             self.mark_experts()
-            self.gradients.renew(self.plan.shape)
+            if not self.wish:
+                self.gradients.renew(self.plan.shape)
 
     def _checked_shape(self) -> StepShape:
         """The uncut shape of a step of the layers that there are now."""

@@ -14,7 +14,9 @@ from penstock.runtime.carriage import Apart, InRows
 from penstock.runtime.checks.marks import agree, mismatch, raise_mismatch
 from penstock.runtime.checks.misuse import raise_replaced
 from penstock.runtime.checks.samples import check_samples, with_samples
+from penstock.runtime.checks.wishes import check_wishes, with_wish
 from penstock.runtime.executor import Execution
+from penstock.runtime.gradients.in_place import BackwardPass
 from penstock.runtime.handlers import Batch, StepContext, TensorPlace
 from penstock.runtime.segment import PassThrough, Segment
 from penstock.runtime.statistics import StepStatistics
@@ -54,7 +56,9 @@ class Step:
             transports=machinery.transports,
             buckets=self.buckets,
             codec=stack.codec,
-            marks=with_samples(stack.gradients.to_sum, batch, layout, stack.codec.terms),
+            marks=with_wish(
+                with_samples(stack.gradients.to_sum, batch, layout, stack.codec.terms), stack.wish
+            ),
             relocation=stack.relocation,
             training=training,
             updates=stack.updates,
@@ -67,30 +71,39 @@ class Step:
         """The loss of the whole batch of all ranks."""
         ACTIVITY.begin_step()
         # Inside an autograd.Function gradients are off; segments need them for their own graphs.
-        with torch.set_grad_enabled(self.training), self.lodging.seated():
-            self.execution.run()
+        with torch.set_grad_enabled(self.training):
+            self._run()
         if not self.training:
             self.stack.host.take_back(self.lodging)
         statistics = self.context.total
         assert statistics is not None, "the statistics task has run"
         self._show(statistics)
-        if self.training:
-            self._compare_parameters()
+        if self.training or self.stack.wish:
+            self._compare()
         self.versions = self._parameter_versions()
         # A copy, or the loss would know the step, and the step its loss: a circle that keeps all tensors.
         return statistics.loss.clone()
+
+    def _run(self) -> None:
+        """Run the next half. In backward, too, experts have seats, for what is computed again."""
+        with self.stack.machinery.without_callers_autocast(), self.lodging.seated():
+            self.execution.run()
 
     def _show(self, statistics: StepStatistics) -> None:
         """What the stack tells about: the step that ran last, forward or backward, whichever came before."""
         self.stack.execution, self.stack.statistics = self.execution, statistics
 
-    def _compare_parameters(self) -> None:
+    def _compare(self) -> None:
         """Before any gradient is reduced."""
         gradients, machinery = self.stack.gradients, self.stack.machinery
         total, device = self.context.marks_total, machinery.device.type
         assert total is not None and gradients.marks is not None, "the statistics task has run"
-        if device == "cuda" and not gradients.taken_up:
+        wish = self.stack.wish
+        if device == "cuda" and not (gradients.taken_up or wish):
             return  # reading the sums would make the host wait; a rank that has changed something does
+        check_wishes(total, wish, machinery.layout, machinery.control)
+        if wish:
+            return  # its marks are those of the last step, for which the plan was good enough
         check_samples(total, machinery.layout)
         if not agree(total.tolist(), machinery.layout):
             if device == "cuda":
@@ -115,20 +128,22 @@ class Step:
     def backward(self, loss_gradient: Tensor) -> None:
         if self.finished:
             raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
-        self.finished = True
         self.context.loss_gradient = loss_gradient
         if self.context.updates is not None:
             self.context.updates.begin(self.buckets, self.shape, self.changes)
-        buckets = (*self.buckets.all, self.stack.gradients.watched())
-        for bucket in buckets:
-            bucket.begin()
+        gradients = self.stack.gradients.backward_pass(self.buckets)
+        gradients.check()
         self._check_unchanged()
-        with self.lodging.seated():  # for what is computed again
-            self.execution.run()
-        self.stack.host.take_back(self.lodging)
-        replaced = [parameter for bucket in buckets for parameter in bucket.finish()]
-        if replaced:
-            raise_replaced(self.stack.gradients.name_of(replaced[0]))
+        try:
+            gradients.begin()
+            self.finished = True
+            self._run()
+            self.stack.host.take_back(self.lodging)
+            if replaced := gradients.finish():
+                raise_replaced(self.stack.gradients.name_of(replaced[0]))
+        except BaseException as error:
+            self._abandon(gradients, error)
+            raise
         statistics = self.context.total
         assert statistics is not None, "backward follows this step's forward"
         if self.context.updates is None:
@@ -142,6 +157,14 @@ class Step:
         if self.context.plans is not None:
             self.stack.host.follow(self.context.plans)
         self._show(statistics)
+
+    def _abandon(self, gradients: BackwardPass, error: BaseException) -> None:
+        """After a pass that failed; what of it cannot be undone is said with the error."""
+        doubt, updates = gradients.abandon(), self.context.updates
+        if updates is not None and (self.finished or updates.has_sums):  # `begin` clears buffers with sums
+            doubt = updates.failed.note(updates=updates.in_backward and self.finished)
+        if doubt:
+            error.add_note(doubt)
 
     def _count_choices(self, statistics: StepStatistics) -> None:
         """Tell gates with a bias what this step has trained on; the same on all ranks."""

@@ -10,7 +10,7 @@ from functools import cached_property
 from penstock.config import ConfigError
 from penstock.decision import Decision, GradientBytes
 from penstock.decision.moving import why_not_exact
-from penstock.graph import Graph, Phase, ScheduleError
+from penstock.graph import Graph, Phase, RefusalError
 from penstock.ops.transfers import FLAT
 from penstock.schedule.baseline_esp import BaselineESP
 from penstock.schedule.dense_overlap import DenseOverlap
@@ -64,11 +64,12 @@ class StepPlan:
 def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepShape:
     """The step that a decision means: cut by its schedule, with the passes of registered decisions.
 
-    Raises ConfigError for a form of experts' shards that does not go with the dispatch.
+    Raises ConfigError for a form of experts' shards that does not go with the dispatch, RefusalError for a
+    split of rows that cannot be exact.
     """
     _check_dispatch(choice, shape)
     if choice.guests and choice.split == "exact" and (why := why_not_exact(choice)):
-        raise ScheduleError(
+        raise RefusalError(
             f"placement.split = exact: {why}, so rows cannot be split by the loads of their own step. Leave "
             "it out, or set placement.split=last_step"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from penstock.graph import Graph, ScheduleError
+from penstock.graph import Graph, RefusalError
 from penstock.mesh import Group
 from penstock.ops.sums import REDUCTIONS
 from penstock.ops.transfers import FLAT
@@ -39,7 +39,7 @@ from penstock.step.stages import Pass, Stage, apply, in_order
 
 
 def passes_of(shape: StepShape) -> tuple[Pass, ...]:
-    """What a shape says, as passes. Raises ScheduleError where samples cannot move."""
+    """What a shape says, as passes. Raises RefusalError where samples or experts cannot move."""
     found: list[Pass] = [Transpose()]
     if shape.recompute != "none":
         found.append(Recompute(experts_only=shape.recompute == "experts"))
@@ -77,7 +77,7 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
 
 def _check_dropless(shape: StepShape) -> None:
     if not shape.exchange_counts:
-        raise ScheduleError(
+        raise RefusalError(
             "guest_slots: every expert has a fixed number of rows from every rank, whoever computes them, so "
             "guests would spare nothing. Use dropless routing, or set placement.experts=none"
         )
@@ -85,7 +85,7 @@ def _check_dropless(shape: StepShape) -> None:
 
 def _sample_moves(shape: StepShape) -> SampleMoves:
     if not shape.sharing.is_none and shape.expert_form != "gather":
-        raise ScheduleError(
+        raise RefusalError(
             f"moves_samples: with expert_form = {shape.expert_form} ranks send rows of samples that others "
             "have, too, or sums of them, and a sample's rows are not one rank's to order. Use "
             "expert_form=gather, or let samples stay"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Protocol
 
-from penstock.graph import Graph, ScheduleError
+from penstock.graph import Graph, RefusalError, ScheduleError
 
 
 class Stage(IntEnum):
@@ -58,12 +58,13 @@ def check_passes(passes: Sequence[Any]) -> None:
 
 
 def apply(graph: Graph, passes: Sequence[Pass]) -> Graph:
-    """Run passes by stage. Raises ScheduleError for two of one name, or naming the pass that failed."""
+    """Run passes by stage. Raises ScheduleError for two of one name, RefusalError naming the pass that could
+    not rewrite the graph."""
     for each in in_order(passes):
         try:
             found = each(graph)
         except ScheduleError as error:
-            raise ScheduleError(f"pass {each.name}: {error}") from error
+            raise RefusalError(f"pass {each.name}: {error}") from error
         if not isinstance(found, Graph):
             raise ScheduleError(f"pass {each.name} returned {type(found).__name__}: it must return a Graph")
         graph = found

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Sequence
 from typing import Final
 
 # torch.distributed has it as well, but hides it from type checkers.
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from penstock.topology.rollcall import ACTIVITY, MOST_REASON, RollCall, is_transport_error
 
@@ -20,14 +21,19 @@ class _Process:
     """What this process has joined with; none in a program that did not use `join`."""
 
     roll_call: RollCall | None = None
+    store: Store | None = None
     has_given_up = False
 
 
-def answer_calls(roll_call: RollCall | None) -> None:
-    """Make this the roll call of this process; None ends the one before."""
+def answer_calls(roll_call: RollCall | None, store: Store | None = None) -> None:
+    """Make this the roll call of this process, and the store that it met the others at; None ends both.
+
+    What has failed earlier is past.
+    """
     if _Process.roll_call is not None:
         _Process.roll_call.close()
-    _Process.roll_call, _Process.has_given_up = roll_call, False
+    _Process.roll_call, _Process.store, _Process.has_given_up = roll_call, store, False
+    ACTIVITY.failure = None
 
 
 def explain(error: BaseException) -> str:
@@ -50,13 +56,27 @@ def give_up(why: str) -> None:
         _hear()
 
 
+def is_first_to_say(text: str) -> bool:
+    """Whether no other rank has asked this about the same text, which all of them may have to say.
+
+    A rank that has not joined the others cannot know, and is.
+    """
+    if _Process.store is None:
+        return True
+    try:
+        return _Process.store.add(f"said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
+    except RuntimeError:  # the rank that keeps the store has ended, and said with what
+        return False
+
+
 def _hear() -> str:
     """Give up, and hear who is at fault."""
     if _Process.roll_call is None:
         return ""
     _Process.has_given_up = True
     roll = _Process.roll_call.give_up()
-    _tell_launcher(roll.culprits)
+    # A rank that fails for a reason of its own kept nobody waiting; others may soon find the same fault.
+    _tell_launcher(roll.culprits if ACTIVITY.failure is None else roll.silent)
     return roll.verdict()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.config import ConfigError
 from penstock.topology.blame import explain
 from penstock.topology.rollcall import ACTIVITY
 
@@ -49,6 +50,24 @@ class Control:
         with self.naming(purpose):
             dist.all_gather_object(everyone, mine, group=self._group)
         return everyone
+
+    def agreed(self, work: Callable[[], object], purpose: str, *, by: int | None = None) -> None:
+        """Do `work` on every rank, or on rank `by` alone; where it raises ConfigError on one, all raise it.
+
+        What only some of those who looked have found says which of them was the first: machines may differ.
+        """
+        problem: ConfigError | None = None
+        if by in (None, self.rank):
+            try:
+                work()
+            except ConfigError as error:
+                problem = error
+        everyone = self.gather(problem, purpose)
+        for rank, found in enumerate(everyone):
+            if found is not None and by is None and None in everyone:
+                raise ConfigError(found.key, found.value, f"on rank {rank}, {found.why}", found.hint)
+            if found is not None:
+                raise found
 
     def collect(self, part: Tensor, ranks: Sequence[int], at: int, purpose: str) -> list[Tensor]:
         """The tensors of these ranks, in this order, at rank `at`, which is one of them; nothing elsewhere.

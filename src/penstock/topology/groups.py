@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 
 import torch.distributed as dist
 
-from penstock.config import ConfigError, Within, check_bounds
+from penstock.config import ConfigError, IndivisibleError, Within, check_bounds
 from penstock.config.bounds import Ranks
 from penstock.dispatch import Place
 from penstock.mesh import Axes, Group, Mesh, group_sizes, holders, num_nodes, ranks_per_node
@@ -103,10 +103,10 @@ class Layout:
                 why = f"cannot be shared evenly by {spread} {'groups' if shards else 'ranks'}{shards}"
                 experts = max(1, round(num_experts / spread)) * spread
                 hint = f"Nearest valid: {experts}; or spread experts over fewer: parallel.ep_size={nearest}."
-                raise ConfigError("moe.num_experts", num_experts, why, hint)
+                raise IndivisibleError("moe.num_experts", num_experts, why, hint)
             ranks = f"ranks ({world_size})" if spread == world_size else f"ranks over esp_size ({spread})"
             why = f"must divide the number of {ranks} and moe.num_experts ({num_experts})"
-            raise ConfigError("parallel.ep_size", ep_size, why, f"Nearest valid: {nearest}.")
+            raise IndivisibleError("parallel.ep_size", ep_size, why, f"Nearest valid: {nearest}.")
         return Layout(
             world_size=world_size,
             ep_size=ep_size,
@@ -195,7 +195,7 @@ class Layout:
 def _check_divides(name: str, value: int, total: int, of: str) -> None:
     if value not in group_sizes(total):
         nearest = min(group_sizes(total), key=lambda n: (abs(n - value), n))
-        raise ConfigError(f"parallel.{name}", value, f"must divide {of}", f"Nearest valid: {nearest}.")
+        raise IndivisibleError(f"parallel.{name}", value, f"must divide {of}", f"Nearest valid: {nearest}.")
 
 
 def _check_inside_node(name: str, value: int, world_size: int, node_size: int | None) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 # torch.distributed has it as well, but hides it from type checkers.
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.distributed_c10d import _abort_process_group
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.config import UNSET, ConfigError
@@ -111,11 +112,11 @@ def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
     where = "here" if info == ALONE else _master(os.environ)
     _name_loopback(where)
     try:
-        _connect(info, timedelta(seconds=timeout_s), device)
+        store = _connect(info, timedelta(seconds=timeout_s), device)
     except RuntimeError as error:
         raise CommunicationError(_not_joined(info, timeout_s, where)) from error
     if info.world_size > 1:
-        answer_calls(_roll_call(info, where))
+        answer_calls(_roll_call(info, where), store)
     if device.type == "cpu" and info.world_size > 1:
         # Ranks share the cores of a node; more threads than cores makes every one of them slower.
         torch.set_num_threads(1)
@@ -131,10 +132,15 @@ def joined(timeout_s: float, device: torch.device) -> ProcessInfo:
     return started
 
 
-def leave() -> None:
-    """Disconnect from the others; does nothing for a process that never joined."""
+def leave(*, aborts: bool = False) -> None:
+    """Disconnect from the others; does nothing for a process that never joined.
+
+    aborts: exchanges that have begun are given up, as NCCL would otherwise wait for ranks that come no more.
+    """
     answer_calls(None)
-    if dist.is_initialized():
+    if dist.is_initialized() and aborts:
+        _abort_process_group()
+    elif dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -199,15 +205,17 @@ def _first_host(environ: Mapping[str, str]) -> str:
 # ---- connecting --------------------------------------------------------------------------------------------
 
 
-def _connect(info: ProcessInfo, timeout: timedelta, device: torch.device) -> None:
-    """Start torch's default process group."""
+def _connect(info: ProcessInfo, timeout: timedelta, device: torch.device) -> Store:
+    """Start torch's default process group; returns where the ranks have met."""
+    store = HashStore() if info == ALONE else _store(info, timeout)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=HashStore() if info == ALONE else _store(info, timeout),
+        store=store,
         rank=info.rank,
         world_size=info.world_size,
         timeout=timeout,
     )
+    return store
 
 
 def _store(info: ProcessInfo, timeout: timedelta) -> Store:

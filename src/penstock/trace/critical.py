@@ -32,7 +32,7 @@ def critical_path(
     records: of one step on all ranks, by one clock. A task waits for what it needs and for the task before it
     on its lane; of these the last to end is the one that counts. A task that meets other ranks waits for the
     last of them; not for one that began after its end, from which nothing was to come. The links and the gaps
-    before them add up to the end of the last, whatever the error of clocks.
+    before them add up to the end of the last, from 0 on, whatever the error of clocks.
     """
     known = {(record.rank, record.task): record for record in records}
     before = _before(known.values())
@@ -48,7 +48,7 @@ def critical_path(
         if (ahead := before.get((last.rank, last.task))) is not None:
             awaited.append(ahead)
         previous = max(awaited, key=lambda record: record.end_s, default=None)
-        free_s = 0.0 if previous is None else previous.end_s
+        free_s = 0.0 if previous is None else max(previous.end_s, 0.0)  # before 0 only by a clock's error
         start_s = min(max(last.start_s, free_s), end_s)  # what overlaps, by a clock's error, counts once
         free_s = min(free_s, start_s)
         chain.append(

@@ -36,8 +36,13 @@ from penstock.train.optimizer import OptimizerConfig, build_adamw, groups_of, in
 def build_machinery(
     layout: Layout, device: torch.device, parallel: ParallelConfig, precision: Precision
 ) -> Machinery:
-    """Transport, lanes and groups for this rank. Every rank must call it at the same point."""
-    transports = build_transports(layout, device, parallel)
+    """Transport, lanes and groups for this rank. Every rank must call it at the same point.
+
+    Raises CommunicationError if another rank does not.
+    """
+    control = Control(layout.rank, layout.world_size)
+    with control.naming("connecting the ranks of every group"):
+        transports = build_transports(layout, device, parallel)
     lanes: Lanes = (
         StreamLanes(device, transports.abort) if device.type == "cuda" else ThreadLanes(transports.abort)
     )
@@ -46,7 +51,7 @@ def build_machinery(
         lanes=lanes,
         transports=transports,
         layout=layout,
-        control=Control(layout.rank, layout.world_size),
+        control=control,
         device=device,
         autocast_dtype=torch.bfloat16 if rounds else None,
     )

@@ -2,7 +2,7 @@
 
 A text is cut into windows of `seq_len + 1` tokens at stride `seq_len`; the extra byte is the last label.
 Whole blocks of neighbouring windows are held out, so that evaluation text is not everywhere a few bytes away
-from training text. With period 4, and a block of windows per cell::
+from training text. With a fraction of 1/4, and a block of windows per cell::
 
     block     0      1      2      3      4      5      6      7
     use     train  train  train  held   train  train  train  held
@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final
 
 import numpy as np
 import torch
@@ -30,6 +32,9 @@ from penstock.placement import SamplePlacement
 from penstock.runtime.batch import NO_LABEL
 
 WINDOWS_PER_BLOCK = 32
+
+FINEST: Final = 1_000_000
+"""Of how many blocks at most some are held out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,20 +213,23 @@ class _Part:
 class Split:
     """Which windows are trained on and which are held out, as two runs of numbers that are computed.
 
-    Of every `period` blocks the last is held out. A block is 32 windows, or a single one where the corpus is
-    too short to hold out a whole block of 32.
+    Of every `period` blocks `held` are held out, as far from each other as can be: block b, where the whole
+    part of b * held / period is less than that of (b + 1) * held / period. A block is 32 windows, or a
+    single one where the corpus is too short to hold out a whole block of 32.
     """
 
     windows: int
+    held: int
     period: int
     block: int
 
     @staticmethod
     def of(window_count: int, held_out_fraction: float) -> Split:
-        """Hold out every `round(1 / held_out_fraction)`-th block."""
-        period = round(1 / held_out_fraction)
-        block = WINDOWS_PER_BLOCK if window_count >= WINDOWS_PER_BLOCK * period else 1
-        return Split(windows=window_count, period=period, block=block)
+        """Hold out this fraction of the blocks."""
+        share = held_out_share(held_out_fraction)
+        first = -(-share.denominator // share.numerator)  # blocks up to the first that is held out
+        block = WINDOWS_PER_BLOCK if window_count >= WINDOWS_PER_BLOCK * first else 1
+        return Split(windows=window_count, held=share.numerator, period=share.denominator, block=block)
 
     @property
     def training(self) -> int:
@@ -231,15 +239,21 @@ class Split:
     @property
     def held_out(self) -> int:
         """How many windows are held out."""
-        groups, rest = divmod(self.windows, self.period * self.block)
-        return groups * self.block + max(0, rest - (self.period - 1) * self.block)
+        blocks, rest = divmod(self.windows, self.block)
+        before, after = (self.held * each // self.period for each in (blocks, blocks + 1))
+        return before * self.block + (rest if after > before else 0)
 
     def training_windows(self, places: Indices) -> Indices:
         """The windows at these places among those that are trained on, in ascending order."""
-        groups, inside = np.divmod(places, (self.period - 1) * self.block)
-        return groups * (self.period * self.block) + inside
+        blocks, inside = np.divmod(places, self.block)
+        return blocks * self.period // (self.period - self.held) * self.block + inside
 
     def held_out_windows(self, places: Indices) -> Indices:
         """The same among those that are held out."""
-        groups, inside = np.divmod(places, self.block)
-        return groups * (self.period * self.block) + (self.period - 1) * self.block + inside
+        blocks, inside = np.divmod(places, self.block)
+        return (-(-(blocks + 1) * self.period // self.held) - 1) * self.block + inside
+
+
+def held_out_share(held_out_fraction: float) -> Fraction:
+    """The fraction as it was written: 0.4 is two of five, though no float is that."""
+    return Fraction(held_out_fraction).limit_denominator(FINEST)

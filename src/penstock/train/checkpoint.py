@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from penstock.config import ConfigError
 from penstock.runtime import PipelinedStack, ShardedAdamW
 from penstock.sharding import Sharding, shardings_of
-from penstock.topology import Control
+from penstock.topology import CommunicationError, Control
 from penstock.topology.blame import explain, reason
 from penstock.topology.rollcall import ACTIVITY
 from penstock.train.finite import first_not_finite
@@ -116,25 +117,43 @@ class Checkpoints:
             settings=self.settings,
             plan_settled=plan_settled,
         )
-        self._together(purpose, lambda: self._clear(work), rank=0)
+        try:
+            self._together(purpose, lambda: self._clear(work), rank=0)
+            digests = self._write(work, state, purpose)
+            hosted = gather_hosted(self.stack)
+
+            def finish() -> None:
+                write_hosted(work, hosted)
+                self._finish(work, final, record, digests, papers)
+
+            self._together(purpose, finish, rank=0)
+        except (CheckpointError, CommunicationError):
+            if self._control.rank == 0:
+                with suppress(OSError):  # why saving failed is worth more, and the next start tries again
+                    _remove(work)
+            raise
+        return final
+
+    def clear_unfinished(self) -> None:
+        """Rank 0 takes away what saves have left that were killed: it may be what fills the disk."""
+        if self._control.rank == 0:
+            with suppress(OSError):  # it costs room, and harms nothing else
+                for work in self.folder.glob(f"{UNFINISHED}[0-9]*"):
+                    _remove(work)
+
+    def _clear(self, work: Path) -> None:
+        _remove(work)
+        work.mkdir(parents=True)
+
+    def _write(self, work: Path, state: Mapping[str, AnyHeld], purpose: str) -> dict[str, str]:
+        """All shards, by all ranks; returns the digest of each file."""
         joining = Joining(state, self.stack.machinery.layout.mesh, self._control)
         writer, tensors = ShardWriter(work, joining), _stand_ins(state)
         self._torch(purpose, lambda: save(tensors, storage_writer=writer, no_dist=not dist.is_initialized()))
         digests: dict[str, str] = {}
         for each in self._control.gather(writer.digests, purpose):
             digests |= each
-        hosted = gather_hosted(self.stack)
-
-        def finish() -> None:
-            write_hosted(work, hosted)
-            self._finish(work, final, record, digests, papers)
-
-        self._together(purpose, finish, rank=0)
-        return final
-
-    def _clear(self, work: Path) -> None:
-        _remove(work)
-        work.mkdir(parents=True)
+        return digests
 
     def _finish(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import torch
 
@@ -15,6 +16,7 @@ from penstock.moe import MoEConfig
 from penstock.topology import Layout
 from penstock.topology.cgroup import memory_limit
 from penstock.train.assemble import model_of
+from penstock.train.config import RunConfig
 from penstock.train.optimizer import MOMENTS
 
 COPIES = 4
@@ -34,6 +36,14 @@ SPARING = {
     MOMENTS: ", or share gradients (optimizer.shard_gradients)",
 }
 """What else would help, by the copies that are shared already."""
+
+
+class _Options(TypedDict):
+    """Keywords of `rank_memory`."""
+
+    shared_copies: int
+    separate_documents: bool
+    again: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +169,25 @@ def check_memory(
             "Masks grow with the square of model.seq_len: lower it or data.batch_per_device, or leave it out."
         )
     raise ConfigError(key, parts[key][0], why, hint)
+
+
+def memory_of(config: RunConfig, layout: Layout) -> RankMemory:
+    """What a rank of a run needs; of a `resolved` configuration."""
+    return rank_memory(config.model, config.moe, config.data.batch_per_device, layout, **_options(config))
+
+
+def check_run(config: RunConfig, layout: Layout, *, there_bytes: int, sharing: int = 1) -> None:
+    """`check_memory` of a run, of a `resolved` configuration."""
+    sizes = config.model, config.moe, config.data.batch_per_device, layout
+    check_memory(*sizes, there_bytes=there_bytes, sharing=sharing, **_options(config))
+
+
+def _options(config: RunConfig) -> _Options:
+    return {
+        "shared_copies": config.optimizer.shared_copies,
+        "separate_documents": config.data.separate_documents,
+        "again": config.plan.may_repeat_blocks,
+    }
 
 
 def check_processes(processes: int) -> None:

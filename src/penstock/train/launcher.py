@@ -18,16 +18,15 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from penstock.topology.blame import CULPRITS_KEY
 from penstock.topology.rollcall import named
+from penstock.train.signals import recorded_signals, shares_terminal
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -143,7 +142,7 @@ def launch(
     place = place or _Here()
     store = place.run_inside(0, lambda: _host_store(place.listen_address(0)))
     shared = _shared_environ(os.environ if environ is None else environ, processes, place.address(0), store)
-    with _recorded_signals() as received:
+    with recorded_signals() as received:
         ranks = _Ranks(grace_s=grace_s, received=received, culprits=lambda: _culprits(store))
         try:
             ranks.start(command, processes, shared, place)
@@ -195,7 +194,7 @@ class _Ranks:
     def heed_signals(self) -> None:
         """Pass on what reached only us. A second interruption cuts the grace short."""
         for number in self.received[self.heeded :]:
-            if number != signal.SIGINT or not _shares_terminal():
+            if number != signal.SIGINT or not shares_terminal():
                 self.send(number)
             self.stop_within(self.grace_s if self.heeded == 0 else 0.0)
             self.heeded += 1
@@ -334,46 +333,6 @@ def _shared_environ(
         "PYTHONUNBUFFERED": "1",
     }
     return {"OMP_NUM_THREADS": "1", **environ, **ours}
-
-
-# ---- signals -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _recorded_signals() -> Iterator[list[signal.Signals]]:
-    """SIGINT and SIGTERM end up in the list instead of ending us, in so far as they were not ignored before.
-
-    Python lets only the main thread handle signals; called in another one, this leaves them as they are.
-    """
-    received: list[signal.Signals] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    watched = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) != signal.SIG_IGN]
-    before = {
-        each: signal.signal(each, lambda number, _: received.append(signal.Signals(number)))
-        for each in watched
-    }
-    try:
-        yield received
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-
-def _shares_terminal() -> bool:
-    """Whether Ctrl-C reaches the ranks as it reaches us: our process group has the terminal.
-
-    A SIGINT sent to us alone at that moment is not passed on; the ranks then end when their grace does.
-    """
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
-    except OSError:  # there is no terminal, as under a batch system
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    finally:
-        os.close(terminal)
 
 
 def _die_with_parent(parent: int) -> Callable[[], None] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import os
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -33,22 +35,21 @@ class OutputFolder:
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> OutputFolder:
-        began = self._holds(LOCK) and self._holds(CONFIG)
-        left = not self._keep and (began or any(map(self._holds, MARKS)))
-        if not self._keep and not left and self._holds(CONFIG):
+        if not self._keep and self._holds(CONFIG) and not any(map(self._holds, (LOCK, *MARKS))):
             why = f"contains a {CONFIG} that was not written by a run, and a run would overwrite it"
             raise self._refused(why, "Choose a folder that contains only runs, such as a subfolder.")
-        self._acquire()
-        if left:
-            self._release()
-            self._move_aside()
-            self._acquire()
+        self._lock = self._acquired()
+        if not self._keep and any(map(self._holds, (CONFIG, *MARKS))):
+            with self._lock:  # it moves with the folder, so nobody else can take it before the move
+                self._move_aside()
+                self._lock = self._acquired()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._release()
+        if self._lock is not None:
+            self._lock.close()
 
     def _holds(self, name: str) -> bool:
         return (self.path / name).exists()
@@ -69,24 +70,29 @@ class OutputFolder:
             ) from None
         self.moved_to = aside
 
-    def _acquire(self) -> None:
+    def _acquired(self) -> IO[str]:
+        """The lock of the folder that has the name now: another start may move one aside in between."""
+        while True:
+            lock = self._locked()
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock.fileno()), (self.path / LOCK).stat()):
+                    return lock
+            lock.close()
+
+    def _locked(self) -> IO[str]:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / LOCK).open("w")
+            lock = (self.path / LOCK).open("w")
         except OSError as error:
             why = f"cannot be written to: {error.strerror}"
             raise self._refused(why, "Choose a folder that you own.") from None
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._release()
+            lock.close()
             hint = "Wait until it has ended, or choose another folder."
             raise self._refused("another run is writing there", hint) from None
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        return lock
 
     def _refused(self, why: str, hint: str) -> ConfigError:
         return ConfigError("output.dir", str(self.path), why, hint)

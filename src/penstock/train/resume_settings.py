@@ -34,8 +34,8 @@ MEANING: Final[Mapping[str, Callable[[Any], object]]] = {
 }
 """Where `none` means what can also be said: what is compared instead."""
 
-UNSAID: Final = ("train.resume", "output.", "metrics.")
-"""Changes that are not reported."""
+UNSAID: Final = ("train.resume", "output.", "metrics.", "parallel.processes")
+"""Changes that are not reported here: of processes, those that ran are compared and not those asked for."""
 
 MOST_SHOWN: Final = 60
 
@@ -56,7 +56,7 @@ def check_model(config: RunConfig, settings: Mapping[str, Any], path: Path) -> N
 
 def changes(config: RunConfig, settings: Mapping[str, Any]) -> list[str]:
     """What differs from the settings of a checkpoint, such as `optimizer.lr 0.003 -> 0.001`."""
-    before, now = dict(_leaves(settings, "")), dict(_leaves(to_dict(config), ""))
+    before, now = dict(leaves(settings)), dict(leaves(to_dict(config)))
     return [
         f"{key} {_shown(before[key])} -> {_shown(value)}"
         for key, value in now.items()
@@ -79,10 +79,11 @@ def _meaning(key: str, section: object) -> object:
     return getattr(section, key.partition(".")[2]) if meaning is None else meaning(section)
 
 
-def _leaves(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, object]]:
+def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Every single setting below `table`, as `to_dict` gives it, by its dotted key."""
     for name, value in table.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -6,12 +6,14 @@ Shapes: B samples, Y MoE layers, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.config import ConfigError
 from penstock.runtime import PipelinedStack
 from penstock.runtime.loads import SampleLoads
 from penstock.topology import Control, Layout
@@ -68,8 +70,9 @@ class RoutingFile:
                 moe_layers=sum(config.model.is_moe(layer) for layer in range(config.model.num_layers)),
                 num_experts=config.moe.num_experts,
                 top_k=config.moe.top_k,
+                experts_choose=config.moe.kind == "expert",
             )
-            self._recorder = RoutingRecorder(config.output.dir / ROUTING_FILE, model, resume_step=done)
+            self._recorder = _continued(config.output.dir / ROUTING_FILE, model, done)
 
     def record(self, step: int, stack: PipelinedStack) -> None:
         """With samples it costs an exchange of all their loads."""
@@ -93,6 +96,14 @@ class RoutingFile:
     ) -> None:
         if self._recorder is not None:
             self._recorder.close()
+
+
+def _continued(path: Path, model: RecordedModel, done: int) -> RoutingRecorder:
+    try:
+        return RoutingRecorder(path, model, resume_step=done)
+    except ConfigError as error:
+        why = f"{path} cannot be continued: it {error.why}"
+        raise ConfigError("output.routing", True, why, "Mend the line, or move the file away.") from error
 
 
 def _of_layer(microbatches: Sequence[SampleLoads]) -> Known:

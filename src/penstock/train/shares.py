@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, IndivisibleError
 from penstock.mesh import group_sizes
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
@@ -12,9 +12,10 @@ from penstock.topology import ParallelConfig
 
 
 def check_shares(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, ranks: int) -> None:
-    """Raise ConfigError, with the nearest valid size, for one that does not divide what it cuts.
+    """Raise IndivisibleError, with the nearest valid size, for one that does not divide what it cuts.
 
-    ranks: in all; sizes that these cannot form are not proposed.
+    ranks: in all; sizes that these cannot form are not proposed. Raises ConfigError for more ranks than a
+    sample has tokens.
     """
     shared = {"model.num_heads": model.num_heads, "model.vocab_size": model.vocab_size}
     if not all(model.is_moe(layer) for layer in range(model.num_layers)):
@@ -38,7 +39,7 @@ def _check(key: str, parts: int, shared: Mapping[str, int], valid: list[int], *,
             if name == "model.num_heads":
                 multiples = [heads for heads in multiples if heads_of % heads == 0]
             other = f"; or {name}={_nearest(multiples, number)}" if multiples else ""
-            raise ConfigError(key, parts, why, f"Nearest valid: {_nearest(valid, parts)}{other}.")
+            raise IndivisibleError(key, parts, why, f"Nearest valid: {_nearest(valid, parts)}{other}.")
 
 
 def _common(shared: Mapping[str, int], ranks: int) -> list[int]:

@@ -7,19 +7,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from penstock.config import ConfigError
 from penstock.config.bounds import bounded_fields
 from penstock.data import DataConfig
-from penstock.data.corpus import Corpus, ToPrepare, check_alike, load_corpora, to_prepare
+from penstock.data.corpus import Corpus, ToPrepare, check_alike, check_apart, load_corpora, to_prepare
 from penstock.data.files import HINT
 from penstock.data.scan import Scan, Scanned, entropy_nats
 from penstock.data.text import Readable, TextError
 from penstock.topology import Control, Layout
-from penstock.train.batches import BatchStream
+from penstock.train.batches import BatchStream, held_out_share
 from penstock.train.config import RunConfig
 from penstock.train.storage.record import GLOBAL_BATCH
+
+HELD_OUT_BLOCKS: Final = "data.held_out_fraction (blocks held out of so many)"
+"""Earlier versions held out one block of some, whatever the fraction."""
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -68,6 +71,7 @@ def check_source(config: RunConfig) -> None:
     """Raise ConfigError about what can be found wrong with the texts without reading or preparing them."""
     try:
         check_alike(config.data)
+        check_apart(config.data)
         waiting = to_prepare(config.data)
         for each in waiting:
             _check_waiting(config, each)
@@ -242,6 +246,8 @@ def _identity(
     if len(corpora) > 1:
         shares = [corpus.share for corpus in corpora]
         texts = {"data.mixture (sha256 of the texts)": list(digests), "data.mixture (shares)": shares}
+    share = held_out_share(config.data.held_out_fraction)
+    uneven = {} if share.numerator == 1 else {HELD_OUT_BLOCKS: [share.numerator, share.denominator]}
     separate = {"data.separate_documents": True} if config.data.separate_documents else {}
     return {
         "train.seed": config.train.seed,
@@ -249,6 +255,7 @@ def _identity(
         "data.held_out_fraction": config.data.held_out_fraction,
         GLOBAL_BATCH: config.data.batch_per_device * layout.dp_size,
         **texts,
+        **uneven,
         **separate,
         **computed,
     }

@@ -9,8 +9,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from penstock.topology import Control
-
-SAME_REQUEST_S = 2.0
+from penstock.train.signals import SAME_REQUEST_S
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import fmean, median
 
 from penstock.placement import ExpertPlacement
 from penstock.report import RunSummary
@@ -13,20 +11,17 @@ from penstock.runtime.gradients.assignment import assign
 from penstock.sharding import shardings_of
 from penstock.train.config import RunConfig
 from penstock.train.curves import TENSORBOARD_FOLDER
-from penstock.train.metrics import StepMetrics
+from penstock.train.history import History
 from penstock.train.output import CLUSTER_FILE, PLAN_FILE
 from penstock.train.source import Source
 from penstock.train.tracing import StepAnalysis
-
-WARM_UP_STEPS = 2
-"""First steps allocate buffers and open connections; medians leave them out."""
 
 
 def summarise(
     config: RunConfig,
     stack: PipelinedStack,
     source: Source,
-    history: Sequence[StepMetrics],
+    history: History,
     *,
     checkpoint: str | None,
     analysis: StepAnalysis,
@@ -36,24 +31,24 @@ def summarise(
 
     At least one step was not skipped.
     """
-    output, last, layout = config.output, history[-1], stack.machinery.layout
-    applied = [each for each in history if not each.skipped]
-    steady = history[WARM_UP_STEPS:] or history
+    output, layout = config.output, stack.machinery.layout
+    first, applied, last = history.first, history.last_applied, history.last
+    assert first is not None and applied is not None and last is not None, "a run without such a step fails"
     return RunSummary(
         schedule=config.schedule.name,
         dispatch=config.moe.dispatch,
         steps=last.step,
-        first_loss=applied[0].loss,
-        last_loss=applied[-1].loss,
+        first_loss=first.loss,
+        last_loss=applied.loss,
         eval_loss=last.eval_loss,
         eval_noise=last.eval_noise,
         unit=source.corpora[0].text.unit.removesuffix("s"),
         unigram_entropy=source.unigram_entropy_nats,
-        tokens_per_s=median(m.tokens_per_s for m in steady),
-        iteration_s_median=median(m.iteration_s for m in steady),
+        tokens_per_s=_known(history, "tokens_per_s"),
+        iteration_s_median=_known(history, "iteration_s"),
         overlap_efficiency=analysis.overlap_efficiency,
-        exposed_communication_s=median(m.exposed_communication_s for m in steady),
-        communication_s=median(m.communication_s for m in steady),
+        exposed_communication_s=_known(history, "exposed_communication_s"),
+        communication_s=_known(history, "communication_s"),
         processes=layout.world_size,
         mp_size=layout.mp_size,
         esp_size=layout.esp_size,
@@ -69,18 +64,19 @@ def summarise(
         interrupted=last.step < config.train.steps,
         plan=_if_there(output.dir / PLAN_FILE) if config.plan.is_saved else None,
         cluster=_if_there(output.dir / CLUSTER_FILE) if config.plan.is_saved else None,
-        skipped_steps=len(history) - len(applied),
-        rank_load_max_over_mean=_typical(m.rank_rows_max_over_mean for m in steady),
-        rows_crossing_nodes=_typical(m.rows_crossing_nodes for m in steady),
-        loads_in_common=_typical(m.loads_in_common for m in steady),
+        skipped_steps=history.skipped,
+        rank_load_max_over_mean=history.typical("rank_rows_max_over_mean"),
+        rows_crossing_nodes=history.typical("rows_crossing_nodes"),
+        loads_in_common=history.typical("loads_in_common"),
         loads=loads,
     )
 
 
-def _typical(steps: Iterable[Sequence[float] | None]) -> float | None:
-    """The median over steps of what MoE layers have on average; None where no step says it."""
-    known = [fmean(layers) for layers in steps if layers]
-    return median(known) if known else None
+def _known(history: History, name: str) -> float:
+    """The median of what every step says."""
+    found = history.typical(name)
+    assert found is not None, name
+    return found
 
 
 def _if_there(path: Path) -> str | None:

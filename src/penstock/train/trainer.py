@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from penstock.config import ConfigError, to_dict, to_toml
+from penstock.config import to_dict, to_toml
 from penstock.extras import install, is_there, needs
 from penstock.moe import update_expert_biases
 from penstock.report import RunSummary
@@ -22,13 +22,15 @@ from penstock.runtime.checks.agree import check_layouts
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.trace import TaskRecord
+from penstock.train.alike import check_alike
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack, on_device
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.config import RunConfig
 from penstock.train.curves import ScalarLog
 from penstock.train.evaluate import batch_loss, evaluate
-from penstock.train.fits import check_memory, device_bytes
+from penstock.train.fits import check_run, device_bytes
 from penstock.train.health import ADVICE, DivergedError, StepGuard, forget_choices
+from penstock.train.history import History
 from penstock.train.loads import LoadBook, expert_loads, with_loads
 from penstock.train.logs import open_logs
 from penstock.train.measuring import measured
@@ -72,12 +74,13 @@ class Trainer:
         quiet: bool,
         on_step: OnStep | None = None,
     ) -> None:
+        self.control = control = Control(info.rank, info.world_size)
+        check_alike(config, control)
         self._saved_config = config = config.resolved(info.world_size)
-        check_wandb(config.metrics)
+        control.agreed(lambda: check_wandb(config.metrics), "looking for wandb")
         self.leader = info.rank == 0
         every, quiet = config.train.log_every, quiet or not self.leader
         self.progress = Progress(config.train.steps, every=every, quiet=quiet)
-        self.control = control = Control(info.rank, info.world_size)
         node_size, say = find_node_size(control, info.local_rank), self.progress.say
         self.resumption = find_resumption(config, control, say)  # before anything is measured
         ranks = Ranks(control=control, device=device, node_size=node_size)
@@ -86,15 +89,9 @@ class Trainer:
             config.parallel, info.world_size, info.rank, config.moe.num_experts, node_size
         )
         check_layouts(self.layout, config.data.batch_per_device, control)
-        check_memory(
-            config.model,
-            config.moe,
-            config.data.batch_per_device,
-            self.layout,
-            there_bytes=device_bytes(device),
-            shared_copies=config.optimizer.shared_copies,
-            separate_documents=config.data.separate_documents,
-            again=config.plan.may_repeat_blocks,
+        there_bytes = device_bytes(device)
+        control.agreed(
+            lambda: check_run(config, self.layout, there_bytes=there_bytes), "comparing memory with the model"
         )
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
         self.on_step = on_step
@@ -114,7 +111,7 @@ class Trainer:
             identity=self.source.identity,
             settings=to_dict(self._saved_config),
         )
-        self.history: list[StepMetrics] = []
+        self.history = History()
         self.loads, self.routing = LoadBook(), cast("RoutingLog", NoRoutingLog())
         self.recent: deque[list[TaskRecord]] = deque(maxlen=max(TYPICAL_STEPS, config.output.trace_steps))
         self.saved: Path | None = None
@@ -130,7 +127,7 @@ class Trainer:
             if self.config.moe.warning is not None:
                 self.progress.say(self.config.moe.warning)
             writer = self._open_metrics(closing, first)
-            self.routing = closing.enter_context(open_routing(self.config, self.control, self.layout, first))
+            self._open_routing(closing, first)
             last = False
             while not last:
                 metrics = self._step(done)
@@ -207,12 +204,12 @@ class Trainer:
             batches = self.source.stream.held_out_batches(train.eval_batches)
             found = evaluate(self.stack, batches)
             metrics = replace(metrics, eval_loss=found.loss, eval_noise=found.noise)
-        self.history.append(metrics)
+        self.history.add(metrics)
         self.progress.update(metrics)
         if writer is not None:
             writer.write(metrics)
             self._note_loads(metrics.step, writer)
-        if last and all(each.skipped for each in self.history):
+        if last and self.history.first is None:
             raise DivergedError(
                 self._diverged(f"none of the steps up to the last one ({metrics.step}) was finite")
             )
@@ -261,8 +258,8 @@ class Trainer:
         if self.pilot.after_step(slowest_s, self.recent[-1]):
             self.recent.clear()  # they ran under another plan
             self._save_plan()
-            if self.leader:
-                keep_config(self.config.output.dir, self._settings(), self.history[-1].step)
+            if self.leader and self.history.last is not None:
+                keep_config(self.config.output.dir, self._settings(), self.history.last.step)
 
     def _save_plan(self) -> None:
         if self.leader and self._saved_config.plan.is_saved:
@@ -289,43 +286,35 @@ class Trainer:
 
     def _open_output(self, closing: ExitStack) -> None:
         """Rank 0 prepares the folder; the others look into it only after the exchange."""
-        problem: ConfigError | None = None
-        if self.leader:
-            folder = OutputFolder(self.config.output.dir, keep=self.resumption is not None)
-            try:
-                closing.enter_context(folder)
-            except ConfigError as error:
-                problem = error
-            if folder.moved_to is not None:
-                self.progress.say(
-                    f"{folder.path} contained an earlier run, which was moved to {folder.moved_to}"
-                )
-        problem = self.control.gather(problem, "preparing output.dir")[0]
-        if problem is not None:
-            raise problem
+        folder = OutputFolder(self.config.output.dir, keep=self.resumption is not None)
+        self.control.agreed(lambda: closing.enter_context(folder), "preparing output.dir", by=0)
+        if folder.moved_to is not None:
+            self.progress.say(f"{folder.path} contained an earlier run, which was moved to {folder.moved_to}")
 
     def _open_metrics(self, closing: ExitStack, first: int) -> MetricsWriter | None:
         """Rank 0 opens what metrics go to; if it cannot, all ranks raise the reason."""
         logs: list[ScalarLog] = []
-        problem: ConfigError | None = None
-        if self.leader:
-            output = self.config.output
-            keep_config(output.dir, self._settings(), first)
+
+        def prepare() -> None:
+            keep_config(self.config.output.dir, self._settings(), first)
             self._save_plan()
-            try:
-                self.loads = LoadBook.resumed(output.dir, first)
-                logs = open_logs(self.config, self.moe_layers, first)
-            except ConfigError as error:
-                problem = error
-        problem = self.control.gather(problem, "opening what metrics go to")[0]
-        if problem is not None:
-            raise problem
+            self.loads = LoadBook.resumed(self.config.output.dir, first)
+            logs.extend(open_logs(self.config, self.moe_layers, first))
+
+        self.control.agreed(prepare, "opening what metrics go to", by=0)
         if not self.leader:
             return None
         for setting, module in (("tensorboard", "tensorboard"), ("loads", "matplotlib")):
             if getattr(self.config.output, setting) and not is_there(module):
                 self.progress.say(f"output.{setting} {needs(module)} and is left out. {install(module)}")
         return closing.enter_context(MetricsWriter(self.config.output.dir, first, logs))
+
+    def _open_routing(self, closing: ExitStack, first: int) -> None:
+        def prepare() -> None:
+            found = open_routing(self.config, self.control, self.layout, first)
+            self.routing = closing.enter_context(found)
+
+        self.control.agreed(prepare, "opening the record of routing")
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -348,6 +337,7 @@ class Trainer:
         """Steps already done: those of the checkpoint that is continued, if one is."""
         if self.resumption is None:
             return 0
+        self.checkpoints.clear_unfinished()  # the folder is locked by this run, so no other save is under way
         return restore(self._saved_config, self.control, self.checkpoints, self.resumption, self.progress.say)
 
     def _diverged(self, problem: str) -> str:

@@ -7,18 +7,21 @@ The file is JSON lines: a header, then one line per step::
 
 tokens_per_expert: per MoE layer, how often each expert was chosen in the whole batch of all ranks, before
 any drop. samples: the same of every sample, [samples][MoE layers][experts]; a file may be without. Version 1
-is always without. Where it is missing, loads are shared out over samples evenly.
+is always without. Where it is missing, loads are shared out over samples evenly. Where experts choose tokens,
+the header says `"experts_choose": true`.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Final, Self
 
 import numpy as np
 
@@ -33,17 +36,28 @@ MOST_SIZE, MOST_COUNT = 1 << 16, 1 << 40
 MOST_COUNTS, MOST_LINE_BYTES = 1 << 27, 64 << 20
 """A gibibyte in memory; a line holds the loads of one step."""
 
-KEY = "recorded"
+KEY, HINT = "recorded", "Give the file that a training run recorded."
 """The setting that names the file."""
+
+BEGINNING: Final = re.compile(rb'\{"step": (\d+), ')
+"""Of a line that was written here."""
+
+WHOLE: Final = "tokens_per_expert"
+SIZES: Final = ("moe_layers", "num_experts", "top_k")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedModel:
-    """What routing of a file fits to."""
+    """What routing of a file fits to.
+
+    experts_choose: tokens, instead of tokens experts: one may have any number then, and several or none of a
+    sample.
+    """
 
     moe_layers: int
     num_experts: int
     top_k: int
+    experts_choose: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,34 +78,38 @@ Loads = Sequence[Sequence[float]]
 """How often each expert was chosen, [MoE layers][experts]."""
 
 
-def _steps(recording: Recording) -> Iterator[tuple[int, Counts, Counts | None]]:
-    return zip(recording.steps, recording.loads_SYE, recording.samples, strict=True)
-
-
 class RoutingRecorder:
     """Writes the loads of each step; a line is in the file before `write` returns. One rank writes.
 
-    resume_step: steps already done. 0 starts a new file; otherwise lines up to that step are kept, so
-    that no step of a run that was killed and continued stands twice.
+    resume_step: steps already done. 0 starts a new file; otherwise lines up to that step are kept as they
+    are, so that no step of a run that was killed and continued stands twice. The old file stays until the
+    new one is on the disk.
+
+    Raises ConfigError naming a line that was not written here.
     """
 
     def __init__(self, path: Path, model: RecordedModel, resume_step: int = 0) -> None:
-        kept = read_recording(path) if resume_step and path.exists() else None
-        self._model, self._file = model, path.open("w", encoding="utf-8")
-        self._put({"format": FORMAT, "version": VERSION, **asdict(model)})
-        for step, loads_YE, samples in _steps(kept) if kept else ():
-            if step <= resume_step:
-                self.write(step, loads_YE.tolist(), None if samples is None else samples.tolist())
+        self._model = model
+        scratch = path.with_suffix(".tmp")
+        with scratch.open("wb") as file:
+            file.write(_line({"format": FORMAT, "version": VERSION, **_described(model)}))
+            if resume_step and path.exists():
+                file.writelines(_until(path, resume_step))
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+        self._file = path.open("ab")
 
     def write(self, step: int, tokens_per_expert: Loads, samples: Sequence[Loads] | None = None) -> None:
         """Record one step. tokens_per_expert: whole numbers of any type; samples: the same of each sample.
 
         `StepStatistics.chosen_YE.tolist()` is what a stack has after each step.
         """
-        record: dict[str, Any] = {"step": step, "tokens_per_expert": self._whole(tokens_per_expert)}
+        record: dict[str, Any] = {"step": step, WHOLE: self._whole(tokens_per_expert)}
         if samples is not None:
             record["samples"] = [self._whole(sample) for sample in samples]
-        self._put(record)
+        self._file.write(_line(record))
+        self._file.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -110,9 +128,32 @@ class RoutingRecorder:
         assert sizes == {(self._model.moe_layers, self._model.num_experts)}, "the model has not changed"
         return whole
 
-    def _put(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+
+def _line(record: dict[str, Any]) -> bytes:
+    return (json.dumps(record) + "\n").encode()
+
+
+def _described(model: RecordedModel) -> dict[str, Any]:
+    """The model in a header."""
+    found = asdict(model)
+    if not found.pop("experts_choose"):
+        return found
+    return {**found, "experts_choose": True}
+
+
+def _until(path: Path, last: int) -> Iterator[bytes]:
+    """The lines of the steps up to `last`, of any length and number, without reading what they say."""
+    with open_regular(path, KEY, HINT, str(path)) as file:
+        file.readline()  # the header
+        for number in count(2):
+            line = file.readline()
+            if not line.endswith(b"\n"):  # the end, or a line that a killed run has cut short
+                return
+            found = BEGINNING.match(line)
+            if found is None:
+                raise _wrong_line(path, number, "is no step that a training run recorded")
+            if int(found[1]) <= last:
+                yield line
 
 
 @dataclass(frozen=True)
@@ -130,10 +171,11 @@ class RecordedRouting:
         """See `Routing.counts`."""
         sizes, turn = self.sizes, step % len(self.recording.steps)
         samples = sizes.groups * sizes.samples
-        known = self.recording.samples[turn]
+        known, loads_YE = self.recording.samples[turn], self.recording.loads_SYE[turn]
         if known is not None:
+            unused = known.sum(axis=-1, keepdims=True) == 0  # no expert chose any of its tokens there
+            known = np.where(unused, loads_YE, known)
             return apportion(known[np.arange(samples) % len(known)], sizes.copies).reshape(sizes.shape)
-        loads_YE = self.recording.loads_SYE[turn]
         left_YE = apportion(loads_YE, samples * sizes.copies)
         shares = np.empty((samples, *left_YE.shape), dtype=np.int64)
         for sample in range(samples):  # each takes its even share of what the samples before it left
@@ -146,8 +188,8 @@ def recorded_routing(path: Path, sizes: RoutingSizes) -> RecordedRouting:
     """Routing of the run that wrote `path`. Raises ConfigError if it is no recording or does not fit."""
     recording = read_recording(path)
     wanted = RecordedModel(moe_layers=sizes.moe_layers, num_experts=sizes.num_experts, top_k=sizes.top_k)
-    for name, ours in asdict(wanted).items():
-        theirs = getattr(recording.model, name)
+    for name in SIZES:
+        ours, theirs = getattr(wanted, name), getattr(recording.model, name)
         if theirs != ours:
             why = f"was recorded with {name} = {theirs}, and this model has {ours}"
             raise ConfigError(KEY, str(path), why, "Use the model that was recorded, or record this one.")
@@ -165,8 +207,7 @@ def read_recording(path: Path) -> Recording:
 
     Raises ConfigError naming the line that is wrong.
     """
-    hint = "Give the file that a training run recorded."
-    with open_regular(path, KEY, hint, str(path)) as file:
+    with open_regular(path, KEY, HINT, str(path)) as file:
         lines = _lines(path, file)
         _, first = next(lines, (1, b"{}"))
         model = _header(path, _json(path, 1, first))
@@ -192,7 +233,7 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             line = file.readline(MOST_LINE_BYTES)
         except OSError as error:
             why = f"cannot be read ({error.strerror})"
-            raise ConfigError(KEY, str(path), why, "Give the file that a training run recorded.") from error
+            raise ConfigError(KEY, str(path), why, HINT) from error
         if not line.endswith(b"\n"):
             if len(line) == MOST_LINE_BYTES:
                 raise _wrong_line(path, number, f"has over {MOST_LINE_BYTES} characters")
@@ -213,18 +254,21 @@ def _json(path: Path, number: int, line: bytes) -> dict[str, Any]:
 def _header(path: Path, record: dict[str, Any]) -> RecordedModel:
     if record.get("format") != FORMAT:
         why = f'is no recorded routing: line 1 does not say "format": "{FORMAT}"'
-        raise ConfigError(KEY, str(path), why, "Give the file that a training run recorded.")
+        raise ConfigError(KEY, str(path), why, HINT)
     if record.get("version") not in READ:
         read = " and ".join(map(str, READ))
         why = f"has version {shown(record.get('version'))} of the format, and versions {read} are read here"
         raise ConfigError(KEY, str(path), why, "Record it again with this version of penstock.")
-    sizes: dict[str, Any] = {name: record.get(name) for name in ("moe_layers", "num_experts", "top_k")}
+    sizes: dict[str, Any] = {name: record.get(name) for name in SIZES}
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise _wrong_line(path, 1, f"{name} is {shorten(repr(size))} and no positive whole number")
         if size > MOST_SIZE:
             raise _wrong_line(path, 1, f"{name} is {shown(size)}, and no model has over {MOST_SIZE}")
-    return RecordedModel(**sizes)
+    choose = record.get("experts_choose", False)
+    if type(choose) is not bool:
+        raise _wrong_line(path, 1, f"experts_choose is {shown(choose)}, and neither true nor false")
+    return RecordedModel(**sizes, experts_choose=choose)
 
 
 Step = tuple[int, Counts, Counts | None]
@@ -237,7 +281,7 @@ def _step(path: Path, number: int, record: dict[str, Any], model: RecordedModel)
         raise _wrong_line(path, number, "has no step number")
     if not 0 <= step <= MOST_STEPS:
         raise _wrong_line(path, number, f"is step {shown(step)}, and steps count from 0 to {MOST_STEPS}")
-    loads_YE = _loads(path, number, record.get("tokens_per_expert"), model, "tokens_per_expert")
+    loads_YE = _loads(path, number, record.get(WHOLE), model, WHOLE)
     return step, loads_YE, _samples(path, number, record.get("samples"), model, loads_YE)
 
 
@@ -249,8 +293,11 @@ def _loads(path: Path, number: int, loads: Any, model: RecordedModel, name: str)
     for load in loads:
         if sum(load) > MOST_COUNT:
             raise _wrong_line(path, number, f"has over {MOST_COUNT} tokens, more than a batch can have")
+        if model.experts_choose:
+            if sum(load) == 0 and name == WHOLE:
+                raise _wrong_line(path, number, "has a layer whose experts have chosen no token")
         # A token chooses distinct experts, so none has more than one copy of it.
-        if sum(load) == 0 or max(load) * model.top_k > sum(load):
+        elif sum(load) == 0 or max(load) * model.top_k > sum(load):
             why = f"has an expert chosen by more tokens than there are: {shorten(str(load))}"
             raise _wrong_line(path, number, why)
     return np.array(loads, dtype=np.int64)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
 
 from benchmarks.peers import require
+from benchmarks.peers.build import leave_out_renamings
 from benchmarks.peers.installed import PACKAGES
 from penstock.bench.config import PEERS
 from penstock.config import ConfigError
@@ -40,3 +42,14 @@ def test_the_extra_and_the_adapters_name_the_same_versions() -> None:
     assert sorted(project["optional-dependencies"]["peers"]) == sorted(pins)
     assert set(pins) <= set((PROJECT / "constraints.txt").read_text().split())
     assert set(PEERS) == set(PACKAGES)
+
+
+def test_what_torch_has_renamed_is_no_news_to_who_compares() -> None:
+    """The table stands below what packages of peers make torch warn of; everything else is still said."""
+    renamed = "`torch.distributed.all_gather_into_tensor` is deprecated. Please use another one instead."
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        leave_out_renamings()
+        warnings.warn(renamed, FutureWarning, stacklevel=1)
+        warnings.warn("something else is deprecated", FutureWarning, stacklevel=1)
+    assert [str(each.message) for each in told] == ["something else is deprecated"]

@@ -114,3 +114,23 @@ def test_what_is_no_plain_parameter_is_left_to_autograd(make: Callable[[], Store
     store.compute()
     assert frozen.grad is None
     torch.testing.assert_close(gradient(rows)[0], frozen[0].sum(1))
+
+
+@both
+@pytest.mark.parametrize("turned", [False, True])
+def test_hooks_put_on_after_forward_see_the_gradient(make: Callable[[], Store], turned: bool) -> None:
+    sizes = (4, 1, 2)
+    rows, weight = variables(sizes, torch.float64, torch.float64)
+    wanted = torch.autograd.grad(grouped_product(rows, weight, sizes).sum(), weight)[0]
+    parameter = weight.detach().transpose(1, 2).contiguous().requires_grad_() if turned else weight
+    wanted = wanted.transpose(1, 2) if turned else wanted
+    store = make()
+    out = store.product(rows, parameter.transpose(1, 2) if turned else parameter, sizes)
+    seen: list[Tensor] = []
+    parameter.register_hook(lambda grad: grad * 3)
+    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(gradient(p).clone()))
+    out.sum().backward()
+    store.compute()
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], wanted * 3)
+    torch.testing.assert_close(gradient(parameter), wanted * 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,10 @@ from torch.nn.utils import parametrize
 
 from penstock import ExpertParallel, clip_grad_norm_, expert_parameters, ignore_experts
 from penstock.moe import GeluExperts, MoELayer, SoftmaxGate, SortOrder
+from penstock.runtime.expert_parallel.guard import ExpertGuard
+from penstock.runtime.expert_parallel.ranks import ExpertRanks
+from penstock.runtime.transport import LocalTransport
+from penstock.topology import Layout
 from tests.support.exchange import (
     CHOICES,
     EXPERTS,
@@ -215,6 +220,128 @@ def test_ranks_with_different_layers(ranks: Pools, what: str, told: tuple[str, s
     for message in ranks(2).run(odd_one, what):
         first, second = message.split("; rank 1 has ")
         assert "rank 0 has" in first and told[0] in first and told[1] in second
+
+
+def freeze(model: Model) -> None:
+    model.layer.experts.requires_grad_(False)
+
+
+def put_in_place(model: Model) -> None:
+    """Other experts, as a module that the exchange has never seen."""
+    model.layer.experts = copy.deepcopy(model.layer.experts).float()
+
+
+CHANGES: dict[str, Callable[[Model], object]] = {
+    "cast": lambda model: model.layer.experts.float(),
+    "other experts": put_in_place,
+    "frozen": freeze,
+    "autocast": lambda model: None,
+    "no gradients": lambda model: None,
+}
+
+
+def changed_alone(rank: int, what: str, ep_size: int | None) -> tuple[str, str, bool]:
+    """Rank 1 changes its layer after a pass: what both are told, twice, and if alike again they go on."""
+    case = Case(world=2, ep_size=ep_size)
+    model = model_of(case, exchange_of(ep_size, None))
+    data = batch(case, 0, rank)
+    rank_loss(model, data).backward()
+    before = model.layer.experts
+    if rank == 1:
+        CHANGES[what](model)
+    told = []
+    for _ in range(2):
+        with (
+            torch.autocast("cpu", enabled=rank == 1 and what == "autocast"),
+            torch.set_grad_enabled(not (rank == 1 and what == "no gradients")),
+            pytest.raises(ValueError) as caught,
+        ):
+            model(data[0])
+        told.append(str(caught.value))
+    model.layer.experts = before.double().requires_grad_(True)
+    return told[0], told[1], bool(rank_loss(model, data).isfinite())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "ep_size", "told"),
+    [
+        ("cast", None, ("w_up torch.float64", "w_up torch.float32")),
+        ("cast", 1, ("w_up torch.float64", "w_up torch.float32")),
+        ("other experts", None, ("w_up torch.float64", "w_up torch.float32")),
+        ("frozen", 1, ("w_up torch.float64 8 x 6 x 5 trained", "w_up torch.float64 8 x 6 x 5")),
+        ("autocast", None, ("autocast None", "autocast torch.bfloat16")),
+        ("no gradients", None, ("gradients on", "gradients off")),
+    ],
+)
+def test_a_rank_that_changes_its_layer_alone(
+    ranks: Pools, what: str, ep_size: int | None, told: tuple[str, str]
+) -> None:
+    for *messages, goes_on in ranks(2).run(changed_alone, what, ep_size):
+        for message in messages:
+            first, second = message.split("; rank 1 has ")
+            assert "rank 0 has" in first and told[0] in first and told[1] in second
+        assert goes_on
+
+
+def changed_together(rank: int) -> list[float]:
+    """Passes of a layer that all ranks train, evaluate, call under autocast and freeze."""
+    case = Case(world=2, ep_size=1)
+    model = model_of(case, exchange_of(1, None))
+    data, found = batch(case, 0, rank), []
+    for turn in range(2):
+        found.append(float(rank_loss(model, data)))
+        with torch.no_grad():
+            found.append(float(rank_loss(model, data)))
+        with torch.autocast("cpu"):
+            found.append(float(rank_loss(model, data)))
+        model.layer.experts.requires_grad_(turn == 1)
+    return found
+
+
+@pytest.mark.slow
+def test_what_all_ranks_change_is_taken_up(ranks: Pools) -> None:
+    for found in ranks(2).run(changed_together):
+        assert found == [pytest.approx(found[0])] * 6
+
+
+def test_what_a_rank_on_a_gpu_says_that_finds_a_change_of_its_own_alone() -> None:
+    """It is the only one that waits for the sums, so no other can be asked."""
+    layout = Layout(world_size=2, ep_size=2, rank=1)
+    guard = ExpertGuard(ExpertRanks(layout, LocalTransport(), CPU))
+    experts, x = GeluExperts(HIDDEN, 5, 4), torch.zeros(3, HIDDEN)
+    guard.check(experts, x, "SortOrder", first=False)
+    theirs = guard.marks.clone()
+    guard.judge(2 * theirs, waits=True)
+    guard.check(experts.double(), x, "SortOrder", first=False)
+    with pytest.raises(ValueError, match=r"rank 1 has w_up torch\.float64 .* since its last forward"):
+        guard.judge(theirs + guard.marks, waits=True)
+    guard.check(experts.float(), x, "SortOrder", first=False)
+    guard.judge(theirs + 1, waits=True)  # another rank has changed, and says so itself
+
+
+def compared_numbers(rank: int) -> list[int]:
+    """How many numbers a forward compares: where the host need not wait for them, and where it would."""
+    case, found = Case(world=2), []
+    exchange = exchange_of(None, None)
+    model = model_of(case, exchange)
+    model(batch(case, 0, rank)[0])
+    own, layer = torch.zeros(3, dtype=torch.float64), model.layer
+    for device in ("cpu", "cuda"):
+        with (
+            patch.object(exchange, "_device", torch.device(device)),
+            patch.object(exchange, "sum_over_ranks", wraps=exchange.sum_over_ranks) as summed,
+        ):
+            exchange.sum_of_alike(own, layer.experts, layer.gate.parameters())
+        (rows,) = summed.call_args.args
+        found.append(len(rows) - len(own))
+    return found
+
+
+@pytest.mark.slow
+def test_on_a_gpu_nothing_rides_on_the_sum_but_marks_that_are_there(ranks: Pools) -> None:
+    """Anything made on the host would have to be copied there in every forward, for which the host waits."""
+    assert ranks(2).run(compared_numbers) == [[4, 2]] * 2
 
 
 def other_place(rank: int, what: str) -> str:

@@ -186,7 +186,7 @@ def test_a_parameter_converted_between_forward_and_backward_is_refused() -> None
     bucket = GradientBucket([parameter])
     parameter.data = parameter.data.double()
     with pytest.raises(RuntimeError, match=r"was torch.float32 \[2, 3\] on cpu in the forward pass"):
-        bucket.begin()
+        bucket.check()
 
 
 CASE = Case(

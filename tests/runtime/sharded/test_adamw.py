@@ -89,6 +89,26 @@ def test_gradients_that_are_summed_are_given_up_and_not_to_be_looked_at(ranks: P
         assert "register_post_accumulate_grad_hook" in said and "optimizer.shard_gradients=false" in said
 
 
+def kept_when_refused(rank: int, case: Case) -> list[bool]:
+    """Whether a gradient that should not be there still is, after each of two passes that it stops."""
+    stack, _ = build(rank, case, Habits(releases=True), sharded=True)
+    loss, found = loss_of(stack, rank, case, 0), []
+    parameter = stack.parts.replicated_parameters(case.model.num_layers - 1)[0]
+    given = parameter.grad = torch.ones_like(parameter)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="has a gradient"):
+            loss.backward()
+        found.append(parameter.grad is given and bool(given.eq(1).all()))
+    parameter.grad = None
+    loss.backward()
+    return found
+
+
+def test_a_gradient_for_which_a_pass_is_refused_stays(ranks: Pools) -> None:
+    case = layout_case((2, 1, 1, 1), "flowmoe", "gather")
+    assert ranks(2).run(kept_when_refused, case) == [[True, True]] * 2
+
+
 def test_shares_of_gradients_need_shares_of_the_optimiser() -> None:
     with pytest.raises(ConfigError, match=r"Set optimizer\.sharded=true"):
         OptimizerConfig(shard_gradients=True)

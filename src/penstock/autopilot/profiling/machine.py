@@ -11,8 +11,9 @@ import torch
 from penstock import __version__
 from penstock.cost.cluster_file import Machine
 from penstock.topology import Control
+from penstock.train.fits import device_bytes
 
-CPU_INFO, MEMORY_INFO = Path("/proc/cpuinfo"), Path("/proc/meminfo")
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 def here(device: torch.device) -> Machine:
@@ -28,13 +29,14 @@ def here(device: torch.device) -> Machine:
     )
 
 
-def memory_bytes(control: Control, device: torch.device) -> int | None:
-    """Of one device: of the GPU, or this rank's part of the host's. None where the system does not say."""
+def memory_bytes(control: Control, device: torch.device) -> int:
+    """What every rank has, the same number on all of them: that of the rank with least.
+
+    Of a GPU, or a rank's part of what its machine, container or job may use. All ranks call it together.
+    """
     hosts = control.gather(platform.node(), "counting ranks per host")
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    total = _field(MEMORY_INFO, "MemTotal")
-    return None if total is None else int(total.split()[0]) * 1024 // hosts.count(platform.node())
+    sharing = 1 if device.type == "cuda" else hosts.count(platform.node())
+    return min(control.gather(device_bytes(device) // sharing, "comparing memory of ranks"))
 
 
 def _field(path: Path, name: str) -> str | None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from difflib import get_close_matches
 from pathlib import Path
 
-from penstock.config import UNSET, ConfigError
+from penstock.config import UNSET, ConfigError, expanded
 from penstock.cost.cluster_file import ClusterFile
 
 FOLDER = Path(__file__).parent
+WRITTEN_BY = (
+    "`penstock profile` measures a cluster and writes such a file, and so does a run with plan.source=auto "
+    "(runs/tiny/cluster.json); `penstock list clusters` names those that come with Penstock."
+)
 
 
 def names() -> tuple[str, ...]:
@@ -23,7 +27,9 @@ def find_cluster(name_or_path: str) -> ClusterFile:
     """
     if name_or_path in names():
         return ClusterFile.read(FOLDER / f"{name_or_path}.json")
-    path = Path(name_or_path)
+    path = expanded(name_or_path, "cluster")
+    if path.suffix == ".json" and not path.exists() and not path.is_symlink():
+        raise ConfigError(name_or_path, UNSET, "there is no such file", WRITTEN_BY)
     if path.exists() or path.suffix == ".json" or len(path.parts) > 1:
         return ClusterFile.read(path)
     near = get_close_matches(name_or_path, names(), n=1, cutoff=0.0)[0]

@@ -3,7 +3,7 @@
 Nothing but the update of an expert needs its weight gradient, so a schedule may use it to fill a gap. Either
 way it is added to `weight.grad` in place: a gradient of its own would be written and read once more.
 Only a weight that is a parameter without hooks, or one with its matrices transposed, is treated so; any other
-gets its gradient from autograd.
+gets its gradient from autograd, also one that has got a hook since forward.
 Shapes: R rows, M and H widths of a weight matrix, E local experts.
 """
 
@@ -92,10 +92,15 @@ class _WeightApart(torch.autograd.Function):
                 "backward, so gradients would be those of neither: update them after backward, or compute "
                 "the loss again"
             )
-        factors = (grad_RH, rows_RM) if ctx.turned else (rows_RM, grad_RH)
-        ctx.store.take(*factors, ctx.parameter, ctx.sizes)
+        grad_EMH = None
+        if _has_hooks(ctx.parameter):
+            grad_EMH = torch.empty_like(ctx.weight_EMH, memory_format=torch.contiguous_format)
+            weight_gradient(rows_RM, grad_RH, ctx.sizes, grad_EMH, add=False)
+        else:
+            factors = (grad_RH, rows_RM) if ctx.turned else (rows_RM, grad_RH)
+            ctx.store.take(*factors, ctx.parameter, ctx.sizes)
         grad_RM = grouped_product(grad_RH, ctx.weight_EMH.transpose(1, 2), ctx.sizes)
-        return grad_RM, None, None, None, None, None
+        return grad_RM, grad_EMH, None, None, None, None
 
 
 def autograd_is_faster(rows_RM: Tensor, weight_EMH: Tensor) -> bool:
@@ -108,13 +113,16 @@ def _product(
     rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int], store: AutogradWeights | WeightGradients
 ) -> Tensor:
     parameter = _parameter_of(weight_EMH)
-    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    if not parameter.is_leaf or not parameter.requires_grad or hooks:
+    if not parameter.is_leaf or not parameter.requires_grad or _has_hooks(parameter):
         return grouped_product(rows_RM, weight_EMH, sizes)
     out_RH: Tensor = _WeightApart.apply(
         autocast(rows_RM), weight_EMH, sizes, store, parameter, parameter is not weight_EMH
     )
     return out_RH
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _parameter_of(weight_EMH: Tensor) -> Tensor:

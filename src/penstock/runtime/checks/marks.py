@@ -1,6 +1,6 @@
 """Whether all ranks train the same parameters from the same values, found out without an exchange of its own.
 
-Every rank adds six numbers to the sums of the statistics task, weighted so that they cancel where ranks
+Every rank adds seven numbers to the sums of the statistics task, weighted so that they cancel where ranks
 agree. A rank that froze, replaced or added something by itself is seen before any gradient is reduced.
 
 All ranks must have parameters of the same names and shapes; values are compared between ranks that hold the
@@ -21,9 +21,11 @@ from penstock.mesh import Axes, Group
 from penstock.runtime.errors import ParameterMismatchError
 from penstock.topology import Control, Layout
 
-FIELDS = 6
-"""A one (to count ranks), then names with shapes, and values, of what is no expert's, and of experts; and the
-samples of the step, see `checks.samples`."""
+FIELDS = 7
+"""A one (to count ranks), then names with shapes, and values, of what is no expert's, and of experts; whether
+the rank wishes for another plan, see `checks.wishes`; and the samples of the step, see `checks.samples`."""
+WISH = 5
+"""Which of them says so."""
 PIECE = 1 << 20
 TOLERANCE = 1e-3
 """Values drawn apart differ by about one; those of the same seed on different processors by rounding."""
@@ -80,6 +82,7 @@ class Marks:
             float(replicas * _digest(self.experts)),
             replicas * _values(self.experts),
             0.0,
+            0.0,
         ]
 
     @property
@@ -118,7 +121,7 @@ def agree(total: Sequence[float], layout: Layout) -> bool:
     """Whether the sums over ranks say that all are alike. True where a transport sums nothing."""
     if total[0] != layout.world_size:
         return True
-    _, layouts, values, expert_layouts, expert_values, _ = total
+    _, layouts, values, expert_layouts, expert_values, *_ = total
     return layouts == expert_layouts == 0 and abs(values) < TOLERANCE and abs(expert_values) < TOLERANCE
 
 

@@ -103,9 +103,15 @@ def refuse_stale_model(model: nn.Module, *args: object) -> None:
 
 
 def refuse_stale(stack: Any, *args: object) -> None:
-    """Raise RuntimeError if parameters wait to be gathered, so that this rank has old values of some."""
+    """Raise RuntimeError if parameters wait to be gathered, so that this rank has old values of some.
+
+    Also if a pass that failed has updated a part of them.
+    """
     del args
-    if stack.updates is not None and stack.updates.is_stale:
+    if stack.updates is None:
+        return
+    stack.updates.failed.refuse_parameters()
+    if stack.updates.is_stale:
         raise RuntimeError(
             "parameters were updated during backward and are gathered in the next forward pass, so this rank "
             "has old values of what others own: call optimizer.flush() on all ranks first"

@@ -105,8 +105,8 @@ class ExpertParallel:
     def adopt(self, experts: nn.Module) -> None:
         self._guard_of(experts).adopt(experts)
 
-    def check(self, experts: nn.Module, x: Tensor, parts: str) -> None:
-        self._guard_of(experts).check(experts, x, parts)
+    def check(self, experts: nn.Module, x: Tensor, parts: str, *, first: bool) -> None:
+        self._guard_of(experts).check(experts, x, parts, first=first)
 
     def run(self, experts: nn.Module, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -122,13 +122,17 @@ class ExpertParallel:
         self._transport.all_reduce(total, Group.WORLD)
         return total
 
-    def sum_of_alike(self, tensor: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+    def sum_of_alike(self, tensor: Tensor, experts: nn.Module, parameters: Iterable[Tensor]) -> Tensor:
         """Compared where no device has to be waited for: on a GPU `clip_grad_norm_` finds most of it."""
-        if self._device.type == "cuda" or not torch.is_grad_enabled():
-            return self.sum_over_ranks(tensor)
-        total = self.sum_over_ranks(torch.cat([tensor, fingerprint(parameters)]))
-        require_alike(total[-2:], self.layout.world_size)
-        return total[:-2]
+        guard, size, waits = self._guard_of(experts), len(tensor), self._device.type == "cuda"
+        compared = [guard.marks]
+        if not waits:  # a copy of the host's zeros would wait, too
+            compared.append(fingerprint(parameters if torch.is_grad_enabled() else ()))
+        total = self.sum_over_ranks(torch.cat([tensor, *(each.to(tensor) for each in compared)]))
+        guard.judge(total[size : size + 2], waits=waits)
+        if not waits:
+            require_alike(total[size + 2 :], self.layout.world_size)
+        return total[:size]
 
     def finish_gradient(self, gradient: Tensor) -> Tensor:
         """An expert's gradient, averaged as replicated parameters' are: summed over replicas, by ranks."""

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock.runtime.expert_parallel.alike import MODULUS, are_alike
 from penstock.runtime.expert_parallel.dtensors import is_dtensor
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, is_marked, mark_experts
 
 DESCRIBED_BYTES = 4096
+MOST_KNOWN = 16
+"""Ways of calling a layer that are remembered: training, evaluation, under autocast."""
+_ALIKE = "Build, cast, freeze and call the layer alike on all ranks"
 _ANEW = "Build the model again: it has already lost experts"
 
 DDP = (
@@ -49,6 +54,14 @@ DATA_PARALLEL = (
 )
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """What ranks must have alike, in words, and as numbers for a sum."""
+
+    words: tuple[str, ...]
+    marks: Tensor
+
+
 class ExpertGuard:
     """Watches the experts of one layer. `adopt` them first and whenever they may have been replaced."""
 
@@ -56,23 +69,48 @@ class ExpertGuard:
         self._ranks = ranks
         self._names: set[str] = set()
         self._cleared: weakref.ref[DistributedDataParallel] | None = None
-        self._compared: object = None
+        self._known: dict[object, _Layer] = {}
+        self._now = self._agreed = _Layer((), torch.zeros(2, dtype=torch.float64))
 
     def adopt(self, experts: nn.Module) -> None:
         """These parameters, of these names, are this rank's experts."""
         self._names = {name for name, _ in experts.named_parameters()}
         mark_experts((p for p in experts.parameters() if not is_dtensor(p)), self._ranks)
 
-    def check(self, experts: nn.Module, x: Tensor, parts: str) -> None:
+    @property
+    def marks(self) -> Tensor:
+        """Of the layer as it was checked last: a number below `MODULUS` and its square, float64 [2]."""
+        return self._now.marks
+
+    def check(self, experts: nn.Module, x: Tensor, parts: str, *, first: bool) -> None:
         """Before a forward. x: the tokens. parts: what the layer is made of, in words separated by commas.
 
-        Raises ValueError, on every rank, if something else manages the experts or ranks have different
-        layers. Costs an exchange of 8 bytes per rank at first and whenever types or shapes have changed.
+        Raises ValueError if something else manages the experts. The first time ranks compare their layers,
+        too, in an exchange of 8 bytes per rank: nothing else is sure to be of one size. Later one of them may
+        have changed alone, so no exchange may depend on what this one sees: `judge` compares.
         """
         self._refuse_owner(experts)
         _refuse_place(experts, x, self._ranks)
         mark_experts(experts.parameters(), self._ranks)  # a copy and what replaced a parameter have no mark
-        self._compare(experts, x, parts)
+        self._now = self._look(experts, x, parts)
+        if first:
+            _require_equal(self._now.words, self._ranks)
+            self._agreed = self._now
+
+    def judge(self, total: Tensor, *, waits: bool) -> None:
+        """Raise ValueError, on every rank, unless all have the same layer. total: the sum of all `marks`.
+
+        waits: whether to read it makes the host wait; then only a rank whose layer has changed does, alone.
+        A change is one against the forward before, so ranks that go back and forth (with and without
+        gradients, as reentrant checkpointing does) wait in every forward: to remember all that was ever
+        agreed on would miss a rank that goes back alone.
+        """
+        changed = self._now.words != self._agreed.words
+        if (changed or not waits) and not are_alike(total, self._ranks.layout.world_size):
+            if waits:
+                raise ValueError(_changed(self._now.words, self._agreed.words, self._ranks.layout.rank))
+            _require_equal(self._now.words, self._ranks)
+        self._agreed = self._now
 
     def _refuse_owner(self, experts: nn.Module) -> None:
         if getattr(experts, "_is_replica", False):
@@ -107,28 +145,31 @@ class ExpertGuard:
         if unknown:
             yield from (unknown[i] for i in gathered_by_composables() if i in unknown)
 
-    def _compare(self, experts: nn.Module, x: Tensor, parts: str) -> None:
+    def _look(self, experts: nn.Module, x: Tensor, parts: str) -> _Layer:
         """Ranks must have the same kind of layer; what is trained matters to replicas, who sum it."""
         trained = self._ranks.layout.edp_size > 1
         sharded = getattr(experts, "_is_fsdp_managed_module", False)
         key = (
             sharded,
+            torch.is_grad_enabled(),
             x.dtype,
             torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None,
             tuple((n, p.dtype, p.shape, trained and p.requires_grad) for n, p in experts.named_parameters()),
         )
-        if key == self._compared:
-            return
-        if sharded and _is_in_old_fsdp(experts):
-            raise ValueError(f"experts: {OLD_FSDP}")
-        _, dtype, autocast, parameters = key
-        words = [parts, f"tokens {dtype}", f"autocast {autocast}"]
-        words += [
-            f"{name} {kind} {_size(shape)}{' trained' if grad else ''}"
-            for name, kind, shape, grad in parameters
-        ]
-        _require_equal(", ".join(words), self._ranks)
-        self._compared = key
+        if key not in self._known:
+            if sharded and _is_in_old_fsdp(experts):
+                raise ValueError(f"experts: {OLD_FSDP}")
+            _, grads, dtype, autocast, parameters = key
+            words = [*parts.split(", "), f"tokens {dtype}", f"autocast {autocast}"]
+            words += [f"gradients {'on' if grads else 'off'}"]
+            words += [
+                f"{name} {kind} {_size(shape)}{' trained' if grad else ''}"
+                for name, kind, shape, grad in parameters
+            ]
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = _Layer(tuple(words), _marks(words, self._ranks.device))
+        return self._known[key]
 
 
 def _refuse_place(experts: nn.Module, x: Tensor, ranks: ExpertRanks) -> None:
@@ -165,10 +206,10 @@ def _is_in_old_fsdp(experts: nn.Module) -> bool:
     return not any(experts is part for owner in list(_module_state_mapping) for part in owner.modules())
 
 
-def _require_equal(text: str, ranks: ExpertRanks) -> None:
+def _require_equal(words: Sequence[str], ranks: ExpertRanks) -> None:
     """Raise ValueError on every rank, naming what differs, unless all ranks say the same."""
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    digests = ranks.gather(torch.tensor([digest], device=ranks.device)).flatten().tolist()
+    text = ", ".join(words)
+    digests = ranks.gather(torch.tensor([_digest(text)], device=ranks.device)).flatten().tolist()
     other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
     if other is None:
         return
@@ -181,8 +222,26 @@ def _require_equal(text: str, ranks: ExpertRanks) -> None:
     )
     raise ValueError(
         f"ranks have different MoE layers: rank 0 has {_only(first, second)}; rank {other} has "
-        f"{_only(second, first)}. Build and cast the layer alike on all ranks"
+        f"{_only(second, first)}. {_ALIKE}"
     )
+
+
+def _changed(now: Sequence[str], before: Sequence[str], rank: int) -> str:
+    """What a rank says that cannot ask the others what they have."""
+    return (
+        f"ranks have different MoE layers: rank {rank} has {_only(now, before)} since its last forward, and "
+        f"not all others have. {_ALIKE}"
+    )
+
+
+def _marks(words: Sequence[str], device: torch.device) -> Tensor:
+    """On the device, where the sum is made, once for all."""
+    mark = _digest(", ".join(words)) % MODULUS
+    return torch.tensor([mark, mark**2], dtype=torch.float64, device=device)
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def _size(shape: torch.Size) -> str:
@@ -190,6 +249,6 @@ def _size(shape: torch.Size) -> str:
     return " x ".join(map(str, shape))
 
 
-def _only(mine: list[str], others: list[str]) -> str:
+def _only(mine: Sequence[str], others: Sequence[str]) -> str:
     """What only one side has."""
     return ", ".join(word for word in mine if word not in others) or "no more than that"

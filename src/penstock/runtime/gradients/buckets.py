@@ -44,21 +44,12 @@ class FlatGradients:
     def size_bytes(self) -> int:
         return sum(p.nbytes for p in self.parameters)
 
-    def begin(self) -> None:
-        """Point every `param.grad` at its zeroed part of the buffer; put aside what was there.
+    def check(self) -> None:
+        """Raise RuntimeError for a parameter with which no pass can begin; nothing is changed.
 
-        Raises RuntimeError for a parameter that is of another type, shape or device than when the bucket was
-        made, which is when the forward pass ran.
+        That is one of another type, shape or device than when the bucket was made, which is when the forward
+        pass ran.
         """
-        self._check()
-        self._clear()
-        parts = zip(self.flat.split(self.sizes), self.parameters, strict=True)
-        self._views = [part.view(p.shape) for part, p in parts]
-        self._before = [p.grad for p in self.parameters]
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.grad = view
-
-    def _check(self) -> None:
         for parameter, kind in zip(self.parameters, self._kinds, strict=True):
             if (parameter.dtype, parameter.shape, parameter.device) != kind:
                 raise RuntimeError(
@@ -66,6 +57,15 @@ class FlatGradients:
                     f"{_words(parameter.dtype, parameter.shape, parameter.device)} in its backward pass: "
                     "convert a model between steps, and compute the loss again"
                 )
+
+    def begin(self) -> None:
+        """Point every `param.grad` at its zeroed part of the buffer; put aside what was there."""
+        self._clear()
+        parts = zip(self.flat.split(self.sizes), self.parameters, strict=True)
+        self._views = [part.view(p.shape) for part, p in parts]
+        self._before = [p.grad for p in self.parameters]
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.grad = view
 
     def _clear(self) -> None:
         if self._flat is not None and _holders(self._flat) == self._idle:
@@ -106,6 +106,12 @@ class FlatGradients:
         self._views, self._before = [], []
         return replaced
 
+    def abandon(self) -> None:
+        """A pass that began has failed, or one that did not: every parameter has what it had before."""
+        for parameter, before in zip(self.parameters, self._before, strict=False):
+            parameter.grad = before
+        self._views, self._before = [], []
+
 
 class ScatteredGradients(FlatGradients):
     """Gradients of which every rank keeps the sum of its share alone, for an optimiser that owns the shares.
@@ -114,9 +120,9 @@ class ScatteredGradients(FlatGradients):
     this rank has added in others.
     """
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise RuntimeError for a gradient that is there, or a parameter frozen since forward, too."""
-        super()._check()
+        super().check()
         for parameter in self.parameters:
             if parameter.grad is not None or not parameter.requires_grad:
                 problem = "has a gradient" if parameter.requires_grad else "was frozen after the forward pass"
@@ -142,13 +148,9 @@ class ReleasedGradients(ScatteredGradients):
     sum of the last piece that it is in.
     """
 
-    def begin(self) -> None:
-        """Let autograd make every gradient.
-
-        Raises RuntimeError as `ScatteredGradients.begin` does, and for a parameter with a hook that would
-        look at its gradient.
-        """
-        self._check()
+    def check(self) -> None:
+        """Raise RuntimeError for a parameter with a hook that would look at its gradient, too."""
+        super().check()
         for parameter in self.parameters:
             if getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise RuntimeError(
@@ -157,17 +159,25 @@ class ReleasedGradients(ScatteredGradients):
                     "runs: remove the hook, or use optimizer.shard_gradients=false"
                 )
 
+    def begin(self) -> None:
+        """Nothing: autograd makes every gradient."""
+
     def finish(self) -> list[nn.Parameter]:
         """Take away what no sum has given up."""
         for parameter in self.parameters:
             parameter.grad = None
         return []
 
+    def abandon(self) -> None:
+        """The same: before a pass there was nothing, or `check` would have refused it."""
+        self.finish()
+
 
 class GradientBucket:
     """The gradients of some parameters, in one flat buffer per type and device.
 
-    `begin` before a backward pass, `chunk(c)` for the pieces to reduce, `finish` after the last of them.
+    `check` and `begin` before a backward pass, `chunk(c)` for the pieces to reduce, `finish` after the last
+    of them, or `abandon`.
     Gradients that were there before (gradient accumulation) are kept aside and added to by `finish`, so that
     they are not reduced twice.
 
@@ -191,6 +201,11 @@ class GradientBucket:
     def size_bytes(self) -> int:
         return sum(flat.size_bytes for flat in self.flats)
 
+    def check(self) -> None:
+        """Raise RuntimeError for a parameter with which no pass can begin; nothing is changed."""
+        for flat in self.flats:
+            flat.check()
+
     def begin(self) -> None:
         """Point every `param.grad` at its zeroed part of a buffer."""
         for flat in self.flats:
@@ -204,6 +219,11 @@ class GradientBucket:
     def finish(self) -> list[nn.Parameter]:
         """Add to what was there before; returns parameters whose gradient was replaced in backward."""
         return [parameter for flat in self.flats for parameter in flat.finish()]
+
+    def abandon(self) -> None:
+        """Instead of `finish`, if the backward pass has failed: bring back what was there before."""
+        for flat in self.flats:
+            flat.abandon()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from penstock.cost import HeldBytes
 from penstock.decision import GradientBytes
 from penstock.ops.sums import REDUCTIONS
 from penstock.runtime.checks.marks import Entry, Marks, value_marks
@@ -21,6 +22,7 @@ from penstock.runtime.gradients.buckets import (
     ReleasedGradients,
     ScatteredGradients,
 )
+from penstock.runtime.gradients.in_place import BackwardPass, InPlace
 from penstock.runtime.parts import ModelParts
 from penstock.sharding import sharding_of
 from penstock.step import StepShape
@@ -49,7 +51,7 @@ class Gradients:
     """What is reduced with which layer. `holds` is asked before every step, `renew` when it says no.
 
     buckets: trained parameters only; frozen ones keep whatever gradient they have. marks: what ranks compare;
-    to_sum: the same as numbers [6], for the statistics task.
+    to_sum: the same as numbers [7], for the statistics task.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Gradients:
         self._modules = (model, cast(nn.Module, parts)) if apart else (model,)
         self._known: dict[int, _Known] = {}
         self.taken_up: tuple[str, ...] = ()
+        self._in_place = InPlace()
         self.prepare()
 
     def holds(self, shape: StepShape) -> bool:
@@ -106,6 +109,16 @@ class Gradients:
         return sizes_bytes(self._parts, self.model, self._base, replicas=self._sums_experts)
 
     @property
+    def held(self) -> HeldBytes:
+        """What this rank has of weights as they are now, for a plan's memory."""
+        everything = {id(p): p for module in self._modules for p in module.parameters()}
+        experts = [p for layer in assign(self._parts, self.model, self._base).experts for p in layer]
+        return HeldBytes(
+            weights=sum(p.nbytes for p in everything.values()),
+            trained_experts=sum(p.nbytes for p in experts if p.requires_grad),
+        )
+
+    @property
     def _has_replicas(self) -> bool:
         return self._layout.edp_size > 1
 
@@ -135,6 +148,12 @@ class Gradients:
         """
         experts = [] if self._sums_experts else self.experts()
         return GradientBucket([p for p in experts if p._post_accumulate_grad_hooks])
+
+    def backward_pass(self, buckets: Buckets) -> BackwardPass:
+        """What a backward pass does with gradients. buckets: those that there were in its forward pass."""
+        experts = [] if self._sums_experts else self.experts()
+        apart = [p for p in experts if not p._post_accumulate_grad_hooks]
+        return BackwardPass((*buckets.all, self.watched()), self._in_place, apart, self.name_of)
 
     def _look(self) -> Assignment:
         """The model as it is now, checked."""

@@ -110,7 +110,11 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The state of all parameters of this rank, whole, as AdamW has it; all ranks must call it."""
+        """The state of all parameters of this rank, whole, as AdamW has it; all ranks must call it.
+
+        Raises RuntimeError, as `flush` does, if a pass that failed has updated a part of them.
+        """
+        self.updates.failed.refuse_parameters()
         self._stack.settle()
         for name in (*MOMENTS, MASTER):
             for parameter, whole in self.updates.whole(name).items():

@@ -14,6 +14,7 @@ from penstock.mesh import Axes, Group
 from penstock.ops.optimizer import KINDS, of_optimizer
 from penstock.ops.sums import REDUCTIONS
 from penstock.runtime.gradients.buckets import Buckets, FlatGradients, ReleasedGradients
+from penstock.runtime.sharded.failed import Failed
 from penstock.runtime.sharded.share import MASTER, MOMENTS, ReleasingShare, Share
 from penstock.runtime.transport import Transport, Transports
 from penstock.sharding import sharding_of
@@ -64,6 +65,7 @@ class Updates:
         self.in_backward = False
         self.changes = 0  # how often parameters have been updated
         self._summed: Graph | None = None  # of the step that has left sums
+        self.failed = Failed()
 
     @property
     def has_sums(self) -> bool:
@@ -73,6 +75,7 @@ class Updates:
     def forget(self) -> None:
         """Sums that no update has used shall not be."""
         self._summed = None
+        self.failed.forget_sums()
 
     # ---- who owns what -------------------------------------------------------------------------------------
 
@@ -200,6 +203,7 @@ class Updates:
                 "be those of neither: run the backward passes of all losses before optimizer.step(), and "
                 "inside optimizer.in_backward() that of one loss alone"
             )
+        self.failed.refuse()
         self.settle(buckets, shape)
         self.judged = None
         for share in self._all:
@@ -315,6 +319,7 @@ class Updates:
 
     def run(self) -> None:
         """Norm and updates of the sums that there are; then gather parameters. All ranks must call it."""
+        self.failed.refuse()
         if (graph := self._summed) is None:
             return
         loss = torch.zeros((), device=self._device)
@@ -329,7 +334,11 @@ class Updates:
         self.flush(graph)
 
     def flush(self, graph: Graph) -> None:
-        """Gather all parameters that wait for it; all ranks must call it together."""
+        """Gather all parameters that wait for it; all ranks must call it together.
+
+        Raises RuntimeError if a pass that failed has updated a part of them.
+        """
+        self.failed.refuse_parameters()
         for task in graph.tasks:
             if task.name in self._stale:
                 self.gather(task, self._transports.of(task.lane, task.axes))

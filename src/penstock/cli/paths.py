@@ -1,0 +1,16 @@
+"""Paths on the command line: shells leave `--out=~/x` as it is."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from penstock.config import ConfigError, expanded
+
+
+def user_path(text: str) -> Path:
+    """The path, with the home folder that it may begin with; for argparse, which names the option."""
+    try:
+        return expanded(text, "path")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error.why}") from error

@@ -1,0 +1,47 @@
+"""Whether all ranks wish for another plan before the same step, found out without an exchange of its own.
+
+Only all together can plan again, and a rank that has changed something does not know whether the others have.
+So it runs a forward pass of the plan that there is, as they would, and its wish stands beside the marks of
+parameters (`checks.marks`) in the sums of the statistics task.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from penstock.runtime.checks.marks import WISH
+from penstock.runtime.errors import ScheduleMismatchError
+from penstock.topology import Control, Layout
+
+
+def with_wish(marks: Tensor, wish: str) -> Tensor:
+    """`marks`, with a one where this rank wishes for another plan."""
+    if wish:
+        marks[WISH] = 1.0
+    return marks
+
+
+def check_wishes(total: Tensor, wish: str, layout: Layout, control: Control) -> None:
+    """Raise ScheduleMismatchError, on every rank, if some wish for another plan and others do not.
+
+    total: the sums of the marks. wish: why this rank does, "" if it does not. Where reading the sums makes
+    the host wait, ranks read them that have a wish or have taken something up, and raise by themselves: one
+    without a wish cannot ask the others for theirs.
+    """
+    if int(total[WISH]) in (0, layout.world_size):
+        return
+    if not total.is_cuda:
+        wishes = enumerate(control.gather(wish, "comparing plans"))
+        who = next(_needs(rank, why) for rank, why in wishes if why)
+    elif wish:
+        who = _needs(layout.rank, wish)
+    else:
+        who = "another rank, whose own error says why, needs another plan"
+    raise ScheduleMismatchError(
+        f"{who}, and not all ranks do. Freeze, thaw and switch gradient checkpointing on all ranks before "
+        "the same step"
+    )
+
+
+def _needs(rank: int, why: str) -> str:
+    return f"rank {rank} needs another plan, since {why}"

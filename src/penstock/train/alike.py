@@ -1,0 +1,65 @@
+"""All ranks train by the same settings, or each would train a replica of its own without a word."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Final
+
+from penstock.config import ConfigError, to_dict
+from penstock.config.error import shown
+from penstock.topology import Control
+from penstock.train.config import RunConfig
+from penstock.train.resume_settings import leaves
+
+OF_A_RANK: Final = (
+    "data.path",
+    "data.tokenizer",
+    "data.cache",
+    "output.dir",
+    "parallel.processes",
+    "parallel.send_buffer_bytes",
+)
+"""What may differ from machine to machine: where things are, whose content is compared, and two settings that
+are of one machine alone."""
+
+MIXTURE: Final = "data.mixture"
+NOTHING: Final = "nothing of that name"
+MOST_NAMED = 5
+HINT = "Start all ranks with the same configuration file, overrides and version."
+
+
+def check_alike(config: RunConfig, control: Control) -> None:
+    """Raise ConfigError, the same on all ranks, naming a setting that is not the same everywhere.
+
+    Costs one exchange of 64 bytes when all agree.
+    """
+    mine = _settings(config)
+    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+    purpose = "comparing settings"
+    if len(set(control.gather(digest, purpose))) == 1:
+        return
+    first, *others = control.gather(mine, purpose)
+    for rank, other in enumerate(others, start=1):
+        different = [key for key in first | other if first.get(key, NOTHING) != other.get(key, NOTHING)]
+        if different:
+            raise _difference(different, first, other, rank)
+
+
+def _settings(config: RunConfig) -> dict[str, object]:
+    """Every setting that ranks must have in common, by its dotted key."""
+    found = {key: value for key, value in leaves(to_dict(config)) if key not in OF_A_RANK}
+    if config.data.mixture:  # texts, too, may lie elsewhere on every machine
+        found[MIXTURE] = [weight for _, weight in config.data.mixture]
+    return found
+
+
+def _difference(
+    different: list[str], first: dict[str, object], other: dict[str, object], rank: int
+) -> ConfigError:
+    key, *more = different
+    why = f"is so on rank 0, and on rank {rank} it is {shown(other.get(key, NOTHING))}"
+    if more:
+        named = ", ".join(more[:MOST_NAMED]) + (", ..." if len(more) > MOST_NAMED else "")
+        why += f" (also different: {named})"
+    return ConfigError(key, first.get(key, NOTHING), why, HINT)

@@ -1,0 +1,63 @@
+"""Interruptions of the process that starts the ranks, which it passes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Final
+
+SAME_REQUEST_S: Final = 2.0
+"""Signals that are closer together than this are one request to stop."""
+
+
+@contextmanager
+def recorded_signals() -> Iterator[list[signal.Signals]]:
+    """SIGINT and SIGTERM end up in the list instead of ending us, in so far as they were not ignored before.
+
+    One request can arrive twice, as from timeout(1), which signals its child and then the whole group, so a
+    later signal is listed only `SAME_REQUEST_S` after the first. Python lets only the main thread handle
+    signals; called in another one, this leaves them as they are.
+    """
+    received: list[signal.Signals] = []
+    first_s = 0.0
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal first_s
+        del frame
+        now_s = time.monotonic()
+        if not received:
+            first_s = now_s
+        elif now_s - first_s < SAME_REQUEST_S:
+            return
+        received.append(signal.Signals(number))
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    watched = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) != signal.SIG_IGN]
+    before = {each: signal.signal(each, note) for each in watched}
+    try:
+        yield received
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def shares_terminal() -> bool:
+    """Whether Ctrl-C reaches the ranks as it reaches us: our process group has the terminal.
+
+    A SIGINT sent to us alone at that moment is not passed on; the ranks then end when their grace does.
+    """
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:  # there is no terminal, as under a batch system
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    finally:
+        os.close(terminal)

@@ -1,0 +1,73 @@
+"""What a plan is sought for with a model of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+
+import penstock
+from penstock.adapt.engine import Engine
+from penstock.adapt.planning import GivenPlan, SearchedPlan
+from penstock.cost import ClusterFile
+from penstock.decision import Decision
+from penstock.plan import MemoryEstimate, estimate_memory
+from penstock.topology import ParallelConfig
+from tests.support.adapted import small
+
+CLUSTER = ClusterFile(name="assumed", nodes=1, ranks_per_node=1)
+
+
+def estimated(model: Any) -> MemoryEstimate:
+    """For a search by the model's engine; a process by itself searches for none."""
+    engine: Engine = model.__dict__["_penstock"]
+    given = engine._planner
+    assert isinstance(given, GivenPlan)
+    searched = SearchedPlan(given, ParallelConfig(), say=lambda _: None)
+    return estimate_memory(searched.problem(engine.stack, CLUSTER, 4, 12), Decision())
+
+
+def whole(model: Any) -> Any:
+    return model
+
+
+def half(model: Any) -> Any:
+    return model.bfloat16()
+
+
+def experts_alone(model: Any) -> Any:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".experts." in name)
+    return model
+
+
+def with_lora(model: Any) -> Any:
+    """Adapters of float32 on attention and experts; all else is bfloat16, and frozen."""
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], target_parameters=targets)
+    return get_peft_model(model.bfloat16(), lora).get_base_model()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("tuned", [whole, half, experts_alone, with_lora])
+def test_memory_is_that_of_the_weights_as_they_are(tuned: Callable[[Any], Any], family: str) -> None:
+    model = penstock.parallelize(tuned(small(family)), plan="flowmoe")
+    found = estimated(model)
+    parameters = list(model.parameters())
+    trained_bytes = sum(p.nbytes for p in parameters if p.requires_grad)
+    assert found.weights_bytes == sum(p.nbytes for p in parameters)
+    assert found.gradients_bytes == trained_bytes > 0
+    assert found.optimizer_bytes == 2 * trained_bytes
+
+
+def test_what_is_trained_when_a_plan_is_made_counts() -> None:
+    model = penstock.parallelize(small("mixtral"), plan="flowmoe")
+    before = estimated(model)
+    model.requires_grad_(False)
+    model.lm_head.weight.requires_grad_()
+    after = estimated(model)
+    assert after.weights_bytes == before.weights_bytes
+    assert after.gradients_bytes == model.lm_head.weight.nbytes < before.gradients_bytes

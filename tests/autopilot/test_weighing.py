@@ -1,0 +1,52 @@
+"""What a run does with the verdict on moving, by simulation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.autopilot.planned import Planned
+from penstock.autopilot.weighing import _weighed
+from penstock.decision import Decision, Movable
+from penstock.plan import evaluate
+from tests.plan.test_moving import routed
+
+STILL = Decision(schedule="moe_pipeline")
+MOVING = replace(STILL, experts="planned", guest_slots=1)
+
+
+@pytest.mark.parametrize(
+    ("routing", "running", "expected"),
+    [
+        ("hot_expert,hot_share=0.5", STILL, MOVING),
+        ("hot_expert,hot_share=0.5", MOVING, None),
+        ("even", STILL, None),
+        ("even", MOVING, STILL),
+    ],
+)
+def test_a_plan_changes_only_where_something_else_is_to_move(
+    routing: str, running: Decision, expected: Decision | None
+) -> None:
+    """What moves already is neither adopted again under another number nor left where it stopped paying."""
+    problem = routed(routing, Movable(experts=("none", "planned"), guest_slots=(1,)))
+    planned = Planned(problem=problem, choice=running, plan=evaluate(problem, running).plan)
+    verdict = _weighed(planned, True, lambda: None)
+    assert verdict.lines and verdict.lines[0].startswith("Experts  moving ")
+    found = verdict.choice and (verdict.choice.schedule, verdict.choice.experts)
+    assert found == (expected and (expected.schedule, expected.experts))
+    assert (verdict.order is None) == (expected is None)
+    assert _weighed(planned, False, lambda: None).choice is None
+
+
+def test_what_moves_stays_where_another_way_gains_next_to_nothing() -> None:
+    """Two planners within half a percent: a run does not change to and fro between them."""
+    problem = routed(
+        "hot_expert,hot_share=0.5", Movable(experts=("none", "least_loaded", "planned"), guest_slots=(1,))
+    )
+    running = {name: replace(MOVING, experts=name) for name in ("least_loaded", "planned")}
+    times_s = [evaluate(problem, choice).predicted_s for choice in running.values()]
+    assert times_s[0] != times_s[1] == pytest.approx(times_s[0], rel=0.02)
+    for choice in running.values():
+        planned = Planned(problem=problem, choice=choice, plan=evaluate(problem, choice).plan)
+        assert _weighed(planned, True, lambda: None).choice is None
