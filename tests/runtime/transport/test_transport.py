@@ -68,6 +68,7 @@ def policies_of_new_loops(rank: int, world_size: int) -> list[int]:
     before = Loops.now()
     transport = new_transport(rank, world_size)
     policies = [os.sched_getscheduler(thread) for thread in Loops.now().since(before).threads]
+    dist.barrier()  # the other rank may still be connecting
     transport.abort()
     return policies
 

@@ -107,7 +107,10 @@ def summed(parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     precise = torch.promote_types(parts[0].dtype, torch.float32)
-    return torch.stack(list(parts)).sum(dim=0, dtype=precise).to(parts[0].dtype)
+    total = parts[0].to(precise) + parts[1]
+    for part in parts[2:]:
+        total.add_(part)
+    return total.to(parts[0].dtype)
 
 
 def scatter_sums(rows: Tensor, sizes: Sequence[int], place: int, transport: Transport, group: Axes) -> Tensor:
