@@ -45,7 +45,8 @@ def updating_text(updating: Updating) -> str:
     """Say what a sharded optimiser adds to a step."""
     text = (
         "every rank owns a share of what is replicated: gradients are summed in shares (RA), the norm (NM) "
-        "clips them, shares are updated (OA; all of a rank's experts: OX), and gathered (PA) by the next step"
+        "clips them, shares are updated (OA; all of a rank's experts: OX), and gathered (PA): the first "
+        "layer's at once, all others by the next step"
     )
     room = "; whole gradients of two layers at a time are kept, the others wait for their sums"
     return text + room if updating.releases else text

@@ -11,7 +11,7 @@ from penstock.decision import Decision, GradientBytes
 from penstock.decision.field import READERS
 from penstock.graph import Graph, Lane, Task
 from penstock.ops import Op
-from penstock.ops.optimizer import UPDATES
+from penstock.ops.optimizer import GATHERS, UPDATES
 from penstock.ops.sums import REDUCTIONS, reduced
 from penstock.schedule.freeze import Cost
 from penstock.schedule.room import ordered
@@ -97,16 +97,16 @@ def is_all_reduce(task: Task) -> bool:
 
 
 def lateness(task: Task) -> int:
-    """0 for a task of the model, 1 for one that synchronises gradients or their norm, 2 for an update.
+    """0 for a task of the model, 1 for one that sums gradients or takes their norm, 2 for an update or later.
 
     Where tasks compete, those with less go first: the model's own are on the way of all others.
     """
-    return _lateness(task.op)
+    return _lateness(task.op, task.forward)
 
 
 @cache
-def _lateness(op: str) -> int:
-    if op in UPDATES:
+def _lateness(op: str, forward: bool) -> int:
+    if op in UPDATES or (op in GATHERS and not forward):
         return 2
     return int(reduced(op) != "" or op == Op.NORM)
 

@@ -71,6 +71,24 @@ def released_early(rank: int, case: Case) -> list[int]:
     return seen
 
 
+def layers_out_of_date(rank: int, case: Case) -> set[int]:
+    """Of which layers a flush brings replicated parameters that a backward pass has updated elsewhere."""
+    stack, optimizer = build(rank, case, Habits(), sharded=True)
+    assert isinstance(optimizer, ShardedAdamW)
+    shared = [stack.parts.replicated_parameters(layer) for layer in range(case.model.num_layers)]
+    with optimizer.in_backward():
+        loss_of(stack, rank, case, 0).backward()
+    had = [[p.detach().clone() for p in layer] for layer in shared]
+    optimizer.flush()
+    pairs = [zip(before, after, strict=True) for before, after in zip(had, shared, strict=True)]
+    return {layer for layer, pair in enumerate(pairs) if not all(torch.equal(*each) for each in pair)}
+
+
+def test_only_what_the_next_step_does_not_begin_with_waits_for_it(ranks: Pools) -> None:
+    case = layout_case((2, 1, 1, 1), "flowmoe", "gather", num_layers=4)
+    assert ranks(2).run(layers_out_of_date, case) == [{1, 2, 3}] * 2
+
+
 def refused_hook(rank: int, case: Case) -> str:
     stack, _ = build(rank, case, Habits(releases=True), sharded=True)
     stack.parts.replicated_parameters(0)[0].register_post_accumulate_grad_hook(lambda _: None)

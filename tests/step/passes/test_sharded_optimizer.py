@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Graph, Lane, Phase
+from penstock.graph import Graph, Lane
 from penstock.mesh import Group
 from penstock.ops.optimizer import GATHERS, UPDATES
 from penstock.step import StepShape, build_graph
@@ -46,22 +46,39 @@ def test_experts_without_replicas_are_gathered_by_nobody() -> None:
     assert (gather.inputs, gather.lane, gather.axes) == ({}, Lane.INTER, Group.WORLD)
 
 
+def test_what_the_next_step_begins_with_is_gathered_while_others_are_updated() -> None:
+    graph = ShardedOptimizer(True, True)(summed()).check()
+    assert reads(graph, "L0.PA.p1.B") == {"updated": "L0.OA.p1.B"}
+    assert {str(task) for task in graph.tasks if task.op in GATHERS and task.layer == 0} == {
+        *("L0.PA.p0.B", "L0.PA.p1.B"),
+        "L0.PX.p0.F",
+    }
+    updates = [str(task) for task in graph.tasks if task.op in UPDATES]
+    assert updates[:2] == ["L0.OA.p0.B", "L0.OA.p1.B"], "theirs go first"
+
+
 @draws(60)
 @given(shapes(layers=3), st.booleans(), st.booleans(), st.booleans(), st.booleans())
 def test_every_reader_has_what_was_gathered_and_no_update_comes_before_it(
     shape: StepShape, clips: bool, replicas: bool, split_experts: bool, shared: bool
 ) -> None:
+    """In a step that begins with what the one before has gathered at its end."""
     sharing = SHARED if shared and len(shape.dispatch) == 1 else shape.sharing
     updating = Updating(clips=clips, replicas=replicas)
     cut = replace(shape, updating=updating, split_experts=split_experts, sharing=sharing)
     graph = build_graph(cut)
     gathers = [task for task in graph.tasks if task.op in GATHERS]
+    of_pieces = UPDATES | GATHERS  # each has to do with its own piece
     for task in graph.tasks:
         before = ancestors(graph, task)
         for gather in gathers:
-            if gather.writes[0] in task.reads:
+            if gather.forward and gather.writes[0] in task.reads:
                 assert gather in before, f"{task} reads what {gather} brings"
+            if not gather.forward and gather.writes[0] in task.reads and task.op not in of_pieces:
+                assert task in ancestors(graph, gather), f"{gather} changes what {task} has still to read"
         if task.op in UPDATES:
-            readers = {t for t in graph.tasks if task.writes[0] in t.reads and t.op not in UPDATES}
+            readers = {t for t in graph.tasks if task.writes[0] in t.reads and t.op not in of_pieces}
             assert readers <= before, f"{task} changes what others have still to read"
-    assert {task.phase for task in gathers} <= {Phase.FORWARD}
+    updated = {task.writes[0] for task in graph.tasks if task.op in UPDATES}
+    alone = {state for state in updated if not replicas and state.startswith("expert")}
+    assert {gather.writes[0] for gather in gathers} == updated - alone, "every rank gets what changes"

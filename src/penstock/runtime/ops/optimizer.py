@@ -45,6 +45,17 @@ def update(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 def gather(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """parameters: nothing; the edge says that they are the current ones."""
     del inputs
-    if context.updates is not None:
+    if context.updates is not None and context.updates.waits(task):
         context.updates.gather(task, context.transports.of(task.lane, task.axes))
     return {"parameters": None}
+
+
+@handles(Op.PARAMETERS, Phase.BACKWARD)
+@handles(Op.PARTIAL_PARAMETERS, Phase.BACKWARD)
+@handles(Op.EXPERT_PARAMETERS, Phase.BACKWARD)
+def gather_at_once(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """A piece of parameters from their owners, in a backward pass after which parameters change."""
+    del inputs
+    if context.updating.in_backward:
+        context.updating.gather(task, context.transports.of(task.lane, task.axes))
+    return NOTHING

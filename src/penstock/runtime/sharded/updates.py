@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.graph import Graph, Lane, Name, Task
+from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
 from penstock.ops.optimizer import KINDS, of_optimizer
 from penstock.ops.sums import REDUCTIONS
@@ -292,6 +292,7 @@ class Updates:
         assert self.judged is not None, "a step that updates takes the norm"
         unjudged = 1 - loss.isfinite().to(torch.float32)
         self._count(graph, unjudged if self.max_norm is None else self.judged.refused)
+        self._stale = {name for name in self._stale if name.phase is Phase.FORWARD}  # the others have run
 
     def _count(self, graph: Graph, refused: Tensor) -> None:
         """All updates of a step have run; parameters are to be gathered."""
@@ -301,10 +302,12 @@ class Updates:
         self.changes += 1
         self._stale = {task.name for task in graph.tasks if of_optimizer(task) == "gather"}
 
+    def waits(self, task: Task) -> bool:
+        """Whether what a task gathers has changed since it was gathered."""
+        return task.name in self._stale
+
     def gather(self, task: Task, transport: Transport) -> None:
-        """Bring a piece of parameters from their owners, unless nothing has changed since it was brought."""
-        if task.name not in self._stale:
-            return
+        """Bring a piece of parameters from their owners."""
         assert task.piece is not None, task
         for share in self._of(task):
             piece = share.pieces[task.piece]
@@ -340,7 +343,7 @@ class Updates:
         """
         self.failed.refuse_parameters()
         for task in graph.tasks:
-            if task.name in self._stale:
+            if self.waits(task):
                 self.gather(task, self._transports.of(task.lane, task.axes))
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Group
@@ -17,15 +17,19 @@ from penstock.step.stages import Stage
 BY_SCATTER = {each.scatter: each for each in OWNED}
 PARAMETERS = "parameters"
 
+FIRST_LAYER = 0
+
 
 @dataclass(frozen=True)
 class ShardedOptimizer:
     """ZeRO's stage 1. What a step updates is gathered by the next one, before the first task that reads it.
 
-    before  EM ─hidden─ AT
-    after   PA.p0, PA.p1 ─parameters─ EM ─hidden─ AT
-            RA.p0, RA.p1 ─gradients─ NM ─scale─ OA.p0, OA.p1          RA.p0 ─gradients─ OA.p0
+    before  D ─rows─ X
+    after   RA.p0, RX.p0 ─gradients─ NM ─scale─ OA.p0, OX.p0          RA.p0 ─gradients─ OA.p0
+            OA.p0 ─updated─ PA.p0.B                                   PX.p0 ─parameters─ X
 
+    The next step begins with tasks that read the first layer's replicated parameters, and nothing would hide
+    their gather: this step brings them itself, while other layers are updated.
     clips: whether updates wait for the norm; without it each waits for its own piece. replicas: whether
     experts have any; without, no rank has to be told of another's.
     """
@@ -39,7 +43,9 @@ class ShardedOptimizer:
         scatters = [task for task in graph.tasks if task.op in BY_SCATTER]
         if not scatters:
             return graph
-        gathers = [gather for task in scatters if self._gathered(task) for gather in (_gather(task),)]
+        gathered = [task for task in scatters if self._gathered(task)]
+        first = [task for task in gathered if _begins(task)]
+        gathers = [_gather(task) for task in gathered if task not in first]
         norm = Task(
             Name(0, Op.NORM, Phase.BACKWARD),
             Lane.INTER,
@@ -47,8 +53,9 @@ class ShardedOptimizer:
             {"gradients": tuple(task.name for task in scatters)},
             reads=tuple(dict.fromkeys(state for task in scatters for state in task.writes)),
         )
-        updates = [self._update(task, norm) for task in scatters]
-        return Graph.of([*_gathered_first(graph, gathers), norm, *updates])
+        updated = [*first, *(task for task in scatters if task not in first)]
+        updates = [self._update(task, norm) for task in updated]
+        return Graph.of([*_gathered_first(graph, gathers), norm, *updates, *map(_gather_at_once, first)])
 
     def _gathered(self, scatter: Task) -> bool:
         return self.replicas or scatter.op != Op.EXPERT_SCATTER
@@ -64,6 +71,11 @@ class ShardedOptimizer:
         return Task(name, Lane.COMPUTE, (), inputs, scatter.cut, (), (*scatter.writes, *written), written)
 
 
+def _begins(scatter: Task) -> bool:
+    """Whether the next step cannot begin without these parameters."""
+    return scatter.layer == FIRST_LAYER and scatter.op != Op.EXPERT_SCATTER
+
+
 def _parameters(scatter: Task) -> str:
     """The state that an update of these gradients changes."""
     return parameters_of(_state(BY_SCATTER[scatter.op]).format(layer=scatter.layer))
@@ -76,6 +88,14 @@ def _state(owned: Owned) -> str:
 def _gather(scatter: Task) -> Task:
     name = scatter.name._replace(op=BY_SCATTER[scatter.op].gather, phase=Phase.FORWARD)
     return Task(name, Lane.INTER, scatter.axes, cut=scatter.cut, writes=(_parameters(scatter),))
+
+
+def _gather_at_once(scatter: Task) -> Task:
+    """What brings a piece of parameters to all ranks in the backward pass that has updated it."""
+    gather = _gather(scatter)
+    update = scatter.name._replace(op=BY_SCATTER[scatter.op].update)
+    name = gather.name._replace(phase=Phase.BACKWARD)
+    return replace(gather, name=name, inputs={"updated": (update,)}, reads=gather.writes)
 
 
 def _gathered_first(graph: Graph, gathers: list[Task]) -> Iterator[Task]:
