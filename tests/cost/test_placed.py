@@ -183,6 +183,23 @@ def test_guests_take_load_off_their_owners_and_their_parameters_cross_links() ->
         assert hosted(busy)[hot] > plain(busy)[0] and not hosted(idle).any()
 
 
+def test_bringing_guests_costs_what_they_weigh_however_many_slots_are_empty() -> None:
+    counts, cluster = counts_of("hot_expert,hot_share=0.5"), replace(CLUSTER, link_latency_s=1e-9)
+
+    def seconds(op: str, slots: int) -> list[float]:
+        empty = [EMPTY] * slots
+        hosting = Hosting.local(ExpertPlacement.even(8, 8), [empty, *[[0, *empty[1:]]] * 7])
+        shape, placed = replace(SHAPE, guest_slots=slots), Placed.still(counts, (hosting, hosting))
+        task = next(each for each in build_graph(shape).tasks if each.op == op)
+        found: list[float] = RoutedCost(shape, WORK, cluster, counts, placed=placed)(task).tolist()
+        return found
+
+    for op in (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS):
+        assert max(seconds(op, 1)) > 0
+        for slots in (2, 4):
+            assert seconds(op, slots) == pytest.approx(seconds(op, 1))
+
+
 # ---- links -------------------------------------------------------------------------------------------------
 
 
