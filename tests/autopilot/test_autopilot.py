@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.autopilot import Autopilot
 from penstock.autopilot.planned import Planned
 from penstock.autopilot.retune import Tuning, best_simulated
 from penstock.autopilot.trials import TRIAL_STEPS
@@ -127,10 +128,15 @@ def test_a_long_run_tries_the_best_plans(ranks: Pools, tmp_path: Path) -> None:
 
 
 def plans_by_its_slack(trainer: Trainer, step: int) -> None:
-    """Guests are planned by what the order in use hides, also after it was computed again."""
+    """Guests are planned by what the order in use hides, also after it was computed again.
+
+    And steps in which they are used are predicted by the routing that called for them.
+    """
     del step
     planning, planned = trainer.stack.host.moving, trainer.pilot.moving
     assert (planning and planning.slack) == (planned and planned.slack)
+    assert isinstance(trainer.pilot, Autopilot)
+    assert (trainer.pilot.planned.problem.evidence is None) == (planned is None)
 
 
 def test_a_run_moves_experts_where_that_pays(ranks: Pools, given: Path, tmp_path: Path) -> None:

@@ -188,8 +188,8 @@ class Autopilot:
         if self._steps < self._asked.schedule.refine_after:
             return False
         steady = self._kept[DROPPED_STEPS:] or self._kept
-        choice = self.planned.choice
-        fallback = self.planned.problem.cost(choice, self.planned.plan.shape)
+        choice, even = self.planned.choice, self.planned.seeing(None).problem  # every rank orders for itself
+        fallback = even.cost(choice, self.planned.plan.shape)
         cost = refine(self._stack, choice, [r for step in steady for r in step], fallback)
         planned = replace(self.planned, plan=self._stack.plan)
         line = f"{planned.name} re-ordered using measured task durations{planned.predicted_words}"

@@ -123,8 +123,13 @@ def _usable(candidates: Sequence[Candidate], most_bytes: float) -> list[Candidat
 def _settled(problem: Problem, choice: Decision) -> Decision:
     """Without moves that are open, and by a quick rule, so that like is compared with like."""
     quick = "critical_path" if choice.reads("priority") else choice.priority
+    return replace(staying(problem, choice), priority=quick)
+
+
+def staying(problem: Problem, choice: Decision) -> Decision:
+    """The choice without the moves that the problem leaves open."""
     samples, experts = (_least_of(FIELDS[name].values(problem, choice)) for name in ("samples", "experts"))
-    settled = replace(choice, samples=samples, experts=experts, priority=quick)
+    settled = replace(choice, samples=samples, experts=experts)
     return replace(settled, guest_slots=FIELDS["guest_slots"].values(problem, settled)[0])
 
 
