@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cost import ClusterConfig, RoutedCost, Workload, routing_sizes, split_sizes
+from penstock.cost import ClusterConfig, RoutedCost, Workload, placed_moves, routing_sizes, split_sizes
 from penstock.cost.links import NodeLinks
 from penstock.cost.placed import Placed, SampleMover, device_groups, rank_loads, seated
+from penstock.dispatch import DISPATCHES
 from penstock.graph import Task
 from penstock.mesh import Group
 from penstock.ops import Op
@@ -198,6 +199,23 @@ def test_bringing_guests_costs_what_they_weigh_however_many_slots_are_empty() ->
         assert max(seconds(op, 1)) > 0
         for slots in (2, 4):
             assert seconds(op, slots) == pytest.approx(seconds(op, 1))
+
+
+def test_rows_by_position_are_worked_out_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[Hosting]()
+
+    def counted(rows_PE: Counts, hosting: Hosting, work: Workload) -> Counts:
+        calls.append(hosting)
+        return seated(rows_PE, hosting, work)
+
+    monkeypatch.setattr(placed_moves, "seated", counted)
+    work = replace(WORK, dispatch="hierarchical_2d")
+    shape = replace(SHAPE, guest_slots=1, dispatch=DISPATCHES["hierarchical_2d"].hops)
+    counts = counts_of("zipf")
+    placed = Placed.still(counts, (halved(), halved()))
+    cost = RoutedCost(shape, work, CLUSTER, counts, placed=placed)
+    assert cost(next(task for task in build_graph(shape).tasks if task.op == Op.DISPATCH)).max() > 0
+    assert len(calls) == 1
 
 
 # ---- links -------------------------------------------------------------------------------------------------
