@@ -20,6 +20,7 @@ from penstock.decision.record import FIELDS
 from penstock.graph import RefusalError
 from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.memory import MemoryBudget
+from penstock.plan.plan_file import PLACED
 from penstock.plan.problem import Problem
 from penstock.words import change, counted, gib
 from penstock.workloads import RoutingConfig, routing_of
@@ -52,6 +53,11 @@ class Weighed:
     def moves(self) -> bool:
         """Whether moving pays."""
         return self.best.choice != self.still.choice
+
+    @property
+    def verdict(self) -> str:
+        """The plan that follows."""
+        return f"{PLACED}  {self.best.choice.words if self.moves else 'nothing is to move'}"
 
 
 def with_routing(problem: Problem, routing: RoutingConfig, movable: Movable) -> Problem:
