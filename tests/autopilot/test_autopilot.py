@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from penstock.autopilot import Autopilot
 from penstock.autopilot.planned import Planned
 from penstock.autopilot.retune import Tuning, best_simulated
 from penstock.autopilot.trials import TRIAL_STEPS
@@ -126,10 +128,15 @@ def test_a_long_run_tries_the_best_plans(ranks: Pools, tmp_path: Path) -> None:
 
 
 def plans_by_its_slack(trainer: Trainer, step: int) -> None:
-    """Guests are planned by what the order in use hides, also after it was computed again."""
+    """Guests are planned by what the order in use hides, also after it was computed again.
+
+    And steps in which they are used are predicted by the routing that called for them.
+    """
     del step
     planning, planned = trainer.stack.host.moving, trainer.pilot.moving
     assert (planning and planning.slack) == (planned and planned.slack)
+    assert isinstance(trainer.pilot, Autopilot)
+    assert (trainer.pilot.planned.problem.evidence is None) == (planned is None)
 
 
 def test_a_run_moves_experts_where_that_pays(ranks: Pools, given: Path, tmp_path: Path) -> None:
@@ -313,9 +320,9 @@ def test_a_schedule_without_chunks_is_not_tuned(ranks: Pools, tmp_path: Path) ->
 # ---- drift -------------------------------------------------------------------------------------------------
 
 
-def slow_down(trainer: Trainer, step: int) -> None:
+def slow_down(trainer: Trainer, step: int, at: int = DRIFT_STEP) -> None:
     """Rank 1 gets slower in mid-run: its attention sleeps."""
-    if step == DRIFT_STEP and trainer.layout.rank == 1:
+    if step == at and trainer.layout.rank == 1:
         slow_attention(trainer, SLOW_S)
 
 
@@ -350,4 +357,18 @@ def test_drift_tunes_again(ranks: Pools, tmp_path: Path) -> None:
     settings = (*DRIFT, "schedule.refine_after=0", "schedule.microbatches=1", "train.steps=32")
     told = run(ranks, folder, *tuner, *settings, on_step=slow_down)
     assert told[0].said.count("the fastest of 2 sizes tried (random)") == 2
+    assert told[0].plans == told[1].plans
+
+
+def test_a_run_that_goes_on_tunes_again_though_it_has_not_measured_its_order(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path, "run", RANKS)
+    tuner = ("plan.tuner=random", "plan.samples=2", "plan.sample_steps=3")
+    settings = (*tuner, *DRIFT, "schedule.microbatches=1")
+    run(ranks, folder, *settings, "train.steps=12")
+    slows_down = partial(slow_down, at=18)
+    told = run(ranks, folder, *settings, "train.steps=30", "train.resume=true", on_step=slows_down)
+    assert ", continued from " in told[0].said and "re-ordered" not in told[0].said.split("has changed")[0]
+    assert told[0].said.count("the fastest of 2 sizes tried (random)") == 1
     assert told[0].plans == told[1].plans

@@ -10,6 +10,7 @@ from penstock.autopilot.planned import Planned
 from penstock.autopilot.weighing import _weighed
 from penstock.decision import Decision, Movable
 from penstock.plan import evaluate
+from penstock.plan.candidate import whole_s
 from tests.plan.test_moving import routed
 
 STILL = Decision(schedule="moe_pipeline")
@@ -50,3 +51,13 @@ def test_what_moves_stays_where_another_way_gains_next_to_nothing() -> None:
     for choice in running.values():
         planned = Planned(problem=problem, choice=choice, plan=evaluate(problem, choice).plan)
         assert _weighed(planned, True, lambda: None).choice is None
+
+
+def test_a_plan_that_moves_is_priced_by_the_routing_that_it_was_weighed_with() -> None:
+    weighed = routed("hot_expert,hot_share=0.5", Movable(experts=("none", "planned"), guest_slots=(1,)))
+    evenly = replace(weighed, evidence=None)
+    for choice, problem in ((STILL, evenly), (MOVING, weighed)):
+        found = evaluate(problem, choice)
+        planned = Planned(problem=evenly, choice=choice, plan=found.plan).seeing(weighed.evidence)
+        assert planned.predicted_s == pytest.approx(whole_s(problem, found))
+        assert (planned.predicted_s == pytest.approx(planned.seeing(None).predicted_s)) == (choice == STILL)

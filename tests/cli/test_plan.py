@@ -228,6 +228,8 @@ def test_a_plan_that_moves_has_the_order_that_was_found_and_fits_into_memory(
     free = json.loads(run(routed, capsys))["moving"]
     choice = PlanFile.read(path).choice
     assert free["pays"] and choice.experts != "none"
+    shown = run(["plan", "--show", str(path)], capsys)
+    assert "Edited" not in shown and "Placed " in shown
     assert choice.priority == free["best"]["priority"] != free["still"]["priority"] == "critical_path"
     limit = free["still"]["memory_bytes"]
     tight = json.loads(run([*routed, "--memory-gib", str(limit / 2**30)], capsys))["moving"]

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cost import ClusterConfig, RoutedCost, Workload, routing_sizes, split_sizes
+from penstock.cost import ClusterConfig, RoutedCost, Workload, placed_moves, routing_sizes, split_sizes
 from penstock.cost.links import NodeLinks
 from penstock.cost.placed import Placed, SampleMover, device_groups, rank_loads, seated
+from penstock.dispatch import DISPATCHES
 from penstock.graph import Task
 from penstock.mesh import Group
 from penstock.ops import Op
@@ -181,6 +182,40 @@ def test_guests_take_load_off_their_owners_and_their_parameters_cross_links() ->
     for op in (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS):
         busy, idle = (next(t for t in tasks if (t.op, t.layer) == (op, layer)) for layer in (0, 2))
         assert hosted(busy)[hot] > plain(busy)[0] and not hosted(idle).any()
+
+
+def test_bringing_guests_costs_what_they_weigh_however_many_slots_are_empty() -> None:
+    counts, cluster = counts_of("hot_expert,hot_share=0.5"), replace(CLUSTER, link_latency_s=1e-9)
+
+    def seconds(op: str, slots: int) -> list[float]:
+        empty = [EMPTY] * slots
+        hosting = Hosting.local(ExpertPlacement.even(8, 8), [empty, *[[0, *empty[1:]]] * 7])
+        shape, placed = replace(SHAPE, guest_slots=slots), Placed.still(counts, (hosting, hosting))
+        task = next(each for each in build_graph(shape).tasks if each.op == op)
+        found: list[float] = RoutedCost(shape, WORK, cluster, counts, placed=placed)(task).tolist()
+        return found
+
+    for op in (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS):
+        assert max(seconds(op, 1)) > 0
+        for slots in (2, 4):
+            assert seconds(op, slots) == pytest.approx(seconds(op, 1))
+
+
+def test_rows_by_position_are_worked_out_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[Hosting]()
+
+    def counted(rows_PE: Counts, hosting: Hosting, work: Workload) -> Counts:
+        calls.append(hosting)
+        return seated(rows_PE, hosting, work)
+
+    monkeypatch.setattr(placed_moves, "seated", counted)
+    work = replace(WORK, dispatch="hierarchical_2d")
+    shape = replace(SHAPE, guest_slots=1, dispatch=DISPATCHES["hierarchical_2d"].hops)
+    counts = counts_of("zipf")
+    placed = Placed.still(counts, (halved(), halved()))
+    cost = RoutedCost(shape, work, CLUSTER, counts, placed=placed)
+    assert cost(next(task for task in build_graph(shape).tasks if task.op == Op.DISPATCH)).max() > 0
+    assert len(calls) == 1
 
 
 # ---- links -------------------------------------------------------------------------------------------------

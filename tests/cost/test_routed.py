@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cost import RoutedCost, StepCost, Workload, split_sizes
+from penstock.cost import ProfiledCluster, RoutedCost, StepCost, Workload, split_sizes
+from penstock.cost.cluster_file import ClusterFile, TaskModel
 from penstock.cost.legs import even_leg
 from penstock.cost.rows import by_source_and_target
 from penstock.dispatch import DISPATCHES
@@ -257,6 +258,20 @@ def test_seconds_written_out() -> None:
     assert cost(task("L1.C.m1.c0.B")) == pytest.approx([1e-3 + 160 / 1e7] * 2)
     assert splits_of(cost, task("L1.D.m0.c0.F"), 0) == ([0, 4], [0, 1])
     assert splits_of(cost, task("L1.C.m0.c0.F"), 0) == ([0, 1], [0, 4])
+
+
+@pytest.mark.parametrize("alpha_s", [5e-3, 0.0])
+def test_what_experts_take_for_any_number_of_rows_is_not_taken_for_each(alpha_s: float) -> None:
+    """A cluster's overhead is that of a task it has no measured model of."""
+    by_rates, models = (
+        written_out(),
+        (TaskModel(op=Op.EXPERTS, phase=Phase.FORWARD, alpha_s=alpha_s, scale=0.01),),
+    )
+    file = ClusterFile(name="measured", nodes=1, ranks_per_node=2, rates=CLUSTER, tasks=models)
+    cost = replace(by_rates, cluster=ProfiledCluster.build(file))
+    row_s = 2 * 2 * 10 * 100 / 1e9 + 2 * 10 * 4 / 1e8
+    found = cost(task_at(build_graph(cost.shape), "L1.X.m0.c0.F"))
+    assert found == pytest.approx([alpha_s + 0.01 * row_s, alpha_s + 0.07 * row_s])
 
 
 def test_a_transfer_of_nothing_costs_nothing() -> None:

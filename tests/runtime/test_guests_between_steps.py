@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from penstock.decision import PlacementConfig
-from penstock.placement import SPLIT, ExpertPlacement, Hosting, PlacementError
+from penstock.mesh import Group
+from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Hosting, PlacementError
 from penstock.runtime import PipelinedStack
 from penstock.runtime.hosting import Host
 from penstock.runtime.moving import Plans
@@ -178,6 +179,26 @@ def test_a_run_that_goes_on_hosts_what_it_would_have_hosted(ranks: Pools, tmp_pa
     for empty, limited in ranks(2).run(hosted_again, tmp_path):
         assert empty == [False, True]
         assert limited == [True, False]
+
+
+def one_group_again(rank: int, folder: Path) -> bool:
+    """Whether all ranks go on with what they were to host, of which half have nothing."""
+    case = replace(CASE, world_size=4, ep_size=2)
+    saved, fresh = (hosted_stack(rank, case, HOSTS) for _ in range(2))
+    layout, plans = saved.machinery.layout, saved.host.plans
+    if layout.mesh.group(rank, Group.EXPERT_SHARDS) == 0:
+        plans = replace(plans, made=tuple(some_guest(each.placement) for each in plans.made))
+    saved.host.follow(replace(plans, age_steps=1))
+    checkpoints(fresh, folder).load(checkpoints(saved, folder).save(1))
+    return fresh.host.plans == saved.host.plans
+
+
+def some_guest(placement: ExpertPlacement) -> Hosting:
+    return Hosting.local(placement, [[placement.held(1)[0], EMPTY], [EMPTY, EMPTY]])
+
+
+def test_a_group_that_hosts_goes_on_though_another_has_nothing_to_host(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks(4).run(one_group_again, tmp_path) == [True] * 4
 
 
 def gone_on(rank: int, folder: Path) -> tuple[list[float], list[float], bool]:

@@ -69,6 +69,7 @@ class Autopilot:
         self._steps = 0
         self._tuned = settled or config.plan.tuner is None
         self._tuning: Tuning | None = None
+        self._kinds: dict[Kind, float] = {}  # a run that goes on may never order again
         plan = config.plan
         self._watch = Watch(plan.drift_threshold, plan.drift_steps, DROPPED_STEPS)
         self._trials = Trials(self.planned) if worth_while(self.planned, config.train.steps) else None
@@ -187,13 +188,13 @@ class Autopilot:
         if self._steps < self._asked.schedule.refine_after:
             return False
         steady = self._kept[DROPPED_STEPS:] or self._kept
-        choice = self.planned.choice
-        fallback = self.planned.problem.cost(choice, self.planned.plan.shape)
+        choice, even = self.planned.choice, self.planned.seeing(None).problem  # every rank orders for itself
+        fallback = even.cost(choice, self.planned.plan.shape)
         cost = refine(self._stack, choice, [r for step in steady for r in step], fallback)
         planned = replace(self.planned, plan=self._stack.plan)
         line = f"{planned.name} re-ordered using measured task durations{planned.predicted_words}"
         self._say(line)
-        self._kinds: dict[Kind, float] = cost.seconds
+        self._kinds = cost.seconds
         self._go_by(planned.noting(line), settle=False)
         return True
 
@@ -227,8 +228,7 @@ class Autopilot:
             self._say(f"plan.tuner has no effect: schedule {schedule} does not split its all-reduces")
             return False
         control, train = self._stack.machinery.control, self._asked.train
-        kinds = self._kinds if self._refines else {}
-        self._tuning = Tuning(self._asked.plan, self.planned, kinds, control, train.seed)
+        self._tuning = Tuning(self._asked.plan, self.planned, self._kinds, control, train.seed)
         self._adopt(self._tuning.turn(), settle=False)
         return True
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock.cost import ClusterFile, StepCost
 from penstock.cost.model_flops import ModelFlops
+from penstock.cost.placed import Evidence
 from penstock.decision import Decision, PlacementConfig
 from penstock.moe import MoEConfig
 from penstock.plan import Candidate, PlanFile, Problem, estimate_memory, predict_s
@@ -104,6 +105,14 @@ class Planned:
         work = self.problem.workload_of(self.choice)
         cost = StepCost(self.plan.shape, work, self.problem.cluster)
         return expert_moving(placement, self.choice, cost, self.plan)
+
+    def seeing(self, evidence: Evidence | None) -> Planned:
+        """The same, priced by how steps are routed if something moves: with even routing that brings nothing.
+
+        What moves nothing is priced like the plans that a search compares it with.
+        """
+        moves = self.choice.samples != "none" or self.choice.experts != "none"
+        return replace(self, problem=replace(self.problem, evidence=evidence if moves else None))
 
     def knowing(self, paper: PlanFile) -> Planned:
         """The same with what a file says of this plan and of others."""

@@ -15,6 +15,7 @@ from penstock.cost.cluster_file import LinkModel
 from penstock.decision import Decision
 from penstock.plan import Candidate, evaluate
 from penstock.plan.effort import Searched
+from penstock.plan.moving import staying
 from penstock.plan.plan_file import OtherPlan
 from penstock.plan.predict import interval_s
 from penstock.runtime import Machinery
@@ -58,7 +59,7 @@ def replan(
         file = remeasured(file, measure_links(machinery, legs_of, budget_s))
     file = replace(file, slowness=_slowness(planned, diagnosis))
     problem = run_problem(config, machinery.layout, file)
-    now = replace(planned, problem=problem, file=file)
+    now = replace(planned, problem=problem, file=file).seeing(planned.problem.evidence)
     verdict = decided_slowly(
         machinery.control,
         lambda beat: _decide(config, now, file, diagnosis, say, beat),
@@ -68,7 +69,7 @@ def replan(
     say(verdict.line)
     plan, searched = verdict.order.plan, verdict.searched
     if verdict.choice != now.choice:
-        now = replace(now, number=now.plans + 1, plans=now.plans + 1)
+        now = replace(now, problem=problem, number=now.plans + 1, plans=now.plans + 1)
     others = verdict.others
     return replace(
         now,
@@ -98,21 +99,29 @@ def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
 def _decide(
     config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagnosis, say: Say, beat: Beat
 ) -> Verdict:
-    """On rank 0 only: the best plan found, or the present choice in a new order if that is as good."""
-    old = evaluate(now.problem, now.choice)
-    found, lines = find(now.problem, file, config.plan.budget, say, beat)
+    """On rank 0 only: the best plan found, or the present choice in a new order if that is as good.
+
+    What a search finds moves nothing that is open, since that is weighed afterwards: the present choice is
+    compared without it, too.
+    """
+    problem = now.seeing(None).problem
+    old = evaluate(problem, staying(problem, now.choice))
+    found, lines = find(problem, file, config.plan.budget, say, beat)
     new = min((found.best, *found.others), key=now.expected_s)
     changes = now.expected_s(new) < WORTH * now.expected_s(old)
-    best = new if changes else old
+    beat()
+    kept = old if old.choice == now.choice else evaluate(now.problem, now.choice)
+    best, other = (new, old) if changes else (kept, new)
     predicted = f"predicted {_expected(now, best)} per step"
-    if best.choice != now.choice:
-        predicted += f", {_expected(now, old)} with {now.name}"
+    if changes:
+        apart = "" if old.choice == now.choice else " if nothing moves"
+        predicted += f", {_expected(now, old)} with {now.name}{apart}"
         line = f"{diagnosis.text}: changing to plan {now.plans + 1}: {best.choice.words} ({predicted})"
     else:
         line = f"{diagnosis.text}: keeping {now.name} in a new order ({predicted})"
-    why = lines if best is found.best else now.lines if best is old else (line,)
+    why = lines if best is found.best else (line,) if changes else now.lines
     order = Order.of(best.plan)
-    rest = [each for each in (old, found.best, *found.others) if each.choice != best.choice]
+    rest = [each for each in (other, found.best, *found.others) if each.choice != best.choice]
     others = OtherPlan.among(now.problem, rest)
     return Verdict(
         choice=best.choice, order=order, why=why, line=line, searched=found.searched, others=others

@@ -70,9 +70,10 @@ class Weighing:
         )
         noted = planned.noting(*verdict.lines)
         if verdict.choice is None or verdict.order is None:
-            return noted
-        number = planned.plans + 1
-        return replace(noted, choice=verdict.choice, plan=verdict.order.plan, number=number, plans=number)
+            return noted.seeing(evidence)
+        number, plan = planned.plans + 1, verdict.order.plan
+        another = replace(noted, choice=verdict.choice, plan=plan, number=number, plans=number)
+        return another.seeing(evidence)
 
 
 def _weighed(planned: Planned, adopts: bool, beat: Beat) -> _Verdict:

@@ -175,8 +175,9 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
         subject, found, updates = _found(subject, find)
         explanation = explain(subject.problem, found, memory)
         weighed = None if routed is None else _weighed(_updating(routed, subject), found.best.choice, memory)
-    best = found.best if weighed is None or not weighed.moves else weighed.best
-    moving = () if weighed is None else weighed.lines
+    moves = weighed is not None and weighed.moves
+    best = weighed.best if weighed is not None and moves else found.best
+    moving = () if weighed is None else (*weighed.lines, *((weighed.verdict,) if moves else ()))
     why = (*explanation.lines, *updates, *found.searched.lines, *moving)
     seconds = time.monotonic() - started
     file = PlanFile.of(

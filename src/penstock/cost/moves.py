@@ -321,8 +321,20 @@ class RowMoves:
         return np.stack([in_turn(rows_PCE, i, shares).sum(axis=(1, 2)) for i in range(shares)], axis=1)
 
     def _table(self, task: Task) -> Counts:
-        """Rows of the task's microbatch and chunk as they travel, [G, S, H, T, N]."""
-        return self._by_target(self._held(self._travelling(task), task).sum(axis=1), task)
+        """Rows of the task's microbatch and chunk as they travel, [G, S, H, T, N].
+
+        The last one is kept: a leg's price asks for it rank by rank.
+        """
+        key = task.microbatch, task.cut.held, task.layer, outward(task.op) == task.op
+        if key not in self._last_table:
+            self._last_table.clear()
+            rows_PE = self._held(self._travelling(task), task).sum(axis=1)
+            self._last_table[key] = self._by_target(rows_PE, task)
+        return self._last_table[key]
+
+    @cached_property
+    def _last_table(self) -> dict[object, Counts]:
+        return {}
 
     def _travelling(self, task: Task) -> Counts:
         """What every rank sends for every expert, or gets back, [P, R, C, Y, E]."""

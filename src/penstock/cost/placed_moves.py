@@ -75,7 +75,7 @@ class PlacedMoves(RowMoves):
             here = copies_of(self.placed.hostings[self._moe_layer(task)])
             for ranks in mesh.groups(Group.EXPERT):
                 sent[np.ix_(ranks, ranks)] = here if task.forward else here.T
-        return self._links.argument(sent)
+        return self._links.argument(sent) / self.even.shape.guest_slots  # its work fills every slot
 
     def _sample_load(self, task: Task) -> Rows:
         assumed_bytes = self.even.work(task).sent_bytes

@@ -64,14 +64,10 @@ class RoutedCost:
 
     def seconds(self, task: Task) -> Seconds:
         """Seconds of a compute task on every rank, [P]."""
-        even_s = self._even.compute_s(task)
         if task.op != Op.EXPERTS:
-            return self._everywhere(even_s)
-        # What experts compute and copy is in proportion to their rows; the overhead is not.
-        overhead_s = self.cluster.task_overhead_s
+            return self._everywhere(self._even.compute_s(task))
         even_rows = self._even.rows(task) * task.cut.row_copies
-        share = self._moves.received(task).astype(np.float64) / max(even_rows, 1)
-        return overhead_s + (even_s - overhead_s) * share
+        return self._even.loaded_s(task, self._moves.received(task).astype(np.float64) / max(even_rows, 1))
 
     def transfer_s(self, task: Task) -> Seconds:
         """Seconds of a communication task on every rank, [P], by its busier direction."""

@@ -20,6 +20,7 @@ from penstock.decision.record import FIELDS
 from penstock.graph import RefusalError
 from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.memory import MemoryBudget
+from penstock.plan.plan_file import PLACED
 from penstock.plan.problem import Problem
 from penstock.words import change, counted, gib
 from penstock.workloads import RoutingConfig, routing_of
@@ -52,6 +53,11 @@ class Weighed:
     def moves(self) -> bool:
         """Whether moving pays."""
         return self.best.choice != self.still.choice
+
+    @property
+    def verdict(self) -> str:
+        """The plan that follows."""
+        return f"{PLACED}  {self.best.choice.words if self.moves else 'nothing is to move'}"
 
 
 def with_routing(problem: Problem, routing: RoutingConfig, movable: Movable) -> Problem:
@@ -123,8 +129,13 @@ def _usable(candidates: Sequence[Candidate], most_bytes: float) -> list[Candidat
 def _settled(problem: Problem, choice: Decision) -> Decision:
     """Without moves that are open, and by a quick rule, so that like is compared with like."""
     quick = "critical_path" if choice.reads("priority") else choice.priority
+    return replace(staying(problem, choice), priority=quick)
+
+
+def staying(problem: Problem, choice: Decision) -> Decision:
+    """The choice without the moves that the problem leaves open."""
     samples, experts = (_least_of(FIELDS[name].values(problem, choice)) for name in ("samples", "experts"))
-    settled = replace(choice, samples=samples, experts=experts, priority=quick)
+    settled = replace(choice, samples=samples, experts=experts)
     return replace(settled, guest_slots=FIELDS["guest_slots"].values(problem, settled)[0])
 
 

@@ -86,6 +86,8 @@ class PlanSizes:
         )
 
 
+PLACED = "Placed "
+"""Begins the line that says what runs instead of the plan that was found, where moving pays."""
 MOST_OTHERS = 5
 """Of the plans that were found how many are told beside the best."""
 
@@ -192,8 +194,9 @@ class PlanFile:
     @property
     def explains_choice(self) -> bool:
         """Whether the explanation, if there is one, describes the choice: the file may have been edited."""
-        said = next((line for line in self.why if line.startswith("Plan ")), None)
-        return said is None or said.removeprefix("Plan ").strip() == self.choice.words
+        said = [line.partition(" ")[2].strip() for line in self.why if line.startswith(("Plan ", PLACED))]
+        words = self.choice.words
+        return not said or said[-1] == words or said[-1].startswith(f"{words} (")  # what rounded rows save
 
     def step_plan(self, problem: Problem, name: str = "plan") -> StepPlan:
         """What to run. Raises ConfigError if the file does not fit the problem, or its order not its choice.

@@ -79,8 +79,7 @@ class PlanReport:
     def _moving(self, weighed: Weighed, width: int) -> str:
         """What moving would bring with the given routing, and the plan that follows from it."""
         lines = weighed.lines or ("Moving   nothing may move: rows have slots of a fixed number",)
-        plan = f"Placed   {weighed.best.choice.words}" if weighed.moves else "Placed   nothing is to move"
-        return "\n".join(folded(line, width) for line in (*lines, plan))
+        return "\n".join(folded(line, width) for line in (*lines, weighed.verdict))
 
     def _search(self) -> str:
         saved = "" if self.saved is None else f"; saved to {self.saved}"

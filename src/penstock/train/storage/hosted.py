@@ -23,13 +23,13 @@ MOST_BYTES = 1 << 26
 
 
 def gather_hosted(stack: PipelinedStack) -> list[Mapping[str, Any]]:
-    """What every expert group hosts next; [] where one hosts nothing. All ranks call it."""
+    """What every expert group hosts next; [] where all would without it. All ranks call it."""
     plans, layout = stack.host.plans, stack.machinery.layout
-    empty = all(hosting.is_empty for hosting in plans.made)
-    mine = None if empty else _plain(plans)
-    everyone = stack.machinery.control.gather(mine, "gathering what ranks host")
-    found = [everyone[ranks[0]] for ranks in layout.mesh.groups(Group.EXPERT_SHARDS)]
-    return [each for each in found if each is not None] if all(found) else []
+    as_at_first = all(hosting.is_empty for hosting in plans.made) and not plans.age_steps
+    everyone = stack.machinery.control.gather((as_at_first, _plain(plans)), "gathering what ranks host")
+    if all(at_first for at_first, _ in everyone):
+        return []
+    return [everyone[ranks[0]][1] for ranks in layout.mesh.groups(Group.EXPERT_SHARDS)]
 
 
 def write_hosted(folder: Path, by_group: Sequence[Mapping[str, Any]]) -> None:
