@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -151,6 +153,35 @@ def test_a_run_moves_experts_where_that_pays(ranks: Pools, given: Path, tmp_path
     assert "Experts  moving pays" in " ".join(paper.why) and "changing to plan 2: " in told[0].said
     assert paper.choice.guests in (1, 2) and paper.choice.experts != "none"
     assert losses(folder) == pytest.approx(losses(given)[:24], rel=1e-4)
+
+
+def slow_where_experts_move(trainer: Trainer, step: int) -> None:
+    """From the second step on, attention waits in every step that plans guests."""
+    if step == 1:
+        for block in trainer.stack.model.blocks:  # type: ignore[union-attr]  # a ModuleList
+            block.attention.register_forward_pre_hook(
+                lambda *_: time.sleep(SLOW_S if trainer.stack.host.moving is not None else 0.0)
+            )
+
+
+def test_a_run_in_which_moving_takes_longer_than_predicted_goes_back(ranks: Pools, tmp_path: Path) -> None:
+    """To the very plan that it had, on all ranks; its file knows what was tried."""
+    folder = folder_of(tmp_path, "run", RANKS)
+    file = ClusterFile.read(folder / "cluster.json")
+    replace(file, rates=replace(file.rates, flops_per_s=1e6), tasks=()).save(folder / "cluster.json")
+    settings = "plan.trials=2", "plan.watch=false", "train.steps=120", "schedule.refine_after=0"
+    told = run(ranks, folder, *auto(folder), *settings, on_step=slow_where_experts_move)
+    assert told[0].plans == told[1].plans
+    said = " ".join(told[0].said.split())
+    changed = re.search(
+        r"changing to (plan \d+): .*tried for 6 steps each: .* by \1, .* going back to (plan \d+)", said
+    )
+    assert changed, said
+    paper = PlanFile.read(folder / "run" / "plan.json")
+    assert paper.choice.experts == "none" and paper.why[-1].endswith(f"going back to {changed[2]}")
+    assert any("experts move" in other.words and other.measured_s > SLOW_S for other in paper.others)
+    moved = told[0].plans.index(told[0].plans[-1]) + told[0].plans.count(told[0].plans[-1])
+    assert moved == len(told[0].plans) - TRIAL_STEPS, "all other steps of that plan are in one piece"
 
 
 def test_a_plan_file_runs_as_it_is(ranks: Pools, planned: tuple[Path, list[Told]], tmp_path: Path) -> None:

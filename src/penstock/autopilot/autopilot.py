@@ -28,6 +28,7 @@ from penstock.autopilot.retune import Tuning
 from penstock.autopilot.run_problem import settled as of_optimizer
 from penstock.autopilot.start import start
 from penstock.autopilot.trials import Trials, worth_while
+from penstock.autopilot.tried_moves import TriedMoves, worth_trying
 from penstock.autopilot.watch import Drift, Watch
 from penstock.autopilot.weighing import Weighing, is_open
 from penstock.cost.measured import Kind
@@ -72,7 +73,8 @@ class Autopilot:
         self._kinds: dict[Kind, float] = {}  # a run that goes on may never order again
         plan = config.plan
         self._watch = Watch(plan.drift_threshold, plan.drift_steps, DROPPED_STEPS)
-        self._trials = Trials(self.planned) if worth_while(self.planned, config.train.steps) else None
+        long = worth_while(self.planned, config.train.steps)
+        self._trials: Trials | TriedMoves | None = Trials(self.planned) if long else None
         self._weighs = not settled and is_open(config, self.planned)
         self._weighing: Weighing | None = None
         self._begin(settle=self._refines and self._trials is None and not settled)
@@ -146,7 +148,7 @@ class Autopilot:
 
     # ---- trials --------------------------------------------------------------------------------------------
 
-    def _try(self, trials: Trials, slowest_s: float) -> bool:
+    def _try(self, trials: Trials | TriedMoves, slowest_s: float) -> bool:
         if not trials.note(slowest_s):
             return False
         planned = trials.turn
@@ -216,7 +218,8 @@ class Autopilot:
             self.planned = planned
             return bool(new)  # for its file, which says why
         self._say(f"changing to {planned.name}: {planned.choice.words}")
-        self._adopt(planned, settle=self._refines)
+        self._trials = TriedMoves(before, planned) if worth_trying(self._asked) else None
+        self._adopt(planned, settle=self._refines and self._trials is None)
         return True
 
     # ---- the tuner -----------------------------------------------------------------------------------------

@@ -1,0 +1,75 @@
+"""A plan that moves and the one before it, in turns: steps decide between them where there are enough.
+
+What guests cost beside computation is hard to predict, above all on a machine where ranks share cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+from penstock.autopilot.planned import Planned
+from penstock.autopilot.trials import MOST_SHARE, TRIAL_STEPS
+from penstock.plan.plan_config import DROPPED_STEPS
+from penstock.plan.plan_file import MOST_OTHERS, OtherPlan
+from penstock.train.config import RunConfig
+from penstock.words import milliseconds
+
+
+def worth_trying(config: RunConfig) -> bool:
+    """Whether a run has trials, and is long enough to gain from the faster of two plans."""
+    return config.plan.trials > 1 and MOST_SHARE * config.train.steps >= 2 * TRIAL_STEPS
+
+
+class TriedMoves:
+    """Two plans in turns of `TRIAL_STEPS`: `new`, which is in use already, then `before`."""
+
+    def __init__(self, before: Planned, new: Planned) -> None:
+        self._plans = (new, replace(before, plans=new.plans, lines=new.lines))
+        self._times: list[float] = []
+
+    @property
+    def done(self) -> bool:
+        return len(self._times) == len(self._plans) * TRIAL_STEPS
+
+    def note(self, slowest_s: float) -> bool:
+        """Record the seconds of a step on the slowest rank; returns whether a turn has ended."""
+        self._times.append(slowest_s)
+        return len(self._times) % TRIAL_STEPS == 0
+
+    @property
+    def turn(self) -> Planned:
+        """The plan to run from the next step on; after both turns the faster one, with what both took."""
+        if not self.done:
+            return self._plans[1]
+        (kept_s, kept), (left_s, left) = self._ranked
+        tried, trial = _tried(left, left_s), _tried(kept, kept_s)
+        others = [each for each in kept.others if each.words not in (tried.words, trial.words)]
+        return replace(kept, trial=trial, others=(tried, *others)[:MOST_OTHERS])
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What both took, and which is kept."""
+        times = ", ".join(
+            f"{milliseconds(seconds)} by {plan.name}"
+            for plan, seconds in zip(self._plans, self._medians, strict=True)
+        )
+        kept = self._ranked[0][1]
+        way = "keeping" if kept is self._plans[0] else "going back to"
+        return (f"tried for {TRIAL_STEPS} steps each: a step takes {times}: {way} {kept.name}",)
+
+    @property
+    def _ranked(self) -> Sequence[tuple[float, Planned]]:
+        """Both with what their steps took, the faster one first."""
+        return sorted(zip(self._medians, self._plans, strict=True), key=lambda each: each[0])
+
+    @property
+    def _medians(self) -> Sequence[float]:
+        turns = (self._times[:TRIAL_STEPS], self._times[TRIAL_STEPS:])
+        return [median(turn[DROPPED_STEPS:]) for turn in turns]
+
+
+def _tried(planned: Planned, seconds: float) -> OtherPlan:
+    words, predicted_s = planned.choice.words, planned.predicted_s
+    return OtherPlan(words=words, predicted_s=predicted_s, measured_s=seconds)
