@@ -17,9 +17,10 @@ from penstock.autopilot import Autopilot
 from penstock.config import ConfigError, load
 from penstock.report import RunSummary
 from penstock.topology.join import ALONE, join, leave
-from penstock.train.checkpoint import CheckpointError, complete_checkpoints
+from penstock.train.checkpoint import CheckpointError
 from penstock.train.config import RunConfig
 from penstock.train.metrics import StepMetrics, read_metrics
+from penstock.train.storage.finished import complete_checkpoints
 from penstock.train.trainer import Trainer
 from tests.support.runs import write_config
 

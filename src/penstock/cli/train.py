@@ -104,7 +104,7 @@ def _be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
 
 
 def _way_out(config: RunConfig) -> str:
-    from penstock.train.checkpoint import complete_checkpoints
+    from penstock.train.storage.finished import complete_checkpoints
 
     saved = complete_checkpoints(config.output.dir / "checkpoints")
     if not saved:

@@ -15,12 +15,11 @@ from penstock.topology import Control
 from penstock.train.checkpoint import (
     Checkpoints,
     DamagedCheckpointError,
-    complete_checkpoints,
-    step_of,
     verify,
 )
 from penstock.train.config import IF_PRESENT, RunConfig
 from penstock.train.resume_settings import changes, check_model
+from penstock.train.storage.finished import complete_checkpoints, step_of
 from penstock.train.storage.record import Record
 
 Say = Callable[[str], None]

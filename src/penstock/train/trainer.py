@@ -110,6 +110,7 @@ class Trainer:
             keep=config.train.keep_checkpoints,
             identity=self.source.identity,
             settings=to_dict(self._saved_config),
+            tokenizer=self.source.tokenizer,
         )
         self.history = History()
         self.loads, self.routing = LoadBook(), cast("RoutingLog", NoRoutingLog())
