@@ -176,7 +176,7 @@ def generate(
 
     say: told the prompt, then every piece of the text as soon as it is written; all at once by beam search.
     """
-    tokens = opened.words.encode(prompt)
+    tokens = opened.words.begin(prompt)
     if not tokens:
         raise ValueError("the prompt is empty: give the model a beginning")
     torch.manual_seed(sampling.seed)

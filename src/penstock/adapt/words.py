@@ -14,6 +14,9 @@ from penstock.data.tokenizer import Bytes, read_tokenizer
 UNKNOWN: Final = 0xFF
 """A byte that UTF-8 does not have."""
 
+PROBE: Final = "a"
+"""A text that shows what a tokenizer puts before and after any."""
+
 TOKENIZERS: Final = ("tokenizer.json", "tokenizer_config.json")
 BYTE_BY_BYTE: Final = Path("bytes")
 """In place of a file with a tokenizer: there is none."""
@@ -26,7 +29,11 @@ class Words(Protocol):
     """How text becomes tokens."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text."""
+        """The tokens of a text as training takes them: none begins or ends it, and none is special in it."""
+        ...
+
+    def begin(self, prompt: str) -> list[int]:
+        """The tokens of a prompt, in which special ones may be spelled."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -39,6 +46,8 @@ class ByteWords:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    begin = encode
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token if token < BYTES else UNKNOWN for token in tokens).decode(errors="replace")
@@ -61,8 +70,53 @@ class FileWords:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def begin(self, prompt: str) -> list[int]:
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self.encode(prompt)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens)))
+
+
+class FolderWords:
+    """What the tokenizer in a folder of transformers says. A prompt gets what it puts before a text, such as
+    a token that the model has always seen there, and nothing of what it puts after one.
+
+    Raises ValueError for tokens of a text beyond the model's vocabulary.
+    """
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        self._files, self._vocabulary = _files_in(folder), vocabulary
+        self._tokenizer = _read(folder, self._files)
+        self._first = self._put_before(PROBE)
+
+    def encode(self, text: str) -> list[int]:
+        return self._known(self._tokens(text, split_special_tokens=True))
+
+    def begin(self, prompt: str) -> list[int]:
+        return self._known(self._first + self._tokens(prompt))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def _tokens(self, text: str, **how: bool) -> list[int]:
+        return list(self._tokenizer.encode(text, **{"add_special_tokens": False, "verbose": False, **how}))
+
+    def _put_before(self, text: str) -> list[int]:
+        whole, bare = self._tokens(text, add_special_tokens=True), self._tokens(text)
+        places = range(len(whole) - len(bare) + 1)
+        return next((whole[:n] for n in places if whole[n : n + len(bare)] == bare), [])
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        if (largest := max(tokens, default=0)) >= self._vocabulary:
+            raise ValueError(
+                f"{self._files} makes token {largest} of the text, and the model knows {self._vocabulary}: "
+                "it is the tokenizer of another model. Copy the right one there, or name it with --tokenizer"
+            )
+        return tokens
 
 
 def words_of(path: Path, config: Any, data: Mapping[str, Any] | None, tokenizer: Path | None) -> Words:
@@ -75,7 +129,7 @@ def words_of(path: Path, config: Any, data: Mapping[str, Any] | None, tokenizer:
     if tokenizer is not None:
         return ByteWords() if tokenizer == BYTE_BY_BYTE else FileWords(tokenizer, vocabulary)
     if data is None and any((path / name).exists() for name in TOKENIZERS):
-        return _of_folder(path)
+        return FolderWords(path, vocabulary)
     digest, named = getattr(config, "tokenizer_digest", None), (data or {}).get("tokenizer")
     if digest == Bytes.digest or (digest is None and named is None and vocabulary == BYTES):
         return ByteWords()
@@ -107,18 +161,21 @@ def _missing(path: Path, vocabulary: int, digest: str | None, named: str | None)
     return f"{why}: name its tokenizer.json with --tokenizer FILE"
 
 
-def _of_folder(folder: Path) -> Words:
+def _files_in(folder: Path) -> str:
+    """What a tokenizer is read from, for people."""
+    return " or ".join(str(folder / name) for name in TOKENIZERS if (folder / name).exists())
+
+
+def _read(folder: Path, files: str) -> Any:
     """That of a folder of transformers. Raises ValueError, naming its files, where it is none."""
     from transformers import AutoTokenizer
 
     try:
         with quiet():
-            words: Words = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # of several libraries, and some of them bare `Exception`
-        files = " or ".join(str(folder / name) for name in TOKENIZERS if (folder / name).exists())
         told = " ".join(str(error).split())
         raise ValueError(
             f"{files} cannot be read as a tokenizer ({type(error).__name__}: {told}). Copy it again, or "
             "name another with --tokenizer"
         ) from error
-    return words
