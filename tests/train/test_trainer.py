@@ -223,6 +223,26 @@ def test_other_data_is_refused_before_anything_is_written(tmp_path: Path) -> Non
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("damage", ["line", "folder"])
+def test_a_record_that_cannot_be_continued_is_refused(tmp_path: Path, damage: str) -> None:
+    run(tmp_path)
+    record = tmp_path / "run" / "metrics.jsonl"
+    text, words = record.read_text(), "line 7: not a training step .* move the file away"
+    record.write_text(text + "{}\n")
+    if damage == "folder":
+        record.unlink()
+        record.mkdir()
+        words = "is a folder, not a file"
+    config = (tmp_path / "run" / "config.toml").read_bytes()
+    with pytest.raises(ConfigError, match=words) as caught:
+        run(tmp_path, "train.resume=true", "train.steps=7")
+    assert str(record) in str(caught.value)
+    assert (tmp_path / "run" / "config.toml").read_bytes() == config
+    if damage == "line":
+        record.write_text(text)
+        assert run(tmp_path, "train.resume=true", "train.steps=7").steps == 7
+
+
 # ---- ending early ------------------------------------------------------------------------------------------
 
 
