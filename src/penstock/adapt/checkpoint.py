@@ -96,7 +96,7 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
     if not (path / GROUPS).is_file():
         raise ValueError(f"{path} holds no {GROUPS}: save_checkpoint has not written it")
     states = _States.of(model, engine_of(model), optimizer)
-    saved: list[Group] = json.loads((path / GROUPS).read_text())
+    saved: list[Group] = json.loads((path / GROUPS).read_text(encoding="utf-8"))
     _check_names(path, states.groups, saved)
     states.take(path / STATE, saved)
 
