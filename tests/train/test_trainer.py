@@ -214,6 +214,18 @@ def test_a_finished_run_needs_more_steps(tmp_path: Path, steps: int) -> None:
     assert [m.step for m in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("resume", ["auto", "true"])
+def test_checkpoints_that_cannot_be_looked_for_are_not_taken_for_none(tmp_path: Path, resume: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to("checkpoints")  # to itself: as a disk that is not there
+    with pytest.raises(
+        ConfigError, match=r"checkpoints, where checkpoints are, cannot be read \(Too many"
+    ) as caught:
+        run(tmp_path, f"train.resume={resume}")
+    assert caught.value.key == "output.dir"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
+
+
 def test_other_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     run(tmp_path)
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()

@@ -133,6 +133,8 @@ def find_checkpoint(path: Path) -> Path | None:
     keeps them; None if it is none of these."""
     if (path / RECORD).is_file():
         return path
+    if not path.is_dir():
+        return None
     complete = complete_checkpoints(path / CHECKPOINTS) or complete_checkpoints(path)
     return complete[-1] if complete else None
 

@@ -13,8 +13,15 @@ PREFIX: Final = "step-"
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """All finished checkpoints in `folder`, oldest first. Their content has not been looked at."""
-    found = [path for path in folder.glob(f"{PREFIX}*") if re.fullmatch(rf"{PREFIX}\d{{8,18}}", path.name)]
+    """All finished checkpoints in `folder`, oldest first. Their content has not been looked at.
+
+    Raises OSError for a folder that is there and cannot be read: it may have some.
+    """
+    try:
+        there = list(folder.iterdir())  # Path.glob finds nothing where it may not look
+    except FileNotFoundError:
+        return []
+    found = [path for path in there if re.fullmatch(rf"{PREFIX}\d{{8,18}}", path.name)]
     whole = [path for path in found if (path / SUMS).exists() or (path / METADATA).exists()]
     return sorted(whole, key=step_of)
 
