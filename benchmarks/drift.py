@@ -176,16 +176,16 @@ def _train(case: DriftCase, folder: Path, *, from_start: bool) -> _Training:
     rate = case.rate_after if from_start else case.rate_before
     output = folder / "run"
     folder.mkdir(parents=True)
-    (folder / "config.toml").write_text("")
+    (folder / "config.toml").write_text("", encoding="utf-8")
     emulate = EmulateConfig(nodes=2, devices=1, inter_rate_bit_per_s=rate)
     with Cluster(emulate) as cluster, _watching(case, cluster, output / "metrics.jsonl", from_start):
         settings = (*SETTINGS, f"train.steps={case.steps}", f"output.dir={output}", "parallel.processes=2")
         command = [sys.executable, "-m", "penstock", "train", str(folder / "config.toml"), *settings]
         with (folder / "said.txt").open("wb") as said:
             outcome = launch_quietly(command, cluster, said.fileno())
-        text = (folder / "said.txt").read_text(errors="replace")
+        text = (folder / "said.txt").read_text(errors="replace", encoding="utf-8")
         check_end(outcome, text)  # before what watches it complains that nothing was changed
-    lines = (output / "metrics.jsonl").read_text().splitlines()
+    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     whole = text.replace("\n    ", " ").splitlines()  # a wrapped line is one line again
     about = tuple(line.strip() for line in whole if any(word in line for word in TOLD))
     return _Training(steps=[json.loads(line) for line in lines], said=about)
@@ -273,7 +273,7 @@ def _pid_of_rank(rank: int) -> int | None:
 def _children() -> Iterator[int]:
     for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
         try:
-            yield from map(int, path.read_text().split())
+            yield from map(int, path.read_text(encoding="utf-8").split())
         except OSError:  # a thread that has ended meanwhile
             continue
 

@@ -13,5 +13,5 @@ def write_figures(result: Result, folder: Path) -> list[Path]:
     """Paths of PNG files and a page for a browser, written into `folder`, which is made if need be."""
     figures = draw({"comparison": result}, folder)
     page = folder / "index.html"
-    page.write_text(write_page({"comparison": result}, title="penstock bench"))
+    page.write_text(write_page({"comparison": result}, title="penstock bench"), encoding="utf-8")
     return [*figures.values(), page]

@@ -81,14 +81,14 @@ def measure(steps: int) -> LossyResult:
 
 def _train(case: str, folder: Path, steps: int) -> LossyCase:
     folder.mkdir()
-    (folder / "config.toml").write_text("")
+    (folder / "config.toml").write_text("", encoding="utf-8")
     own = (f"train.steps={steps}", f"train.eval_every={steps}", f"output.dir={folder / 'run'}")
     command = (sys.executable, "-m", "penstock", "train", str(folder / "config.toml"))
     given = (*command, *SETTINGS, *own, *CASES[case])
     done = subprocess.run(given, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"training with {case} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return summary(case, list(lines))
 
 

@@ -98,5 +98,5 @@ def _version(release: str) -> str:
 
 def _field(path: Path, name: str) -> str | None:
     """Value of the first line `name : value`; some processors have no model name."""
-    lines = (line.partition(":") for line in path.read_text().splitlines())
+    lines = (line.partition(":") for line in path.read_text(encoding="utf-8").splitlines())
     return next((value.strip() for key, _, value in lines if key.strip() == name), None)

@@ -110,7 +110,7 @@ def measure() -> TrainedResult:
         folder = Path(name)
         (folder / "texts").mkdir()
         write_texts(folder / "texts")
-        (folder / "config.toml").write_text("")
+        (folder / "config.toml").write_text("", encoding="utf-8")
         learnt = folder / "learnt"
         fast = EmulateConfig(nodes=2, devices=1, inter_rate_bit_per_s=10e9)
         _train(folder, learnt, fast, (f"train.steps={LEARNT_STEPS}", "schedule.name=flowmoe"))
@@ -163,13 +163,13 @@ def _train(folder: Path, output: Path, emulate: EmulateConfig, own: Sequence[str
     with Cluster(emulate) as cluster, (folder / "said.txt").open("wb") as said:
         outcome = launch_quietly([*command, *SETTINGS, *places, *own], cluster, said.fileno())
         sent = max(link.sent_bytes for link in cluster.bytes_sent())
-    check_end(outcome, (folder / "said.txt").read_text(errors="replace"))
-    lines = (output / "metrics.jsonl").read_text().splitlines()[before:]
+    check_end(outcome, (folder / "said.txt").read_text(errors="replace", encoding="utf-8"))
+    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[before:]
     return _Turn(steps=[json.loads(line) for line in lines], uplink_bytes=sent / len(lines))
 
 
 def _count(path: Path) -> int:
-    return len(path.read_text().splitlines()) if path.exists() else 0
+    return len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
 
 
 def render_trained(result: TrainedResult) -> str:

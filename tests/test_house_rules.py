@@ -1,8 +1,9 @@
-"""Who computes with ranks, and who decides by the name of an op or a lane: found by the source's syntax."""
+"""Who computes with ranks, who decides by the name of an op or a lane, how files are opened: by syntax."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -23,6 +24,7 @@ COMPUTES_WITH_RANKS: Mapping[str, str] = {
 
 DECIDES = ("ops/", "step/", "runtime/ops/", "schedule/")
 """Rooms that may decide by names: what an op means, the passes, the handlers, the order rules."""
+TEXT_MODE = re.compile(r"[rwxa]\+?t?\+?")
 NAMES = {"Op", "Lane"}
 LISTS = {"TRANSFERS", "HOME", "AWAY", "REDUCTIONS", "KINDS", "UPDATES", "GATHERS"}
 DECIDES_BY_NAME: Mapping[str, str] = {
@@ -89,6 +91,17 @@ def _by_letters(node: ast.Compare) -> bool:
     return asked and any(isinstance(word.value, str) for word in found)
 
 
+def unnamed_encodings(tree: ast.AST) -> Iterator[int]:
+    """Lines in which a file of text is read or written in the encoding of whoever runs it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and "encoding" not in {each.arg for each in node.keywords}:
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            first = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
+            as_text = called == "open" and isinstance(first, str) and TEXT_MODE.fullmatch(first)
+            if as_text or (called == "read_text" and not node.args) or called == "write_text":
+                yield node.lineno
+
+
 def _sources() -> Iterator[tuple[str, ast.AST]]:
     for path in sorted(ROOT.rglob("*.py")):
         yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
@@ -108,6 +121,11 @@ def test_only_some_rooms_decide_by_the_name_of_an_op_or_a_lane() -> None:
     assert [name for name in DECIDES_BY_NAME if not found.get(name)] == [], "exceptions that none needs"
 
 
+def test_files_of_text_are_in_one_encoding() -> None:
+    found = {name: lines for name, tree in _sources() if (lines := list(unnamed_encodings(tree)))}
+    assert found == {}, 'write encoding="utf-8": another machine, or another shell, has another default'
+
+
 @pytest.mark.parametrize("name", sorted(DECIDES_BY_NAME))
 def test_exceptions_stand_in_the_description_of_the_architecture(name: str) -> None:
     assert f"`{name}`" in ARCHITECTURE.read_text()
@@ -125,6 +143,21 @@ def test_exceptions_stand_in_the_description_of_the_architecture(name: str) -> N
 )
 def test_what_counts_as_arithmetic(line: str, found: bool) -> None:
     assert bool(list(arithmetic(ast.parse(line)))) is found
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("text = path.read_text()", True),
+        ("path.write_text(text)", True),
+        ("file = path.open('w')", True),
+        ("path.write_text(text, encoding='utf-8')", False),
+        ("file = path.open('rb')", False),
+        ("cut.open()", False),
+    ],
+)
+def test_what_counts_as_an_unnamed_encoding(line: str, found: bool) -> None:
+    assert bool(list(unnamed_encodings(ast.parse(line)))) is found
 
 
 @pytest.mark.parametrize(

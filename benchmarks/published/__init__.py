@@ -34,7 +34,7 @@ def run_published(
 def write(result: PublishedResult, path: Path) -> None:
     """The result as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result.to_dict(), indent=1) + "\n")
+    path.write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
 
 
 __all__ = [

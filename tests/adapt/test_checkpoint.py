@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import penstock
+from penstock.train.checkpoint import CheckpointError
 from tests.support.adapted import Batch, small
 from tests.support.ranks import Pools
 
@@ -119,3 +121,31 @@ def test_a_state_that_lacks_parameters_is_refused(tmp_path: Path) -> None:
         save_file(stored, tmp_path / "optimizer.safetensors")
         with pytest.raises(ValueError, match=words):
             penstock.load_optimizer(model, optimizer, tmp_path)
+
+
+def save_with_little_room(rank: int, world: int, folder: str) -> str:
+    """The error of saving in place of a checkpoint where rank 0 may write small files only, and no state."""
+    model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe", timeout_s=10)
+    optimizer = optimizer_of(model)
+    losses_of(model, optimizer, rank, world, range(SAVED_AT + 1), folder)
+    held_bytes = sum(each.stat().st_size for each in Path(folder).glob("model*.safetensors"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (held_bytes, hard))
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            penstock.save_checkpoint(model, optimizer, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    losses_of(model, optimizer, rank, world, range(1))  # ranks are still together
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_disk_without_room_for_the_state_ends_the_save_on_all_ranks(ranks: Pools, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    for said in ranks(2).run(save_with_little_room, 2, str(folder)):
+        assert f"saving {tmp_path / '.unfinished-saved' / 'optimizer.safetensors'} failed" in said
+        assert "File too large" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    AutoModelForCausalLM.from_pretrained(folder)

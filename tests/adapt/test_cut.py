@@ -21,7 +21,10 @@ def ask_for_gradients(rank: int, world: int) -> list[str]:
         with torch.no_grad():
             hidden_BLM = model.model(input_ids=given["input_ids"]).last_hidden_state
         assert not hidden_BLM.requires_grad
-        assert not model.eval()(**given).loss.requires_grad
+        found = model.eval()(**given)
+        assert not found.logits.requires_grad
+        with pytest.raises(ValueError, match=r"evaluation mode.*model\.train\(\)"):
+            found.loss.backward()
     return said
 
 

@@ -6,22 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from transformers import Trainer
 
 import penstock
 from penstock.adapt.trainer import ScheduledTrainer
 from tests.adapt.test_adapters import adapted
 from tests.adapt.test_trainer import SAVED_AT, trained
-from tests.support.adapted import Batch, as_torchrun_starts_it, distance, grads_of, small, without_labels
+from tests.support.adapted import (
+    Batch,
+    as_torchrun_starts_it,
+    distance,
+    grads_of,
+    small,
+    with_adapters,
+    without_labels,
+)
 from tests.support.ranks import Pools
-
-
-def with_adapters(model: Any) -> Any:
-    """The same numbers every time, none of them zero."""
-    torch.manual_seed(7)
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return get_peft_model(model, config)
 
 
 def train_adapters(rank: int, world: int, folder: str, adapters_first: bool) -> torch.Tensor:

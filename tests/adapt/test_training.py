@@ -13,8 +13,9 @@ import torch
 import penstock
 from penstock.adapt import FAMILIES
 from penstock.adapt.experts import keep_shares
+from penstock.adapt.scheduled import engine_of
 from penstock.config import ConfigError
-from tests.support.adapted import Batch, distance, grads_of, share_of, small, without_labels
+from tests.support.adapted import Batch, distance, grads_of, share_of, small, with_adapters, without_labels
 from tests.support.ranks import Pools
 
 FEW = ("mixtral", "deepseek_v3", "gpt_oss")
@@ -213,6 +214,32 @@ def test_refusals() -> None:
     twice.model.layers[1].mlp.experts = twice.model.layers[0].mlp.experts
     with pytest.raises(ValueError, match="the experts of, another one"):
         penstock.parallelize(twice)
+
+
+def test_a_model_that_was_read_trains_by_a_schedule(tmp_path: Path) -> None:
+    small("mixtral").save_pretrained(tmp_path)
+    for wrap in (lambda model: model, with_adapters):
+        read = type(small("mixtral")).from_pretrained(tmp_path)
+        assert not read.training
+        model = penstock.parallelize(wrap(read))
+        model(**Batch().inputs()).loss.backward()
+        assert model.training and engine_of(model).stack.statistics is not None
+        assert grads_of(model)
+
+
+def test_a_loss_of_an_evaluation_trains_nothing() -> None:
+    given, whole = Batch().inputs(), small("mixtral").eval()
+    model = penstock.parallelize(small("mixtral")).eval()
+    for found in (model(**given).loss, model(**given, return_dict=False)[0], 0.5 * model(**given).loss):
+        with pytest.raises(ValueError, match=r"evaluation mode.*call model\.train\(\)"):
+            found.backward()
+        assert not grads_of(model)
+    assert model(**given).loss.item() == whole(**given).loss.item()
+    with torch.no_grad():
+        assert not model(**given).loss.requires_grad
+    assert not model.requires_grad_(False)(**given).loss.requires_grad
+    model.requires_grad_().train()(**given).loss.backward()
+    assert grads_of(model)
 
 
 def other_layer(model: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import Metaspace as MetaspaceDecoder
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.pre_tokenizers import Metaspace, Whitespace
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import penstock
@@ -97,12 +98,61 @@ def test_what_can_be_done_with_a_run(
     assert went_on.first_loss == pytest.approx(began.last_loss, rel=0.05)
 
 
+def words_file(folder: Path, last: str = "cube") -> Path:
+    """A tokenizer of few words; everything else is one token."""
+    kept = ("?", "<eos>", "line", "is", "the", "square", last)
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(kept)}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.add_special_tokens(["<eos>"])
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_run_on_tokens_is_asked_in_its_tokens(
+    ranks: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str], prepared: bool
+) -> None:
+    """By the file that it was given, while that is the same; otherwise a user has to name it, in a folder of
+    transformers, too. There is no guessing at bytes."""
+    write_config(tmp_path)
+    text, file = tmp_path / "text.txt", words_file(tmp_path / "words")
+    data = [f"data.tokenizer={file}", f"data.cache={tmp_path}"]
+    if prepared:
+        said(capsys, "prepare", text, "--tokenizer", file, "--out", tmp_path / "tokens")
+        data = [f"data.path={tmp_path / 'tokens'}"]
+    settings = ["model.vocab_size=300", "train.steps=1", *data]
+    assert ranks(2).run(train_on, 2, tmp_path, settings, None)[0].summary is not None
+    run, exported, back, sample = (tmp_path / name for name in ("run", "exported", "back", "sample"))
+    sample.write_text("the square of the line")
+    found = said(capsys, "evaluate", run, sample, "--tokenizer", file)
+    assert found.endswith(", 4 tokens\n")
+    if prepared:
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:8]
+        said_of = refused(capsys, "evaluate", run, sample)
+        assert f"was trained on tokens of a tokenizer {digest}: name its tokenizer.json" in said_of
+    else:
+        assert said(capsys, "evaluate", run, sample) == found
+        words_file(tmp_path / "words", last="Cube")
+        assert "is not there any more or has changed" in refused(capsys, "evaluate", run, sample)
+    said(capsys, "convert", run, exported)
+    assert "name its tokenizer.json" in refused(capsys, "generate", exported, "--prompt", "a")
+    said(capsys, "convert", exported, back)
+    assert "name its tokenizer.json" in refused(capsys, "generate", back, "--prompt", "a")
+
+
 def test_a_model_with_room_for_more_than_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It draws what is asked for, and takes what Trainer gives a model."""
     sizes = {"model": {"vocab_size": 300, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_len": 16}}
     model = PenstockForCausalLM(PenstockConfig(sizes))
     model.save_pretrained(tmp_path / "own")
     asked = ("generate", tmp_path / "own", "--prompt", "line", "--max-new-tokens", "8")
+    assert "or --tokenizer bytes" in refused(capsys, *asked)
+    known = said(capsys, *asked, "--tokenizer", "bytes")
+    model.config.tokenizer_digest = "bytes"
+    model.save_pretrained(tmp_path / "own")
+    assert said(capsys, *asked) == known
     likeliest, *drawn = (
         said(capsys, *asked, *more) for more in ((), *(("--top-k", "250", "--seed", seed) for seed in "112"))
     )

@@ -12,7 +12,7 @@ import pytest
 from penstock.cli.main import main
 from penstock.cli.run import exit_code
 from penstock.config import OtherNameWarning
-from tests.support.runs import write_config
+from tests.support.runs import clean_environ, command, write_config
 
 HINT = "penstock: parallel.tensor_parallel_size: taken as parallel.mp_size\n"
 SETTING = "parallel.tensor_parallel_size=4"
@@ -64,3 +64,16 @@ def test_help_needs_no_torch() -> None:
     check = code + "sys.exit('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, check=False)
     assert result.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1"])
+def test_a_terminal_without_a_character_is_shown_another(encoding: str) -> None:
+    ended = subprocess.run(
+        command("schedule", "flowmoe"),
+        capture_output=True,
+        env={**clean_environ(), "PYTHONIOENCODING": encoding},
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"?" in ended.stdout

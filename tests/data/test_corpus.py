@@ -220,8 +220,12 @@ def test_texts_of_a_mixture_share_no_file(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("all/one.txt", "all/code/two.txt", "alone.txt"):
         (tmp_path / name).write_text("Water runs downhill.\n" * 100)
     (tmp_path / "link").symlink_to(tmp_path / "all")
+    (tmp_path / "soft").mkdir()
+    (tmp_path / "soft" / "other.txt").symlink_to(tmp_path / "alone.txt")
+    (tmp_path / "hard.txt").hardlink_to(tmp_path / "alone.txt")
     monkeypatch.chdir(tmp_path)
     pairs = [("all", "all/code"), ("all/one.txt", "all"), ("all", "./all"), ("link", "all/code/two.txt")]
+    pairs += [("alone.txt", "soft"), ("soft", "hard.txt")]
     for one, other in pairs:
         with pytest.raises(
             ConfigError, match=r"both have .*\.txt: one would train on what the other"

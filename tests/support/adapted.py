@@ -162,6 +162,15 @@ def small(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **c
     return model.to(dtype).train()
 
 
+def with_adapters(model: Any) -> Any:
+    """LoRA on attention; the same numbers every time, none of them zero."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(7)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return get_peft_model(model, config)
+
+
 class InFloat64(TorchFunctionMode):
     """Every request for float32 is one for float64: transformers always routes and norms in it."""
 

@@ -14,8 +14,8 @@ from penstock.config import ConfigError
 from penstock.train.checkpoint import (
     CheckpointError,
     DamagedCheckpointError,
-    complete_checkpoints,
 )
+from penstock.train.storage.finished import complete_checkpoints
 from tests.support.checkpoints import (
     CASE,
     IDENTITY,

@@ -14,10 +14,10 @@ from penstock.cli.train_rank import EXPECTED
 from penstock.report import RunSummary
 from penstock.runtime import PipelinedStack
 from penstock.train import update as update_module
-from penstock.train.checkpoint import complete_checkpoints
 from penstock.train.finite import first_not_finite
 from penstock.train.health import DivergedError
 from penstock.train.metrics import StepMetrics
+from penstock.train.storage.finished import complete_checkpoints
 from penstock.train.trainer import Trainer
 from tests.support.ranks import Pools
 from tests.support.runs import write_config

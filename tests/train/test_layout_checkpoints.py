@@ -21,8 +21,8 @@ from penstock.train.checkpoint import (
     CheckpointError,
     Checkpoints,
     NotFiniteError,
-    complete_checkpoints,
 )
+from penstock.train.storage.finished import complete_checkpoints
 from tests.support.checkpoints import (
     CASE,
     bare,

@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from penstock.autopilot import Autopilot
 from penstock.config import ConfigError, load
-from penstock.train.checkpoint import CheckpointError, complete_checkpoints
+from penstock.train.checkpoint import CheckpointError
 from penstock.train.config import RunConfig
+from penstock.train.storage.finished import complete_checkpoints
 from penstock.train.trainer import Trainer
 from tests.support.ranks import Pools
 from tests.support.runs import refused, write_config

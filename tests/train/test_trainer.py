@@ -17,9 +17,10 @@ from penstock.autopilot import Autopilot
 from penstock.config import ConfigError, load
 from penstock.report import RunSummary
 from penstock.topology.join import ALONE, join, leave
-from penstock.train.checkpoint import CheckpointError, complete_checkpoints
+from penstock.train.checkpoint import CheckpointError
 from penstock.train.config import RunConfig
 from penstock.train.metrics import StepMetrics, read_metrics
+from penstock.train.storage.finished import complete_checkpoints
 from penstock.train.trainer import Trainer
 from tests.support.runs import write_config
 
@@ -213,6 +214,18 @@ def test_a_finished_run_needs_more_steps(tmp_path: Path, steps: int) -> None:
     assert [m.step for m in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("resume", ["auto", "true"])
+def test_checkpoints_that_cannot_be_looked_for_are_not_taken_for_none(tmp_path: Path, resume: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to("checkpoints")  # to itself: as a disk that is not there
+    with pytest.raises(
+        ConfigError, match=r"checkpoints, where checkpoints are, cannot be read \(Too many"
+    ) as caught:
+        run(tmp_path, f"train.resume={resume}")
+    assert caught.value.key == "output.dir"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
+
+
 def test_other_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     run(tmp_path)
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
@@ -220,6 +233,26 @@ def test_other_data_is_refused_before_anything_is_written(tmp_path: Path) -> Non
         run(tmp_path, "train.resume=true", "train.steps=9", "train.seed=1")
     assert caught.value.key == "train.seed"
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["line", "folder"])
+def test_a_record_that_cannot_be_continued_is_refused(tmp_path: Path, damage: str) -> None:
+    run(tmp_path)
+    record = tmp_path / "run" / "metrics.jsonl"
+    text, words = record.read_text(), "line 7: not a training step .* move the file away"
+    record.write_text(text + "{}\n")
+    if damage == "folder":
+        record.unlink()
+        record.mkdir()
+        words = "is a folder, not a file"
+    config = (tmp_path / "run" / "config.toml").read_bytes()
+    with pytest.raises(ConfigError, match=words) as caught:
+        run(tmp_path, "train.resume=true", "train.steps=7")
+    assert str(record) in str(caught.value)
+    assert (tmp_path / "run" / "config.toml").read_bytes() == config
+    if damage == "line":
+        record.write_text(text)
+        assert run(tmp_path, "train.resume=true", "train.steps=7").steps == 7
 
 
 # ---- ending early ------------------------------------------------------------------------------------------

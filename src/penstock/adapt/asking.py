@@ -6,10 +6,10 @@ Shapes: B windows, L tokens of a window, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,9 @@ from torch import Tensor
 
 from penstock.adapt.described import empty_model, quiet, read_config
 from penstock.adapt.weights import refuse_misfits, stored_tensors
-from penstock.train.checkpoint import complete_checkpoints
-from penstock.train.storage.record import RECORD
-
-BYTES = 256
-UNKNOWN = 0xFF
-"""A byte that UTF-8 does not have."""
+from penstock.adapt.words import Words, words_of
+from penstock.train.storage.finished import complete_checkpoints
+from penstock.train.storage.record import RECORD, Record
 
 MOST_NATS = 700
 """Loss up to which a perplexity is a number."""
@@ -36,57 +33,7 @@ LOGITS_AT_ONCE = 1 << 25
 TOKENS_AT_ONCE = 512
 """Tokens whose losses are computed together, which takes their logits twice more."""
 
-OWN = "penstock"
-"""The `model_type` of Penstock's own decoder."""
-
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 CHECKPOINTS = "checkpoints"
-
-
-class Words(Protocol):
-    """How text becomes tokens."""
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a text."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
-        ...
-
-
-class ByteWords:
-    """Every byte of UTF-8 is a token; other tokens, of a larger vocabulary, stand for no text."""
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(token if token < BYTES else UNKNOWN for token in tokens).decode(errors="replace")
-
-
-class FileWords:
-    """What a `tokenizer.json` says, without tokens that begin or end a text.
-
-    Raises ValueError for any other file, and for tokens beyond the model's vocabulary.
-    """
-
-    def __init__(self, path: Path, vocabulary: int) -> None:
-        from tokenizers import Tokenizer  # transformers, which the model needs, brings it
-
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path / TOKENIZERS[0] if path.is_dir() else path))
-        except Exception as error:  # its own errors are bare `Exception`
-            raise ValueError(f"{path} is no tokenizer.json ({error})") from error
-        self._tokenizer.no_truncation()
-        if (largest := max(self._tokenizer.get_vocab().values(), default=0)) >= vocabulary:
-            raise ValueError(f"{path} has tokens up to {largest}, and the model knows {vocabulary}")
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens)))
 
 
 @dataclass(frozen=True)
@@ -130,8 +77,9 @@ class Judgement:
 def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
     """Open a folder of transformers, a checkpoint of `penstock train`, or its output folder (the newest one).
 
-    tokenizer: a tokenizer.json; None = that of a folder of transformers, or bytes. Raises ValueError for any
-    other path, and where tokens are not bytes and there is no tokenizer.
+    tokenizer: a tokenizer.json, or `bytes`; None = that of a folder of transformers, or what the run was
+    trained with. Raises ValueError for any other path, and where tokens are not bytes and their tokenizer is
+    not found.
     """
     from penstock.adapt.own import from_checkpoint
 
@@ -145,40 +93,15 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
             f"{path} is neither a folder of transformers (config.json), nor a checkpoint or an output folder "
             "of penstock train"
         )
-    words: Words = ByteWords()
-    size = model.config.get_text_config().vocab_size
-    if tokenizer is not None:
-        words = FileWords(tokenizer, size)
-    elif checkpoint is None and any((path / name).exists() for name in TOKENIZERS):
-        words = _tokenizer_of(path)
-    elif not _reads_bytes(size, model.config.model_type):
-        raise ValueError(
-            f"{path} has no tokenizer ({TOKENIZERS[0]}), and its vocabulary of {size} is not that of bytes: "
-            "name the one it was trained with (--tokenizer)"
-        )
+    data = None if checkpoint is None else _data_of(checkpoint)
+    words = words_of(path, model.config, data, tokenizer)
     return Opened(model.eval(), words)
 
 
-def _tokenizer_of(folder: Path) -> Words:
-    """That of a folder of transformers. Raises ValueError, naming its files, where it is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        with quiet():
-            words: Words = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # of several libraries, and some of them bare `Exception`
-        files = " or ".join(str(folder / name) for name in TOKENIZERS if (folder / name).exists())
-        told = " ".join(str(error).split())
-        raise ValueError(
-            f"{files} cannot be read as a tokenizer ({type(error).__name__}: {told}). Copy it again, or "
-            "name another with --tokenizer"
-        ) from error
-    return words
-
-
-def _reads_bytes(vocabulary: int, kind: str) -> bool:
-    """Whether a model without a tokenizer has learnt bytes; Penstock's own may have room for other tokens."""
-    return vocabulary == BYTES or (kind == OWN and vocabulary > BYTES)
+def _data_of(checkpoint: Path) -> Mapping[str, Any]:
+    """Section [data] of the run that has written a checkpoint; one that was made of a folder has none."""
+    found = (Record.read(checkpoint).settings or {}).get("data", {})
+    return found if isinstance(found, Mapping) else {}
 
 
 def read_whole(folder: Path) -> Any:
@@ -210,6 +133,8 @@ def find_checkpoint(path: Path) -> Path | None:
     keeps them; None if it is none of these."""
     if (path / RECORD).is_file():
         return path
+    if not path.is_dir():
+        return None
     complete = complete_checkpoints(path / CHECKPOINTS) or complete_checkpoints(path)
     return complete[-1] if complete else None
 
@@ -253,7 +178,7 @@ def generate(
 
     say: told the prompt, then every piece of the text as soon as it is written; all at once by beam search.
     """
-    tokens = opened.words.encode(prompt)
+    tokens = opened.words.begin(prompt)
     if not tokens:
         raise ValueError("the prompt is empty: give the model a beginning")
     torch.manual_seed(sampling.seed)

@@ -49,7 +49,9 @@ def parallelize(
     ranks_per_node: int | None = None,
     timeout_s: float = 60.0,
 ) -> Any:
-    """Spread the experts of `model` over ranks, and let a schedule run its training steps; returns it.
+    """Spread the experts of `model` over ranks, and let a schedule run its training steps.
+
+    Returns the model, in training mode.
 
     model: a causal language model of transformers 5, whole and the same on every rank; of a family that is
     not known, if it can be taken to pieces that compute the same; or a model of peft around one. It stays
@@ -58,7 +60,8 @@ def parallelize(
 
     In training mode `model(input_ids=..., labels=...)` gives the loss of the batch of all ranks, and its
     `backward` every gradient, summed over them: DistributedDataParallel is not needed, and refused. All else
-    works as before: logits in evaluation, `generate`, `save_pretrained`, which all ranks call together.
+    works as before: logits in evaluation (`model.eval()`), `generate`, `save_pretrained`, which all ranks
+    call together.
 
     ep_size: over how many ranks experts are spread; None = all. plan: "auto" measures the cluster at the
     first step and searches; else the name of a schedule, or a decision. ep_plan: which modules hold experts,
@@ -80,7 +83,7 @@ def parallelize(
             ranks_per_node=ranks_per_node,
             timeout_s=timeout_s,
         )
-        return saved_together(model)
+        return saved_together(model).train()
     if "_penstock" in model.__dict__:
         raise ValueError("the model is scheduled already: parallelize it once")
     found = _found(model, ep_plan)
@@ -95,7 +98,7 @@ def parallelize(
             shares.undo()
             raise
     shares.settle()
-    return model
+    return model.train()  # from_pretrained leaves it in evaluation mode, which runs no step
 
 
 def scheduled(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: str | Decision) -> Any:

@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -29,6 +30,7 @@ from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, saved_togeth
 from penstock.adapt.weights import StoredTensor, some_of
 from penstock.mesh import Group as Ranks
 from penstock.train.checkpoint import together
+from penstock.train.storage.files import make_durable, write_durably
 from penstock.train.storage.shards import Outgoing, write_shard
 from penstock.train.storage.stored import Entry, writing_order
 
@@ -56,22 +58,28 @@ def save_checkpoint(model: Any, optimizer: torch.optim.Optimizer, folder: str | 
     The folder appears when it is complete, in place of one of that name, of which everything stays that is
     no model or optimiser (a tokenizer, say). Of a model of peft only the adapters are saved. Raises
     ValueError for an optimiser of other parameters, or of a kind whose state does not belong to single
-    parameters.
+    parameters, and CheckpointError, on all ranks, where it cannot be written: an older one then stays.
     """
     path, control = Path(folder).resolve(), engine_of(model).stack.machinery.control
     states = _States.of(model, engine_of(model), optimizer)
     states.check()
     work = path.with_name(f"{UNFINISHED}{path.name}")
     together(control, f"saving {path}", lambda: shutil.rmtree(work, ignore_errors=True), rank=0)
-    (saved_together(model) if is_wrapped_by_peft(model) else model).save_pretrained(work)
-    states.save(work)
-    together(control, f"saving {path}", lambda: _finish(work, path), rank=0)
+    try:
+        (saved_together(model) if is_wrapped_by_peft(model) else model).save_pretrained(work)
+        states.save(work)
+        together(control, f"saving {path}", lambda: _finish(work, path), rank=0)
+    except Exception:
+        if control.rank == 0:
+            with suppress(OSError):  # why saving failed is worth more
+                _take_back(work, path)
+        raise
 
 
 def save_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Save the state of a scheduled model's optimiser in a folder that is there; all ranks call it together.
 
-    Raises ValueError as `save_checkpoint` does.
+    Raises what `save_checkpoint` does.
     """
     states = _States.of(model, engine_of(model), optimizer)
     states.check()
@@ -88,7 +96,7 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
     if not (path / GROUPS).is_file():
         raise ValueError(f"{path} holds no {GROUPS}: save_checkpoint has not written it")
     states = _States.of(model, engine_of(model), optimizer)
-    saved: list[Group] = json.loads((path / GROUPS).read_text())
+    saved: list[Group] = json.loads((path / GROUPS).read_text(encoding="utf-8"))
     _check_names(path, states.groups, saved)
     states.take(path / STATE, saved)
 
@@ -170,13 +178,22 @@ class _States:
                     )
 
     def save(self, folder: Path) -> None:
-        """Write it on rank 0; all ranks call this."""
+        """Write it on rank 0; all ranks call this. Raises CheckpointError, on all of them."""
         outgoing = sorted(self._all(), key=lambda each: writing_order(each.name, each.entry.dtype))
-        if self.engine.layout.rank == 0:
-            write_shard(folder / STATE, outgoing)
-            (folder / GROUPS).write_text(json.dumps(self.written, indent=1, default=_number))
-        else:
-            for each in outgoing:  # rank 0 waits for every part
+        control = self.engine.stack.machinery.control
+        together(control, f"saving {folder / STATE}", lambda: self._write(folder, outgoing))
+
+    def _write(self, folder: Path, outgoing: Sequence[Outgoing]) -> None:
+        """Where rank 0 fails, it still takes what the others send."""
+        left = iter(outgoing)
+        try:
+            if self.engine.layout.rank == 0:
+                write_shard(
+                    folder / STATE, [replace(each, load=lambda: next(left).load()) for each in outgoing]
+                )
+                write_durably(folder / GROUPS, json.dumps(self.written, indent=1, default=_number))
+        finally:
+            for each in left:
                 each.load()
 
     def _all(self) -> list[Outgoing]:
@@ -270,15 +287,31 @@ def _number(setting: object) -> object:
 
 
 def _finish(work: Path, path: Path) -> None:
-    """Give a complete checkpoint its name, in place of an older one."""
-    former = path.with_name(f"{UNFINISHED}former-{path.name}")
+    """Give a complete checkpoint, of which the disk has everything, its name, in place of an older one."""
+    former = _former(path)
     _keep_others(former, work)  # where it ended in between, the last time
+    for each in (*work.iterdir(), work):
+        make_durable(each)
     if path.exists():
         shutil.rmtree(former, ignore_errors=True)
         path.rename(former)
     work.rename(path)
+    make_durable(path.parent)
     _keep_others(former, path)
     shutil.rmtree(former, ignore_errors=True)
+
+
+def _take_back(work: Path, path: Path) -> None:
+    """Leave nothing of a checkpoint that was not completed: it may be what fills the disk."""
+    former = _former(path)
+    if former.is_dir() and not path.exists():
+        former.rename(path)
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def _former(path: Path) -> Path:
+    """Where an older checkpoint is until the new one has its name."""
+    return path.with_name(f"{UNFINISHED}former-{path.name}")
 
 
 def _keep_others(former: Path, path: Path) -> None:

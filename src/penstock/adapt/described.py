@@ -60,7 +60,7 @@ def empty_model(folder: Path, config: Any) -> Any:
 def read_table(file: Path) -> dict[str, Any]:
     """A JSON object in a file. Raises ValueError, naming the file, for anything else."""
     try:
-        table = json.loads(file.read_text())
+        table = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {_line(error)}. {COPY}") from error
     if not isinstance(table, dict):

@@ -87,7 +87,7 @@ def _is_known() -> bool:
 def _sees(work: Path, token: str) -> bool:
     """Whether this rank has the folder of rank 0, and not one of that name from another save."""
     try:
-        return (work / SEEN).read_text() == token
+        return (work / SEEN).read_text(encoding="utf-8") == token
     except OSError:
         return False
 
@@ -121,7 +121,7 @@ def _begin(folder: Path, write_papers: Callable[[], None]) -> str:
         write_papers()
     former.mkdir()  # now, and not when all has been written
     token = secrets.token_hex()
-    (work / SEEN).write_text(token)
+    (work / SEEN).write_text(token, encoding="utf-8")
     return token
 
 

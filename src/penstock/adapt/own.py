@@ -38,7 +38,10 @@ CHANGING = ("position_ids", "inputs_embeds", "past_key_values", "shift_labels")
 
 
 class PenstockConfig(PreTrainedConfig):
-    """The sections [model] and [moe] of the run that has trained the model."""
+    """The sections [model] and [moe] of the run that has trained the model.
+
+    tokenizer_digest: sha256 of the tokenizer.json of its text, or `bytes`; None = not known.
+    """
 
     model_type = NAME
 
@@ -46,6 +49,7 @@ class PenstockConfig(PreTrainedConfig):
         self,
         sections: Any = None,
         *,
+        tokenizer_digest: str | None = None,
         use_cache: bool = False,
         **named: Any,
     ) -> None:
@@ -58,6 +62,7 @@ class PenstockConfig(PreTrainedConfig):
             "model": to_dict(from_dict(ModelConfig, dict(tables.get("model", {})), "model")),
             "moe": to_dict(from_dict(MoEConfig, dict(tables.get("moe", {})), "moe")),
         }
+        self.tokenizer_digest = tokenizer_digest
         model = self.model_section
         told = {
             "hidden_size": model.hidden_size,
@@ -159,7 +164,7 @@ def from_checkpoint(path: Path) -> PenstockForCausalLM:
     record = verify(path, Control(0, 1))
     if record.settings is None:
         raise ValueError(f"{path} does not say what model it holds: an earlier version of Penstock wrote it")
-    model = PenstockForCausalLM(PenstockConfig(record.settings))
+    model = PenstockForCausalLM(PenstockConfig(record.settings, tokenizer_digest=record.tokenizer))
     wanted = {f"model.{name}": tensor for name, tensor in _logical(model.decoder)}
     stored = open_stored(path)
     saved = {name for name in stored.entries if name.startswith("model.")}
@@ -194,7 +199,15 @@ def to_checkpoint(model: PenstockForCausalLM, folder: Path) -> Path:
     shard = f"shard-00001{SUFFIX}"
     digest = write_shard(path / shard, map(_outgoing, tensors.items()))
     settings = model.config.sections
-    record = Record(step=0, processes=1, identity={}, settings=settings, plan_settled=False, files=[shard])
+    record = Record(
+        step=0,
+        processes=1,
+        identity={},
+        settings=settings,
+        plan_settled=False,
+        files=[shard],
+        tokenizer=model.config.tokenizer_digest,
+    )
     record.write(path)
     write_sums(path, {shard: digest, RECORD: digest_of(path / RECORD)})
     return path

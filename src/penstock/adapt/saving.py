@@ -178,7 +178,7 @@ class Writing:
         pairs = zip(names, self._written, strict=True)
         weight_map = {name: file for file, shard in pairs for name, _, _ in shard}
         table = {"metadata": total, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
+        (folder / INDEX).write_text(json.dumps(table, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _check_files(self, folder: Path, names: list[str]) -> None:
         """Raise OSError unless rank 0 sees what all ranks say that they have written."""

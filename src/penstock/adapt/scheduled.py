@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -90,9 +90,40 @@ def _forward(plain: Any) -> Callable[..., Any]:
                 "give labels=..., or call model.eval() to get logits without gradients"
             )
         with torch.no_grad() if engine_of(self).layout.world_size > 1 else nullcontext():
-            return plain.forward(self, **named)
+            out = plain.forward(self, **named)
+        return out if named.get("labels") is None else _only_evaluated(self, out)
 
     return forward
+
+
+class _RefuseBackward(torch.autograd.Function):
+    """The same number, whose gradient nobody gets."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, asks: Tensor) -> Tensor:
+        del ctx, asks
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        del ctx, grads
+        raise ValueError(
+            "this loss was computed in evaluation mode, where no step runs by a schedule and ranks sum no "
+            "gradients: call model.train() before the forward pass (model.eval() and from_pretrained leave "
+            "training mode), or put torch.no_grad() around what only evaluates"
+        )
+
+
+def _only_evaluated(model: Any, out: Any) -> Any:
+    """What a plain forward pass with labels returned; its loss refuses backward where weights are trained."""
+    if not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
+        return out
+    # On several ranks the loss has no history by which backward would come here, so a tensor asks for it.
+    loss = _RefuseBackward.apply(out[0], torch.zeros((), requires_grad=True))
+    if isinstance(out, tuple):
+        return loss, *out[1:]
+    out["loss"] = loss
+    return out
 
 
 def _step(model: Any, named: dict[str, Any]) -> Any:

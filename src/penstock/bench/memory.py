@@ -15,7 +15,7 @@ def start_peak() -> int:
     Without giving it back, a step would run in memory that an earlier step left and show no peak at all.
     """
     ctypes.CDLL(None).malloc_trim(0)
-    CLEAR.write_text(RESET_HIGH_WATER_MARK)
+    CLEAR.write_text(RESET_HIGH_WATER_MARK, encoding="utf-8")
     return _field("VmRSS")
 
 
@@ -25,5 +25,7 @@ def peak_bytes() -> int:
 
 
 def _field(name: str) -> int:
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    line = next(
+        line for line in STATUS.read_text(encoding="utf-8").splitlines() if line.startswith(f"{name}:")
+    )
     return int(line.split()[1]) * 1024

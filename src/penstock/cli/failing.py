@@ -30,4 +30,6 @@ def tell_torchrun(text: str) -> None:
     if place:
         more = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with suppress(OSError):  # it has been said on standard error, and the reason must not be this one
-            Path(place).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
+            Path(place).write_text(
+                json.dumps({"message": {"message": text, "extraInfo": more}}), encoding="utf-8"
+            )

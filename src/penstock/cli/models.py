@@ -80,8 +80,8 @@ def _add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _add_tokenizer(command: argparse.ArgumentParser) -> None:
-    usual = "that of a folder of transformers, or bytes"
-    command.add_argument("--tokenizer", type=user_path, metavar="FILE", help=f"a tokenizer.json ({usual})")
+    usual = "a tokenizer.json, or bytes (what the model was trained with)"
+    command.add_argument("--tokenizer", type=user_path, metavar="FILE", help=usual)
 
 
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

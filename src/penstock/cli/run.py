@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import warnings
@@ -25,6 +26,12 @@ def parse(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Nam
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options
+
+
+def show_what_can_be() -> None:
+    """Let a character that the terminal's encoding lacks be shown as a `?`: no command ends for it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # standard error shows all of them without being told
+        sys.stdout.reconfigure(errors="replace")
 
 
 def exit_code(command: Callable[[], int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -104,9 +105,11 @@ def _be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
 
 
 def _way_out(config: RunConfig) -> str:
-    from penstock.train.checkpoint import complete_checkpoints
+    from penstock.train.storage.finished import complete_checkpoints
 
-    saved = complete_checkpoints(config.output.dir / "checkpoints")
+    saved = []
+    with suppress(OSError):  # why the run has ended is worth more
+        saved = complete_checkpoints(config.output.dir / "checkpoints")
     if not saved:
         return "no checkpoint has been written yet"
     return f"continue from {saved[-1].name} with train.resume=true"

@@ -61,7 +61,7 @@ def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:
         report = config.output.dir / f"failure-rank{info.rank}.txt"
         try:
             report.parent.mkdir(parents=True, exist_ok=True)
-            report.write_text(text)
+            report.write_text(text, encoding="utf-8")
             where = f" (details: {report})"
         except OSError as error:  # a full disk is a likely reason for being here
             where = f"\n{details.strip()}\n({report} could not be written: {error.strerror})"

@@ -12,5 +12,5 @@ def write_json(path: Path, plain: Mapping[str, Any]) -> None:
     """Write for people, too, and make the folder; a half-written file never replaces a whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(plain, indent=1) + "\n")
+    partial.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)

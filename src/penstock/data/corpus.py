@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,23 +96,28 @@ def check_alike(config: DataConfig) -> None:
 def check_apart(config: DataConfig) -> None:
     """Raise ConfigError where texts of a mixture have a file in common: one would train on what the other
     holds out. Reads none."""
-    owners = dict[Path, str | None]()
+    owners = dict[Hashable, str | None]()
     for path in config.parts if len(config.parts) > 1 else ():
         for file in _own_files(config, path):
-            if (owner := owners.setdefault(file, path)) != path:
+            if (owner := owners.setdefault(_known_by(file), path)) != path:
                 why = f"{owner} and {path} both have {file}: one would train on what the other holds out"
                 hint = "Name every file in one text alone; its weight says how often it is seen."
                 raise ConfigError("mixture", UNSET, why, hint)
 
 
+def _known_by(file: Path) -> Hashable:
+    """The same for one file under all of its names: links of both kinds lead to it."""
+    try:
+        found = file.stat()
+    except OSError:  # whoever opens it says what is wrong
+        return file
+    return found.st_dev, found.st_ino
+
+
 def _own_files(config: DataConfig, path: str | None) -> Iterator[Path]:
-    """The files of a text under names that are the same however they are asked for; of tokens the folder."""
-    if path is None:
-        return
-    place = place_of(path)
-    root = place.resolve()
-    for file in [place] if _is_prepared(path) else files_of(path, config.suffixes):
-        yield root / file.relative_to(place)
+    """The files of a text; of tokens the folder."""
+    if path is not None:
+        yield from [place_of(path)] if _is_prepared(path) else files_of(path, config.suffixes)
 
 
 def _tokens_of(config: DataConfig, path: str | None) -> tuple[str, int | None]:

@@ -179,7 +179,7 @@ def _batches(coming: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[_TakeLock]:
-    with (folder / LOCK).open("w") as file:
+    with (folder / LOCK).open("w", encoding="utf-8") as file:
         yield _TakeLock(file.fileno())  # the system releases it when the file is closed
 
 

@@ -56,12 +56,8 @@ class FileTokenizer:
     """
 
     def __init__(self, path: str, end: str | None) -> None:
-        self._path, data = path, _content(path)
-        self.digest = hashlib.sha256(data).hexdigest()
-        self._tokenizer = _loaded(path, data)
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._path = path
+        self._tokenizer, self.digest = read_tokenizer(path)
         known = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocabulary = max(known.values(), default=0) + 1
         name = end if end is not None else next((each for each in ENDS if each in known), None)
@@ -89,6 +85,19 @@ class FileTokenizer:
             hint = f"Name a special one of {self._path}: data.end_of_document, --end-of-document"
             raise TextError(f"{why}. {hint}")
         return [each for each in ids if each != self.end]
+
+
+def read_tokenizer(path: str) -> tuple[tokenizers.Tokenizer, str]:
+    """What a `tokenizer.json` says, for whole texts of any content, and its sha256.
+
+    Texts that spell a special token are tokenized as any other text. Raises ConfigError about `tokenizer`.
+    """
+    data = _content(path)
+    found = _loaded(path, data)
+    found.encode_special_tokens = True
+    found.no_truncation()
+    found.no_padding()
+    return found, hashlib.sha256(data).hexdigest()
 
 
 def open_tokenizer(path: str | None, end: str | None = None) -> Tokenizer:

@@ -103,7 +103,11 @@ def versions() -> dict[str, str]:
 def free_memory_bytes() -> int:
     """What new processes can have without anything being swapped out."""
     with suppress(OSError, StopIteration):
-        line = next(line for line in MEMORY.read_text().splitlines() if line.startswith("MemAvailable:"))
+        line = next(
+            line
+            for line in MEMORY.read_text(encoding="utf-8").splitlines()
+            if line.startswith("MemAvailable:")
+        )
         free, limit = int(line.split()[1]) * 1024, memory_limit()
         return free if limit is None else min(free, limit)
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -121,7 +125,7 @@ def _source() -> str:
 def _machine() -> str:
     """The kernel that runs us and its network: containers and namespaces of one machine count as several."""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {Path('/proc/self/ns/net').readlink()}"
     return platform.node()
 

@@ -64,7 +64,7 @@ class ClusterState:
     def create(self) -> None:
         """Record a new cluster, at once and whole; `EmulationError` if there is one of that name."""
         draft = folder() / f".{self.name}.{os.getpid()}"
-        draft.write_text(json.dumps(asdict(self), indent=1))
+        draft.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
         try:
             self._path.hardlink_to(draft)
         except FileExistsError as error:
@@ -112,7 +112,7 @@ def folder() -> Path:
 def _started_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None if it does not run (a zombie does not)."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The name before the last parenthesis may hold anything; fields 3 (state) and 22 (start) follow it.

@@ -72,13 +72,13 @@ def write_hosts(namespace: str, names: Mapping[str, str]) -> None:
     torch asks for the name of every address that it connects to, and warns where there is none: no name
     server can be reached from inside. Where /etc cannot be written, that is how it stays.
     """
-    known = HOSTS.read_text() if HOSTS.exists() else ""
+    known = HOSTS.read_text(encoding="utf-8") if HOSTS.exists() else ""
     named = {**names, "127.0.0.1": "localhost"}
     lines = [f"{prefix}{address} {name}" for address, name in named.items() for prefix in ("", "::ffff:")]
     with suppress(OSError):
         folder = OWN_FILES / namespace
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / HOSTS.name).write_text("\n".join([known.rstrip(), *lines, ""]))
+        (folder / HOSTS.name).write_text("\n".join([known.rstrip(), *lines, ""]), encoding="utf-8")
 
 
 def remove_hosts(namespace: str) -> None:
@@ -140,7 +140,7 @@ def silence_ipv6() -> None:
     for scope in ("all", "default"):
         path = Path(f"/proc/sys/net/ipv6/conf/{scope}/disable_ipv6")
         if path.exists():  # a kernel without IPv6 has nothing to switch off
-            path.write_text("1")
+            path.write_text("1", encoding="utf-8")
 
 
 # ---- whether it works here ---------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def check_available() -> None:
 
 
 def _effective_capabilities() -> int:
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     line = next(line for line in status.splitlines() if line.startswith("CapEff:"))
     return int(line.split()[1], 16)
 

@@ -34,7 +34,8 @@ class StepStatistics:
     aux_Y: the balance loss of every MoE layer. z: the sum over MoE layers of the mean over tokens. Both
     without coefficients.
     chosen_YE: how often each expert was chosen, per MoE layer. dropped_Y: how many of these choices did not
-    fit into the slots of their expert. tokens, valid: counts.
+    fit into the slots of their expert. tokens, labels: counts. valid: by what the sum of token losses was
+    divided, which is not zero where no label counts.
     """
 
     loss: Tensor
@@ -42,6 +43,7 @@ class StepStatistics:
     aux_Y: Tensor
     z: Tensor
     valid: Tensor
+    labels: Tensor
     tokens: Tensor
     chosen_YE: Tensor
     dropped_Y: Tensor
@@ -95,13 +97,13 @@ class StatisticsCodec:
 
     def unpack(self, total: Tensor) -> StepStatistics:
         """total: the packed vector, summed over ranks."""
-        loss, valid, tokens, z_sum = total[:HEADER].unbind()
+        loss, labels, tokens, z_sum = total[:HEADER].unbind()
         experts = self._config.num_experts
         layers = (len(total) - HEADER) // (2 + 2 * experts)
         by_layer, by_expert = total[HEADER:].split([2 * layers, 2 * layers * experts])
         pieces_Y, dropped_Y = by_layer.view(2, layers).unbind()
         chosen_YE, probability_YE = by_expert.view(2, layers, experts).unbind()
-        valid = valid.clamp(min=1) if self._valid is None else torch.full_like(valid, self._valid)
+        valid = labels.clamp(min=1) if self._valid is None else torch.full_like(labels, self._valid)
         tokens = tokens.clamp(min=1)
         cross_entropy, z = loss / valid, z_sum / tokens
         aux_Y = self._balance.by_layer(pieces_Y, chosen_YE, probability_YE, tokens)
@@ -112,6 +114,7 @@ class StatisticsCodec:
             aux_Y=aux_Y,
             z=z,
             valid=valid,
+            labels=labels,
             tokens=tokens,
             chosen_YE=chosen_YE,
             dropped_Y=dropped_Y,

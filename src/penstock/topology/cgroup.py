@@ -57,7 +57,7 @@ def _quota(quota_us: str, period_us: str) -> float | None:
 def _read(root: Path, controller: str, name: str) -> list[str]:
     """What the file `name` says in each of our groups, from ours upwards. controller: "" for version 2."""
     files = (folder / name for folder in _folders(root, controller))
-    return [file.read_text().strip() for file in files if file.is_file()]
+    return [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
@@ -93,6 +93,6 @@ def _mounts(root: Path) -> Iterator[_Mount]:
 def _lines(file: Path) -> list[str]:
     """None of them where the system has no such file, or forbids reading it."""
     try:
-        return file.read_text().splitlines()
+        return file.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []

@@ -92,7 +92,7 @@ def compare(predicted: Sequence[TaskRecord], measured: Sequence[TaskRecord]) -> 
 
 def write_comparison(path: Path, rows: Iterable[TaskDifference]) -> None:
     """A CSV table of `compare`, times in seconds from the start of the step."""
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(["task", "lane", *(f"{run}_{end}_s" for run in RUNS for end in ("start", "end"))])
         for row in rows:

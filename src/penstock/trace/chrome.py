@@ -27,7 +27,9 @@ def write_chrome_trace(path: Path, runs: Mapping[str, Sequence[TaskRecord]]) -> 
     for number, (title, records) in enumerate(runs.items()):
         events += _run_events(title, number, records, numbers)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=None))
+    path.write_text(
+        json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=None), encoding="utf-8"
+    )
 
 
 def _run_events(

@@ -122,5 +122,5 @@ class StepFile:
 def write_json(path: Path, plain: object) -> None:
     """In one line: it is long, and for programs."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(plain, separators=(",", ":")) + "\n")
+    partial.write_text(json.dumps(plain, separators=(",", ":")) + "\n", encoding="utf-8")
     partial.replace(path)

@@ -9,7 +9,6 @@ Nothing is saved of which a number is not finite, and nothing is loaded that has
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -32,6 +31,7 @@ from penstock.topology.blame import explain, reason
 from penstock.topology.rollcall import ACTIVITY
 from penstock.train.finite import first_not_finite
 from penstock.train.storage.files import DamagedError, make_durable
+from penstock.train.storage.finished import PREFIX, complete_checkpoints, step_of
 from penstock.train.storage.held import Held
 from penstock.train.storage.hosted import gather_hosted, host_again, read_hosted, write_hosted
 from penstock.train.storage.joining import Joining
@@ -43,7 +43,7 @@ from penstock.train.storage.stored import Entry, Stored, StoredReader
 from penstock.train.storage.sums import SUMS, compare, digest_of, read_sums, write_sums
 
 STEP = "train.step"
-PREFIX, UNFINISHED, DAMAGED = "step-", ".unfinished-", "damaged-"
+UNFINISHED, DAMAGED = ".unfinished-", "damaged-"
 
 T = TypeVar("T")
 
@@ -60,23 +60,11 @@ class NotFiniteError(CheckpointError):
     """The state holds a number that is not finite, so it was not saved. The same on all ranks."""
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """All finished checkpoints in `folder`, oldest first. Their content has not been looked at."""
-    found = [path for path in folder.glob(f"{PREFIX}*") if re.fullmatch(rf"{PREFIX}\d{{8,18}}", path.name)]
-    whole = [path for path in found if (path / SUMS).exists() or (path / METADATA).exists()]
-    return sorted(whole, key=step_of)
-
-
-def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
-    return int(path.name.removeprefix(PREFIX))
-
-
 class Checkpoints:
     """The checkpoints of one run, in `folder`. All methods must be called by all ranks.
 
     identity: settings that must be the same for the run to be continued, by configuration key. settings: all
-    of them, kept in every checkpoint. state: what else to keep of a run, by name.
+    of them, kept in every checkpoint. tokenizer: what made the run's tokens, by its sha256, or `bytes`.
     """
 
     def __init__(
@@ -88,9 +76,10 @@ class Checkpoints:
         keep: int,
         identity: Mapping[str, object],
         settings: Mapping[str, object] | None = None,
+        tokenizer: str | None = None,
     ) -> None:
         self.folder, self.stack, self.optimizer, self.keep = folder, stack, optimizer, keep
-        self.identity, self.settings = dict(identity), settings
+        self.identity, self.settings, self.tokenizer = dict(identity), settings, tokenizer
         self._control = stack.machinery.control
         self._moments: MomentsOf = WholeMoments(optimizer)
         if isinstance(optimizer, ShardedAdamW):
@@ -116,6 +105,7 @@ class Checkpoints:
             identity=self.identity,
             settings=self.settings,
             plan_settled=plan_settled,
+            tokenizer=self.tokenizer,
         )
         try:
             self._together(purpose, lambda: self._clear(work), rank=0)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from scipy.special import stdtrit
 
+from penstock.config import UNSET, ConfigError
 from penstock.runtime import PipelinedStack
 from penstock.train.batches import Batch
 
@@ -39,7 +40,7 @@ class Evaluation:
 
 
 def evaluate(stack: PipelinedStack, batches: Iterable[Batch]) -> Evaluation:
-    """The loss on some batches, without training on them."""
+    """The loss on some batches, without training on them. Raises ConfigError where none has a label."""
     stack.eval()
     totals, counts = [], []
     with torch.no_grad():
@@ -47,13 +48,11 @@ def evaluate(stack: PipelinedStack, batches: Iterable[Batch]) -> Evaluation:
             batch_loss(stack, batch)
             assert stack.statistics is not None
             totals.append(float(stack.statistics.cross_entropy * stack.statistics.valid))
-            counts.append(float(stack.statistics.valid))
+            counts.append(float(stack.statistics.labels))
     stack.train()
     if not sum(counts):
-        raise ValueError(
-            f"no token is to be predicted in {len(counts)} batches of held-out text: no label counts. Give "
-            "data.path more text, or longer documents"
-        )
+        why = f"no token is to be predicted in {len(counts)} batches of held-out text: no label counts"
+        raise ConfigError("data.held_out_fraction", UNSET, why, "Give more text, or longer documents.")
     losses = [total / count for total, count in zip(totals, counts, strict=True) if count]
     return Evaluation(loss=sum(totals) / sum(counts), noise=_noise(losses))
 

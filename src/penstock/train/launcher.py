@@ -314,7 +314,7 @@ def _culprits(store: TCPStore) -> list[int]:
 def _is_stopped(pid: int) -> bool:
     """Whether a signal, or a debugger, has stopped the process; unknown (False) where there is no /proc."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
     except OSError:
         return False
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from penstock.config import open_regular, parse_json
+from penstock.config import UNSET, ConfigError, open_regular, parse_json
 from penstock.report.loads import colours
 from penstock.workloads.figures import Whole
 
@@ -237,6 +237,20 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_to_json(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def open_metrics(folder: Path, resume_step: int, logs: Sequence[ScalarLog]) -> MetricsWriter:
+    """A MetricsWriter; raises ConfigError about the file for a record that cannot be continued."""
+    path = folder / METRICS_FILE
+    try:
+        return MetricsWriter(folder, resume_step, logs)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(path), UNSET, str(error).removeprefix(f"{path}, ")) from error
+    except OSError as error:
+        why = f"cannot be written ({error.strerror})"
+        raise ConfigError(str(path), UNSET, why, "Move away what is there, or make room.") from error
 
 
 def _replace(path: Path, steps: Sequence[StepMetrics]) -> None:

@@ -82,7 +82,7 @@ class OutputFolder:
     def _locked(self) -> IO[str]:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / LOCK).open("w")
+            lock = (self.path / LOCK).open("w", encoding="utf-8")
         except OSError as error:
             why = f"cannot be written to: {error.strerror}"
             raise self._refused(why, "Choose a folder that you own.") from None
@@ -101,11 +101,11 @@ class OutputFolder:
 def keep_config(folder: Path, text: str, done: int) -> None:
     """Write `config.toml`, and keep that of the `done` steps before if it had other settings."""
     path = folder / CONFIG
-    if path.exists() and _settings(path.read_text()) != _settings(text):
+    if path.exists() and _settings(path.read_text(encoding="utf-8")) != _settings(text):
         kept = folder / f"config-until-step-{done:08d}.toml"
         path.rename(_free_name(kept) if kept.exists() else kept)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 

@@ -15,12 +15,11 @@ from penstock.topology import Control
 from penstock.train.checkpoint import (
     Checkpoints,
     DamagedCheckpointError,
-    complete_checkpoints,
-    step_of,
     verify,
 )
 from penstock.train.config import IF_PRESENT, RunConfig
 from penstock.train.resume_settings import changes, check_model
+from penstock.train.storage.finished import complete_checkpoints, step_of
 from penstock.train.storage.record import Record
 
 Say = Callable[[str], None]
@@ -44,9 +43,20 @@ def checkpoints_folder(config: RunConfig) -> Path:
     return config.output.dir / "checkpoints"
 
 
+def _complete(config: RunConfig) -> list[Path]:
+    """The finished checkpoints of a run. Raises ConfigError where they cannot be looked for."""
+    folder = checkpoints_folder(config)
+    try:
+        return complete_checkpoints(folder)
+    except OSError as error:
+        why = f"{folder}, where checkpoints are, cannot be read ({error.strerror})"
+        hint = "Make it readable, or choose another output.dir."
+        raise ConfigError("output.dir", str(config.output.dir), why, hint) from error
+
+
 def require_checkpoint(config: RunConfig) -> None:
     """Raise ConfigError if the run is to be continued and there is nothing to continue."""
-    if config.train.resume is True and not complete_checkpoints(checkpoints_folder(config)):
+    if config.train.resume is True and not _complete(config):
         folder = checkpoints_folder(config)
         hint = (
             f"Check output.dir, or use train.resume={IF_PRESENT} to start from the beginning if there is no "
@@ -64,7 +74,9 @@ def find_resumption(config: RunConfig, control: Control, say: Say) -> Resumption
         return None
     folder = checkpoints_folder(config)
     # What rank 0 sees counts: another one may see a folder a moment earlier or later.
-    found = control.gather(complete_checkpoints(folder), "looking for checkpoints")[0]
+    mine, purpose = list[Path](), "looking for checkpoints"
+    control.agreed(lambda: mine.extend(_complete(config)), purpose, by=0)
+    found = control.gather(mine, purpose)[0]
     if not found:
         require_checkpoint(config)
         say(f"{folder} contains no checkpoint: starting from the beginning")

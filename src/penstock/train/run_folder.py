@@ -108,7 +108,7 @@ def _failures(folder: Path) -> tuple[str, ...]:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.is_file() else ""
+    return path.read_text(errors="replace", encoding="utf-8") if path.is_file() else ""
 
 
 def _known(value: float | None) -> float | None:

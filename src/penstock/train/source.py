@@ -47,6 +47,11 @@ class Source:
     identity: Mapping[str, object]
 
     @property
+    def tokenizer(self) -> str:
+        """The sha256 of what made the tokens of all texts, or `bytes`."""
+        return self.corpora[0].text.tokenizer
+
+    @property
     def words(self) -> str:
         """The texts, for people; and how much of each was looked at, if that is not all."""
         return "; ".join(map(_described, self.corpora, self.scanned))

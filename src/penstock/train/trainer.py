@@ -34,7 +34,7 @@ from penstock.train.history import History
 from penstock.train.loads import LoadBook, expert_loads, with_loads
 from penstock.train.logs import open_logs
 from penstock.train.measuring import measured
-from penstock.train.metrics import MetricsWriter, StepMetrics
+from penstock.train.metrics import MetricsWriter, StepMetrics, open_metrics
 from penstock.train.optimizer import learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, keep_config
 from penstock.train.pilot import MakePilot, Ranks
@@ -110,6 +110,7 @@ class Trainer:
             keep=config.train.keep_checkpoints,
             identity=self.source.identity,
             settings=to_dict(self._saved_config),
+            tokenizer=self.source.tokenizer,
         )
         self.history = History()
         self.loads, self.routing = LoadBook(), cast("RoutingLog", NoRoutingLog())
@@ -294,8 +295,11 @@ class Trainer:
     def _open_metrics(self, closing: ExitStack, first: int) -> MetricsWriter | None:
         """Rank 0 opens what metrics go to; if it cannot, all ranks raise the reason."""
         logs: list[ScalarLog] = []
+        writers: list[MetricsWriter] = []
 
         def prepare() -> None:
+            found = open_metrics(self.config.output.dir, first, logs)
+            writers.append(closing.enter_context(found))
             keep_config(self.config.output.dir, self._settings(), first)
             self._save_plan()
             self.loads = LoadBook.resumed(self.config.output.dir, first)
@@ -307,7 +311,7 @@ class Trainer:
         for setting, module in (("tensorboard", "tensorboard"), ("loads", "matplotlib")):
             if getattr(self.config.output, setting) and not is_there(module):
                 self.progress.say(f"output.{setting} {needs(module)} and is left out. {install(module)}")
-        return closing.enter_context(MetricsWriter(self.config.output.dir, first, logs))
+        return writers[0]
 
     def _open_routing(self, closing: ExitStack, first: int) -> None:
         def prepare() -> None:

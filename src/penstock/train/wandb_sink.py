@@ -74,7 +74,7 @@ def _id_in(folder: Path, *, resumes: bool) -> str:
     """The run's own number, kept in its folder."""
     path = folder / ID_FILE
     if resumes and path.exists():
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     found = secrets.token_hex(4)
-    path.write_text(found + "\n")
+    path.write_text(found + "\n", encoding="utf-8")
     return found

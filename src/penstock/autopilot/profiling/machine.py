@@ -43,5 +43,5 @@ def _field(path: Path, name: str) -> str | None:
     """Value of the first line `name : value`; None where Linux does not run, or does not say."""
     if not path.exists():
         return None
-    lines = (line.partition(":") for line in path.read_text().splitlines())
+    lines = (line.partition(":") for line in path.read_text(encoding="utf-8").splitlines())
     return next((value.strip() for key, _, value in lines if key.strip() == name), None)

@@ -53,7 +53,7 @@ def onednn_is_faster() -> bool:
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and "AVX512" in torch.backends.cpu.get_cpu_capability()
         and processor.exists()
-        and "AuthenticAMD" in processor.read_text()
+        and "AuthenticAMD" in processor.read_text(encoding="utf-8")
     )
 
 

@@ -44,5 +44,5 @@ class Loops:
 
 def _is_loop(thread: Path) -> bool:
     with suppress(OSError):  # the thread has ended: it can no longer be read
-        return (thread / "comm").read_text().strip() == NAME
+        return (thread / "comm").read_text(encoding="utf-8").strip() == NAME
     return False

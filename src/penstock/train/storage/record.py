@@ -11,7 +11,9 @@ from penstock.config import ConfigError
 from penstock.train.storage.files import DamagedError, read_table, to_json, write_durably
 
 RECORD, OLD_RECORD = "checkpoint.json", "data.json"
-FORMAT = 1
+FORMAT, EARLIER_FORMAT = 2, 1
+"""The earlier one does not say by which tokenizer a text became tokens."""
+
 GLOBAL_BATCH = "data.batch_per_device x (processes / mp_size)"
 FORMER_KEYS = {"data.batch_per_device x processes": GLOBAL_BATCH}
 """What the identity of earlier versions calls the same."""
@@ -23,6 +25,7 @@ class Record:
     """identity: what the position in the data depends on, by configuration key. settings: the configuration,
     section by section; None in earlier versions. plan_settled: whether the plan that is saved beside it
     had been tried, ordered and tuned to the end. files: names of all other files but the checksums.
+    tokenizer: sha256 of the text's, or `bytes`; None in earlier versions.
     """
 
     step: int
@@ -31,6 +34,7 @@ class Record:
     settings: Mapping[str, Any] | None
     plan_settled: bool
     files: Sequence[str] = ()
+    tokenizer: str | None = None
 
     def write(self, folder: Path) -> None:
         """Leave it in a checkpoint's folder."""
@@ -44,7 +48,9 @@ class Record:
             return Record(step=-1, processes=None, identity=identity, settings=None, plan_settled=False)
         table = read_table(folder / RECORD, MOST_BYTES)
         version = table.pop("format", None)
-        if version != FORMAT:
+        if version == EARLIER_FORMAT:
+            table.setdefault("tokenizer", None)
+        elif version != FORMAT:
             why = f"{folder} is of format {str(version)[:20]}, and this version of Penstock reads {FORMAT}"
             raise ConfigError("train.resume", True, why, "Continue with the version that wrote it.")
         kinds: dict[str, tuple[type, ...]] = {
@@ -54,6 +60,7 @@ class Record:
             "settings": (dict, type(None)),
             "plan_settled": (bool,),
             "files": (list,),
+            "tokenizer": (str, type(None)),
         }
         if table.keys() != kinds.keys() or not all(isinstance(table[key], kinds[key]) for key in kinds):
             raise DamagedError(f"{RECORD} is not what a checkpoint says about itself")

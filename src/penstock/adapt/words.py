@@ -1,0 +1,181 @@
+"""How text becomes tokens for a trained model, and tokens text: as when it was trained, or it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from penstock.adapt.described import quiet
+from penstock.config import ConfigError
+from penstock.data.text import BYTES
+from penstock.data.tokenizer import Bytes, read_tokenizer
+
+UNKNOWN: Final = 0xFF
+"""A byte that UTF-8 does not have."""
+
+PROBE: Final = "a"
+"""A text that shows what a tokenizer puts before and after any."""
+
+TOKENIZERS: Final = ("tokenizer.json", "tokenizer_config.json")
+BYTE_BY_BYTE: Final = Path("bytes")
+"""In place of a file with a tokenizer: there is none."""
+
+SHOWN_DIGEST = 8
+"""Digits by which people know a tokenizer, as `penstock prepare` says them."""
+
+
+class Words(Protocol):
+    """How text becomes tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text as training takes them: none begins or ends it, and none is special in it."""
+        ...
+
+    def begin(self, prompt: str) -> list[int]:
+        """The tokens of a prompt, in which special ones may be spelled."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+        ...
+
+
+class ByteWords:
+    """Every byte of UTF-8 is a token; other tokens, of a larger vocabulary, stand for no text."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    begin = encode
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token if token < BYTES else UNKNOWN for token in tokens).decode(errors="replace")
+
+
+class FileWords:
+    """What a `tokenizer.json` says, without tokens that begin or end a text. digest: its sha256.
+
+    Raises ValueError for any other file, and for tokens beyond the model's vocabulary.
+    """
+
+    def __init__(self, path: Path, vocabulary: int) -> None:
+        try:
+            self._tokenizer, self.digest = read_tokenizer(str(path))
+        except ConfigError as error:
+            raise ValueError(f"{path} is no tokenizer.json ({error.why})") from error
+        if (largest := max(self._tokenizer.get_vocab().values(), default=0)) >= vocabulary:
+            raise ValueError(f"{path} has tokens up to {largest}, and the model knows {vocabulary}")
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def begin(self, prompt: str) -> list[int]:
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self.encode(prompt)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens)))
+
+
+class FolderWords:
+    """What the tokenizer in a folder of transformers says. A prompt gets what it puts before a text, such as
+    a token that the model has always seen there, and nothing of what it puts after one.
+
+    Raises ValueError for tokens of a text beyond the model's vocabulary.
+    """
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        self._files, self._vocabulary = _files_in(folder), vocabulary
+        self._tokenizer = _read(folder, self._files)
+        self._first = self._put_before(PROBE)
+
+    def encode(self, text: str) -> list[int]:
+        return self._known(self._tokens(text, split_special_tokens=True))
+
+    def begin(self, prompt: str) -> list[int]:
+        return self._known(self._first + self._tokens(prompt))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def _tokens(self, text: str, **how: bool) -> list[int]:
+        return list(self._tokenizer.encode(text, **{"add_special_tokens": False, "verbose": False, **how}))
+
+    def _put_before(self, text: str) -> list[int]:
+        whole, bare = self._tokens(text, add_special_tokens=True), self._tokens(text)
+        places = range(len(whole) - len(bare) + 1)
+        return next((whole[:n] for n in places if whole[n : n + len(bare)] == bare), [])
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        if (largest := max(tokens, default=0)) >= self._vocabulary:
+            raise ValueError(
+                f"{self._files} makes token {largest} of the text, and the model knows {self._vocabulary}: "
+                "it is the tokenizer of another model. Copy the right one there, or name it with --tokenizer"
+            )
+        return tokens
+
+
+def words_of(path: Path, config: Any, data: Mapping[str, Any] | None, tokenizer: Path | None) -> Words:
+    """The words of a model that was opened at `path`. Raises ValueError where they are not known.
+
+    config: the model's. data: section [data] of the run whose checkpoint it is; None for a folder of
+    transformers. tokenizer: a file that a user has named, or `bytes`; None = as the model was trained.
+    """
+    vocabulary = config.get_text_config().vocab_size
+    if tokenizer is not None:
+        return ByteWords() if tokenizer == BYTE_BY_BYTE else FileWords(tokenizer, vocabulary)
+    if data is None and any((path / name).exists() for name in TOKENIZERS):
+        return FolderWords(path, vocabulary)
+    digest, named = getattr(config, "tokenizer_digest", None), (data or {}).get("tokenizer")
+    if digest == Bytes.digest or (digest is None and named is None and vocabulary == BYTES):
+        return ByteWords()
+    found = _named(named, digest, vocabulary)
+    if found is None:
+        raise ValueError(_missing(path, vocabulary, digest, named))
+    return found
+
+
+def _named(named: str | None, digest: str | None, vocabulary: int) -> FileWords | None:
+    """Those of the file that a run was given, if it is there and is the one that it was."""
+    try:
+        found = None if named is None else FileWords(Path(named).expanduser(), vocabulary)
+    except (ValueError, OSError):
+        return None
+    return found if found is not None and digest in (None, found.digest) else None
+
+
+def _missing(path: Path, vocabulary: int, digest: str | None, named: str | None) -> str:
+    """What to say where a model's tokens are not known."""
+    if digest is None and named is None:
+        return (
+            f"{path} has no tokenizer ({TOKENIZERS[0]}), and its vocabulary of {vocabulary} is not that of "
+            "bytes: name the one it was trained with (--tokenizer FILE, or --tokenizer bytes)"
+        )
+    known = "" if digest is None else f" {digest[:SHOWN_DIGEST]}"
+    where = "" if named is None else f", and {named} is not there any more or has changed"
+    why = f"{path} was trained on tokens of a tokenizer{known}{where}"
+    return f"{why}: name its tokenizer.json with --tokenizer FILE"
+
+
+def _files_in(folder: Path) -> str:
+    """What a tokenizer is read from, for people."""
+    return " or ".join(str(folder / name) for name in TOKENIZERS if (folder / name).exists())
+
+
+def _read(folder: Path, files: str) -> Any:
+    """That of a folder of transformers. Raises ValueError, naming its files, where it is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # of several libraries, and some of them bare `Exception`
+        told = " ".join(str(error).split())
+        raise ValueError(
+            f"{files} cannot be read as a tokenizer ({type(error).__name__}: {told}). Copy it again, or "
+            "name another with --tokenizer"
+        ) from error

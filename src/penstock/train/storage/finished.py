@@ -1,0 +1,31 @@
+"""The checkpoints of a run that are whole, by the names of their folders."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+from penstock.train.storage.old_format import METADATA
+from penstock.train.storage.sums import SUMS
+
+PREFIX: Final = "step-"
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """All finished checkpoints in `folder`, oldest first. Their content has not been looked at.
+
+    Raises OSError for a folder that is there and cannot be read: it may have some.
+    """
+    try:
+        there = list(folder.iterdir())  # Path.glob finds nothing where it may not look
+    except FileNotFoundError:
+        return []
+    found = [path for path in there if re.fullmatch(rf"{PREFIX}\d{{8,18}}", path.name)]
+    whole = [path for path in found if (path / SUMS).exists() or (path / METADATA).exists()]
+    return sorted(whole, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(path.name.removeprefix(PREFIX))
