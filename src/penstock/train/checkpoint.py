@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, asked
 from penstock.runtime import PipelinedStack, ShardedAdamW
 from penstock.sharding import Sharding, shardings_of
 from penstock.topology import CommunicationError, Control
@@ -62,7 +62,8 @@ class NotFiniteError(CheckpointError):
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """All finished checkpoints in `folder`, oldest first. Their content has not been looked at."""
-    found = [path for path in folder.glob(f"{PREFIX}*") if re.fullmatch(rf"{PREFIX}\d{{8,18}}", path.name)]
+    there = folder.glob(f"{PREFIX}*") if asked(folder.is_dir) else ()
+    found = [path for path in there if re.fullmatch(rf"{PREFIX}\d{{8,18}}", path.name)]
     whole = [path for path in found if (path / SUMS).exists() or (path / METADATA).exists()]
     return sorted(whole, key=step_of)
 
