@@ -9,6 +9,7 @@ import pytest
 from penstock.cli.out import check_out, save_out
 from penstock.config import ConfigError
 from penstock.plan.plan_config import PlanConfig
+from penstock.train.output import OutputFolder
 from tests.support.runs import refused
 
 PLAN = ("plan", "--model", "GPT2-Tiny-MoE", "--cluster", "flowmoe-cluster-2", "--layers", "1", "--batch", "2")
@@ -89,3 +90,30 @@ def test_a_budget_ends(capsys: pytest.CaptureFixture[str], seconds: str) -> None
 def test_a_run_measures_for_some_time(seconds: float) -> None:
     with pytest.raises(ConfigError, match=r"profile_s = .*must end"):
         PlanConfig(profile_s=seconds)
+
+
+TOO_LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (("plan", "--model", "MoE-GPT-S", "--cluster", TOO_LONG), "File name too long"),
+        (("plan", "--model", "MoE-GPT-S", "--cluster", f"{TOO_LONG}.json"), "File name too long"),
+        ((*PLAN, "--routing", TOO_LONG), "--routing"),
+        (("plan", TOO_LONG, "--cluster", "flowmoe-cluster-2"), "File name too long"),
+        (("train", TOO_LONG), "File name too long"),
+        (("report", TOO_LONG), "there is no such folder"),
+    ],
+    ids=["cluster", "cluster file", "routing", "plan", "train", "report"],
+)
+def test_a_name_that_no_file_can_have_is_refused_in_a_line(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...], why: str
+) -> None:
+    said = refused(capsys, *command)
+    assert said.count("\n") <= 1 and why in said
+
+
+def test_an_output_folder_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="File name too long"), OutputFolder(Path(TOO_LONG), keep=False):
+        pass

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
+from itertools import product
+from random import Random
 
 import numpy as np
 import pytest
@@ -11,7 +14,14 @@ from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, RoutedCost, Workload, placed_moves, routing_sizes, split_sizes
 from penstock.cost.links import NodeLinks
-from penstock.cost.placed import Placed, SampleMover, device_groups, rank_loads, seated
+from penstock.cost.placed import (
+    Placed,
+    SampleMover,
+    _by_position,
+    device_groups,
+    rank_loads,
+    seated,
+)
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Task
 from penstock.mesh import Group
@@ -21,6 +31,7 @@ from penstock.placing import copies_of
 from penstock.step import StepShape, build_graph
 from penstock.workloads import Counts, Routing, RoutingConfig, routing_of
 from tests.support.draws import draws
+from tests.support.hosted import random_hosting
 from tests.workloads.strategies import CLUSTER, steps
 
 Step = tuple[StepShape, Workload, Routing]
@@ -138,6 +149,48 @@ def test_rows_by_position_are_all_rows_where_hostings_send_them() -> None:
     some = seated(rows_PE, halved(), WORK).reshape(8, 8, 2)
     assert some[7, 7, 1] == rows_PE[7, 0] and some[7, 0, 0] == 0
     assert (some[:7] == none[:7]).all()
+
+
+def shares(hosting: Hosting) -> Counts:
+    """Parts of SPLIT of the rows from a rank for an expert that go to every position, [ranks, E, H]."""
+    ranks, experts = hosting.placement.ranks, hosting.placement.num_experts
+    found = np.zeros((ranks, experts, hosting.positions), np.int64)
+    for rank, expert in product(range(ranks), range(experts)):
+        for part in hosting.splits[rank][expert]:
+            found[rank, expert, part.position] += part.parts
+    return found
+
+
+@given(st.integers(1, 3), st.sampled_from([2, 4, 8]), st.randoms(use_true_random=False))
+def test_rows_are_split_as_the_whole_table_of_shares_says(slots: int, ep_size: int, random: Random) -> None:
+    work = replace(WORK, ep_size=ep_size, node_size=1)
+    hosting = random_hosting(ExpertPlacement.even(8, ep_size), slots, random)
+    rows_PE = np.array([[random.randrange(1000) for _ in range(8)] for _ in range(8)])
+    place_P = np.array([work.mesh.place(rank, Group.EXPERT) for rank in range(8)])
+    shares_PEH = shares(hosting)[place_P]
+    upto_PEH = np.cumsum(shares_PEH, axis=2) * rows_PE[:, :, None] // SPLIT
+    assert (seated(rows_PE, hosting, work) == np.diff(upto_PEH, axis=2, prepend=0).sum(axis=1)).all()
+    by_position_PH = (rows_PE[:, :, None] * shares_PEH).sum(axis=1) // SPLIT
+    assert (_by_position(rows_PE, place_P, hosting) == by_position_PH).all()
+
+
+def test_no_table_of_all_ranks_experts_and_positions_is_made() -> None:
+    """With 512 ranks and experts it would take gigabytes, twice for every layer and slice."""
+    ranks = 64
+    work = replace(WORK, world_size=ranks, ep_size=ranks, num_experts=ranks)
+    hosting = Hosting.none(ExpertPlacement.even(ranks, ranks), 1)
+    rows_PE = np.ones((ranks, ranks), np.int64)
+    whole_bytes = hosting.positions * rows_PE.nbytes
+    for make in (
+        lambda: seated(rows_PE, hosting, work),
+        lambda: _by_position(rows_PE, np.arange(ranks), hosting),
+    ):
+        tracemalloc.start()
+        try:
+            assert make().sum() == ranks**2
+            assert tracemalloc.get_traced_memory()[1] < whole_bytes / 4
+        finally:
+            tracemalloc.stop()
 
 
 def test_rows_that_are_split_by_their_own_loads_are_even_and_all_ranks_are_told_of_all() -> None:

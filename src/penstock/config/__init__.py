@@ -6,7 +6,7 @@ and why, `files.py` reads what users and other programs wrote, `error.py` is wha
 
 from penstock.config.bounds import Items, Within, check_bounds
 from penstock.config.error import UNSET, ConfigError, IndivisibleError, check_name, shorten
-from penstock.config.files import expanded, open_regular, parse_json, read_json, read_text
+from penstock.config.files import asked, expanded, is_missing, open_regular, parse_json, read_json, read_text
 from penstock.config.load import check_value, from_dict, load, to_dict, to_toml
 from penstock.config.other_names import OtherNameWarning
 from penstock.config.table import Table
@@ -19,11 +19,13 @@ __all__ = [
     "OtherNameWarning",
     "Table",
     "Within",
+    "asked",
     "check_bounds",
     "check_name",
     "check_value",
     "expanded",
     "from_dict",
+    "is_missing",
     "load",
     "open_regular",
     "parse_json",

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,8 +40,27 @@ KINDS = (
 def found_or_shipped(path: Path) -> Path:
     """The path, or for a name such as `tiny`, which is no file here, that of the shipped configuration."""
     shipped = SHIPPED / f"{path}.toml"
-    free = not path.exists() or path.is_dir()  # a run called tiny may lie here
+    free = is_missing(path) or asked(path.is_dir)  # a run called tiny may lie here
     return shipped if free and len(path.parts) == 1 and shipped.is_file() else path
+
+
+def asked(question: Callable[[], bool]) -> bool:
+    """What the system says of a path; no where it does not look: the name is too long, a folder is locked."""
+    try:
+        return question()
+    except OSError:
+        return False
+
+
+def is_missing(path: Path) -> bool:
+    """Whether nothing is there for certain; where the system does not look, reading will tell why."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
 
 
 def expanded(path: str, key: str, hint: str = "Write the path in full.") -> Path:

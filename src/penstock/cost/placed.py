@@ -194,9 +194,11 @@ def counting_axes(work: Workload) -> Axes:
 
 def _by_position(counts_IE: Counts, places_I: Counts, hosting: Hosting) -> Counts:
     """Rows of every sample by the position that computes them, [I, H]. places: in the expert group."""
-    rows_IEH = counts_IE[:, :, None] * shares(hosting)[places_I]
-    by_position: Counts = rows_IEH.sum(axis=1) // SPLIT
-    return by_position
+    found = np.zeros((len(counts_IE), hosting.positions), np.int64)
+    for place in np.unique(places_I):
+        (here,), split = np.nonzero(places_I == place), RowSplit.of(hosting, int(place))
+        np.add.at(found, (here[:, None], split.position), counts_IE[here][:, split.expert] * split.parts)
+    return found // SPLIT
 
 
 def _hosting_of(hostings: tuple[Hosting, ...], layer: int, work: Workload) -> Hosting:
@@ -275,15 +277,33 @@ def rank_loads(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:
     return found.transpose(1, 0, 2)
 
 
-def shares(hosting: Hosting) -> Counts:
-    """Parts of SPLIT of the rows from a rank for an expert that go to every position, [ranks, E, H]."""
-    placement = hosting.placement
-    found = np.zeros((placement.ranks, placement.num_experts, hosting.positions), np.int64)
-    for rank, splits in enumerate(hosting.splits):
-        for expert, parts in enumerate(splits):
-            for part in parts:
-                found[rank, expert, part.position] += part.parts
-    return found
+@dataclass(frozen=True, eq=False)
+class RowSplit:
+    """How the rows from one rank are split among positions: few of all pairs of expert and position occur.
+
+    before, upto: of an expert's SPLIT parts, those for positions below this one, and for it, too; all [K].
+    """
+
+    expert: Counts
+    position: Counts
+    before: Counts
+    upto: Counts
+
+    @staticmethod
+    def of(hosting: Hosting, place: int) -> RowSplit:
+        """place: of the rank in its expert group."""
+        found = []
+        for expert, parts in enumerate(hosting.splits[place]):
+            upto = 0
+            for part in sorted(parts, key=lambda each: each.position):
+                found.append((expert, part.position, upto, upto + part.parts))
+                upto += part.parts
+        return RowSplit(*np.array(found, np.int64).reshape(-1, 4).T)
+
+    @property
+    def parts(self) -> Counts:
+        """Of SPLIT, that go to each position."""
+        return self.upto - self.before
 
 
 def seated(rows_PE: Counts, hosting: Hosting, work: Workload) -> Counts:
@@ -295,7 +315,11 @@ def seated(rows_PE: Counts, hosting: Hosting, work: Workload) -> Counts:
             rows_PE.reshape(-1, work.ep_size * work.esp_size, 1, work.num_experts),
         )
         return np.concatenate([split.table(each_SCE) for each_SCE in groups]).reshape(len(rows_PE), -1)
-    places = [work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size)]
-    upto_PEH = np.cumsum(shares(hosting)[places], axis=2) * rows_PE[:, :, None] // SPLIT  # loses no row
-    found: Counts = np.diff(upto_PEH, axis=2, prepend=0).sum(axis=1)
+    place_P = np.array([work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size)])
+    found = np.zeros((len(rows_PE), hosting.positions), np.int64)
+    for place in range(work.ep_size):
+        (here,), own = np.nonzero(place_P == place), RowSplit.of(hosting, place)
+        rows_PK = rows_PE[here][:, own.expert]
+        sent_PK = rows_PK * own.upto // SPLIT - rows_PK * own.before // SPLIT  # loses no row
+        np.add.at(found, (here[:, None], own.position), sent_PK)
     return found

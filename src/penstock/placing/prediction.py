@@ -28,6 +28,11 @@ class ConditionalTable:
         """num_experts, following: of this layer, and of the next one; None: as many."""
         self._seen_EF = np.zeros((num_experts, num_experts if following is None else following), np.int64)
 
+    @property
+    def seen(self) -> Ints:
+        """What was learnt; written into, it is what is known."""
+        return self._seen_EF
+
     def learn(self, counts_IE: Ints, following_IF: Ints) -> None:
         """Add the rows of the same samples in this and the next layer, forgetting old ones slowly."""
         together_EF = exact_product(counts_IE.T, following_IF)

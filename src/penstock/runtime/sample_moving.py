@@ -113,14 +113,15 @@ class Habits:
         """Rows of every sample by expert of the next layer."""
         layer, before_IE = self._passed.pop(visit.microbatch, (visit.layer, counts_IE))
         if layer < visit.layer and visit.training:
-            self._table(layer, before_IE.shape[1]).learn(before_IE, counts_IE)
-        return self._table(visit.layer, counts_IE.shape[1]).predict(counts_IE)
+            self.table(layer, before_IE.shape[1]).learn(before_IE, counts_IE)
+        return self.table(visit.layer, counts_IE.shape[1]).predict(counts_IE)
 
     def left(self, counts_IE: Counts, visit: Visit) -> None:
         """The samples have left the layer. counts_IE: in the order in which they will come to the next."""
         self._passed[visit.microbatch] = visit.layer, counts_IE
 
-    def _table(self, layer: int, num_experts: int) -> ConditionalTable:
+    def table(self, layer: int, num_experts: int) -> ConditionalTable:
+        """What is known of a layer; empty at first."""
         return self._tables.setdefault(layer, ConditionalTable(num_experts))
 
 

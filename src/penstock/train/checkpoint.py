@@ -35,6 +35,7 @@ from penstock.train.storage.finished import PREFIX, complete_checkpoints, step_o
 from penstock.train.storage.held import Held
 from penstock.train.storage.hosted import gather_hosted, host_again, read_hosted, write_hosted
 from penstock.train.storage.joining import Joining
+from penstock.train.storage.learnt import OPTIONAL, dispensable, generator_name, learnt
 from penstock.train.storage.old_format import METADATA, OldShards
 from penstock.train.storage.owned import AnyHeld, MomentsOf, ShareMoments, WholeMoments
 from penstock.train.storage.record import RECORD, Record
@@ -187,9 +188,8 @@ class Checkpoints:
         purpose = f"reading {path}"
         stored = self._together(purpose, lambda: open_stored(path))
         state = self._state() | {STEP: Held(torch.tensor(0))}
-        generator = _generator_name(self._control.rank)
-        if generator not in stored.entries:  # saved on fewer ranks: this one's starts from the seed
-            del state[generator]
+        # Saved on fewer ranks: generators of others start from the seed.
+        state = {name: held for name, held in state.items() if not dispensable(name, stored.entries)}
         self._check_fits(path, state, stored.entries)
         reader, tensors = StoredReader(stored, state), _stand_ins(state)
         self._torch(purpose, lambda: load(tensors, storage_reader=reader, no_dist=not dist.is_initialized()))
@@ -215,7 +215,7 @@ class Checkpoints:
             raise DamagedError(f"it holds step {step}")
         if broken is not None:
             raise DamagedError(f"{broken} in it is not finite")
-        generator = _generator_name(self._control.rank)
+        generator = generator_name(self._control.rank)
         if generator in state:
             try:
                 torch.set_rng_state(state[generator].tensor)
@@ -231,7 +231,8 @@ class Checkpoints:
     def _state(self) -> dict[str, AnyHeld]:
         """Everything that belongs to the run, as views: loading writes through them."""
         self._moments.settle()
-        state: dict[str, AnyHeld] = {_generator_name(self._control.rank): Held(torch.get_rng_state())}
+        state: dict[str, AnyHeld] = {generator_name(self._control.rank): Held(torch.get_rng_state())}
+        state |= learnt(self.stack)
         model, shardings = self.stack.model, shardings_of(self.stack.model)
         kept = model.state_dict().keys()
         for name, buffer in model.named_buffers():
@@ -362,10 +363,6 @@ def _failed(purpose: str, error: BaseException, why: Callable[[BaseException], s
     return f"{purpose} failed: {kind}{why(error)}"
 
 
-def _generator_name(rank: int) -> str:
-    return f"generator.rank{rank}"
-
-
 def _tensors(state: Mapping[str, AnyHeld]) -> dict[str, Tensor]:
     return {name: held.tensor for name, held in state.items()}
 
@@ -384,5 +381,5 @@ def _misfits(state: Mapping[str, AnyHeld], saved: Mapping[str, Entry], everyone:
         elif entry.dtype != held.stand_in.dtype:
             yield f"{name} has numbers of type {entry.dtype} there and {held.stand_in.dtype} here"
     for name in saved.keys() - everyone:
-        if not name.startswith("generator"):  # of a rank that this run does not have
+        if not name.startswith(OPTIONAL):  # of a rank that this run does not have
             yield f"{name} exists there and not here"

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, asked
 
 LOCK = ".lock"
 MARKS = ("metrics.jsonl", "checkpoints", "trace.json")
@@ -52,7 +52,7 @@ class OutputFolder:
             self._lock.close()
 
     def _holds(self, name: str) -> bool:
-        return (self.path / name).exists()
+        return asked((self.path / name).exists)
 
     def _move_aside(self) -> None:
         if Path.cwd().is_relative_to(self.path):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from penstock.config import UNSET, ConfigError
+from penstock.config import UNSET, ConfigError, asked
 from penstock.cost import ClusterFile
 from penstock.plan import PlanFile
 from penstock.report.loads import NUMBERS, LoadCourse
@@ -35,8 +35,8 @@ REMOVE = "Correct it, or move the file away."
 
 def read_run(folder: Path) -> FinishedRun:
     """Raises ConfigError for a folder without a run, and for a file that is damaged, by its name."""
-    if not folder.is_dir():
-        why = "is not a folder" if folder.exists() else "there is no such folder"
+    if not asked(folder.is_dir):
+        why = "is not a folder" if asked(folder.exists) else "there is no such folder"
         raise ConfigError("RUN", str(folder), why, "Give the output.dir of a run, such as runs/tiny.")
     steps = _steps(folder)
     missing: list[str] = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from penstock.config import ConfigError, Within, check_bounds, load
+from penstock.config import ConfigError, Within, asked, check_bounds, load
 from penstock.config.bounds import MOST_STEPS, Seed
 
 RoutingName = Literal[
@@ -93,7 +93,7 @@ class RoutingConfig:
         Raises ConfigError for anything else.
         """
         name, *settings = text.split(",")
-        if name not in READ_BY and Path(name).is_file():
+        if name not in READ_BY and asked(Path(name).is_file):
             return load(cls, None, ["routing=recorded", f"recorded={name}", *settings])
         return load(cls, None, [f"routing={name}", *settings])
 

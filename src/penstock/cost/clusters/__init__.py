@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from pathlib import Path
 
-from penstock.config import UNSET, ConfigError, expanded
+from penstock.config import UNSET, ConfigError, expanded, is_missing
 from penstock.cost.cluster_file import ClusterFile
 
 FOLDER = Path(__file__).parent
@@ -28,9 +28,9 @@ def find_cluster(name_or_path: str) -> ClusterFile:
     if name_or_path in names():
         return ClusterFile.read(FOLDER / f"{name_or_path}.json")
     path = expanded(name_or_path, "cluster")
-    if path.suffix == ".json" and not path.exists() and not path.is_symlink():
+    if path.suffix == ".json" and is_missing(path):
         raise ConfigError(name_or_path, UNSET, "there is no such file", WRITTEN_BY)
-    if path.exists() or path.suffix == ".json" or len(path.parts) > 1:
+    if not is_missing(path) or path.suffix == ".json" or len(path.parts) > 1:
         return ClusterFile.read(path)
     near = get_close_matches(name_or_path, names(), n=1, cutoff=0.0)[0]
     why = "is neither the path of a cluster file nor the name of a cluster that comes with Penstock"
