@@ -32,7 +32,8 @@ class ShardedAdamW(torch.optim.Optimizer):
     ranks must call `step`; parameters are the current ones after it. Inside `in_backward` the tasks of the
     schedule update while backward runs, and parameters are gathered in the next forward pass, but for those
     with which it begins: until then a rank has the current values of its share alone, `state_dict` of the
-    stack is refused, and `flush` brings the others. Without clipping nothing waits for the norm there, so it is the loss alone that may refuse.
+    stack is refused, and `flush` brings the others. Without clipping nothing waits for the norm there, so it
+    is the loss alone that may refuse.
 
     Raises ValueError for a stack whose steps do not sum in shares, or are made for the other kind of
     clipping, and for groups with numbers, options or parameters that cannot be used.
