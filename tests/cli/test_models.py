@@ -136,6 +136,10 @@ def test_a_run_on_tokens_is_asked_in_its_tokens(
         assert said(capsys, "evaluate", run, sample) == found
         words_file(tmp_path / "words", last="Cube")
         assert "is not there any more or has changed" in refused(capsys, "evaluate", run, sample)
+    assert "not on bytes" in refused(capsys, "evaluate", run, sample, "--tokenizer", "bytes")
+    other = words_file(tmp_path / "other", last="Sphere")
+    assert main(["evaluate", str(run), str(sample), "--tokenizer", str(other)]) == 0
+    assert "is not the file that the model was trained with" in capsys.readouterr().err
     said(capsys, "convert", run, exported)
     assert "name its tokenizer.json" in refused(capsys, "generate", exported, "--prompt", "a")
     said(capsys, "convert", exported, back)

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.cli.run import exit_code
-from penstock.config import OtherNameWarning
+from penstock.config import HintWarning
 from tests.support.runs import clean_environ, command, write_config
 
 HINT = "penstock: parallel.tensor_parallel_size: taken as parallel.mp_size\n"
@@ -35,7 +35,7 @@ def test_one_process_tells_a_hint(
 
     def command() -> int:
         for _ in range(2):
-            warnings.warn(HINT.strip().removeprefix("penstock: "), OtherNameWarning, stacklevel=1)
+            warnings.warn(HINT.strip().removeprefix("penstock: "), HintWarning, stacklevel=1)
         return 3
 
     assert exit_code(command) == 3

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from penstock.adapt.described import quiet
-from penstock.config import ConfigError
+from penstock.config import ConfigError, HintWarning
 from penstock.data.text import BYTES
 from penstock.data.tokenizer import Bytes, read_tokenizer
 
@@ -126,17 +127,46 @@ def words_of(path: Path, config: Any, data: Mapping[str, Any] | None, tokenizer:
     transformers. tokenizer: a file that a user has named, or `bytes`; None = as the model was trained.
     """
     vocabulary = config.get_text_config().vocab_size
+    digest, named = getattr(config, "tokenizer_digest", None), (data or {}).get("tokenizer")
     if tokenizer is not None:
-        return ByteWords() if tokenizer == BYTE_BY_BYTE else FileWords(tokenizer, vocabulary)
+        return _chosen(tokenizer, digest, vocabulary)
     if data is None and any((path / name).exists() for name in TOKENIZERS):
         return FolderWords(path, vocabulary)
-    digest, named = getattr(config, "tokenizer_digest", None), (data or {}).get("tokenizer")
     if digest == Bytes.digest or (digest is None and named is None and vocabulary == BYTES):
         return ByteWords()
     found = _named(named, digest, vocabulary)
     if found is None:
         raise ValueError(_missing(path, vocabulary, digest, named))
     return found
+
+
+def _chosen(tokenizer: Path, digest: str | None, vocabulary: int) -> Words:
+    """Those that a user has named. Warns of a file that is not the one that the model was trained with.
+
+    Such a file may make the same tokens: a library that reads and saves it changes its bytes.
+    """
+    if tokenizer == BYTE_BY_BYTE:
+        if digest not in (None, Bytes.digest):
+            raise ValueError(f"the model was trained on tokens of a tokenizer {_short(digest)}, not on bytes")
+        return ByteWords()
+    found = FileWords(tokenizer, vocabulary)
+    if digest == Bytes.digest:
+        raise ValueError(
+            f"the model was trained on bytes, not on tokens of {tokenizer}: leave --tokenizer out"
+        )
+    if digest not in (None, found.digest):
+        warnings.warn(
+            f"{tokenizer} ({_short(found.digest)}) is not the file that the model was trained with "
+            f"({_short(digest)}): what follows is true only if both make the same tokens",
+            HintWarning,
+            stacklevel=2,
+        )
+    return found
+
+
+def _short(digest: str | None) -> str:
+    """By what people know a tokenizer, as `penstock prepare` says it."""
+    return (digest or "")[:SHOWN_DIGEST]
 
 
 def _named(named: str | None, digest: str | None, vocabulary: int) -> FileWords | None:
@@ -155,7 +185,7 @@ def _missing(path: Path, vocabulary: int, digest: str | None, named: str | None)
             f"{path} has no tokenizer ({TOKENIZERS[0]}), and its vocabulary of {vocabulary} is not that of "
             "bytes: name the one it was trained with (--tokenizer FILE, or --tokenizer bytes)"
         )
-    known = "" if digest is None else f" {digest[:SHOWN_DIGEST]}"
+    known = "" if digest is None else f" {_short(digest)}"
     where = "" if named is None else f", and {named} is not there any more or has changed"
     why = f"{path} was trained on tokens of a tokenizer{known}{where}"
     return f"{why}: name its tokenizer.json with --tokenizer FILE"

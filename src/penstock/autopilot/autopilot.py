@@ -3,8 +3,10 @@
     first plan ─► try others ─┐
                               ▼
     plan adopted ─► settle: re-order by measured durations ─► weigh moving ─► tune ─► watch ─► plan again ─┐
-                      ▲                                                                                      │
-                      └──────────────────────────────────────────────────────────────────────────────────────┘
+                      ▲                                                                                    │
+                      └────────────────────────────────────────────────────────────────────────────────────┘
+
+What is to move is settled, too, and then tried against the plan before it.
 
 All ranks call `after_step` after every step with the same time, so all take the same turns after the same
 steps; rank 0 makes the decisions.
@@ -76,6 +78,7 @@ class Autopilot:
         long = worth_while(self.planned, config.train.steps)
         self._trials: Trials | TriedMoves | None = Trials(self.planned) if long else None
         self._weighs = not settled and is_open(config, self.planned)
+        self._untried: Planned | None = None  # the plan before one that moves, which is not tried yet
         self._weighing: Weighing | None = None
         self._begin(settle=self._refines and self._trials is None and not settled)
 
@@ -156,7 +159,7 @@ class Autopilot:
             self._trials = None
             planned = planned.noting(*trials.lines)
             self._say("\n".join(trials.lines))
-        self._adopt(planned, settle=trials.done and self._refines)
+        self._adopt(planned, settle=trials.done and trials.settles and self._refines)
         return True
 
     # ---- a plan is new -------------------------------------------------------------------------------------
@@ -198,6 +201,7 @@ class Autopilot:
         self._say(line)
         self._kinds = cost.seconds
         self._go_by(planned.noting(line), settle=False)
+        self._try_moves()
         return True
 
     # ---- what moves ----------------------------------------------------------------------------------------
@@ -218,9 +222,16 @@ class Autopilot:
             self.planned = planned
             return bool(new)  # for its file, which says why
         self._say(f"changing to {planned.name}: {planned.choice.words}")
-        self._trials = TriedMoves(before, planned) if worth_trying(self._asked) else None
-        self._adopt(planned, settle=self._refines and self._trials is None)
+        self._untried = before if worth_trying(self._asked) else None
+        self._adopt(planned, settle=self._refines)
+        self._try_moves()
         return True
+
+    def _try_moves(self) -> None:
+        """Compare what moves with the plan before it, once both are ordered by what was measured."""
+        if self._untried is not None and not self._settling:
+            self._trials = TriedMoves(self._untried, self.planned)
+            self._untried = None
 
     # ---- the tuner -----------------------------------------------------------------------------------------
 

@@ -78,6 +78,7 @@ class Tuning:
     ) -> None:
         assert config.tuner is not None, "plan.tuner is set"
         self._config, self._planned, self._kinds, self._control = config, planned, kinds, control
+        self._problem = planned.seeing(None).problem  # quick: the others wait
         self._times: list[float] = []
         self._tuner: Tuner | None = None
         if control.rank == 0:
@@ -85,7 +86,7 @@ class Tuning:
             sizes = SizeRange.of(tuple(chain(*reduced.kinds)))
             self._tuner = build_tuner(
                 config.tuner,
-                start_bytes=best_simulated(planned.problem, planned.choice, sizes, kinds),
+                start_bytes=best_simulated(self._problem, planned.choice, sizes, kinds),
                 sizes=sizes,
                 samples=config.samples,
                 seed=seed,
@@ -128,5 +129,5 @@ class Tuning:
             self._tuner.tell(self._samples[-1].size_bytes, self._samples[-1].seconds)
         best = self._tuner.best if len(self._samples) == self._config.samples else None
         size_bytes = self._tuner.ask() if best is None else best.size_bytes
-        plan = sized(self._planned.problem, self._planned.choice, size_bytes, self._kinds)
+        plan = sized(self._problem, self._planned.choice, size_bytes, self._kinds)
         return Turn(size_bytes=size_bytes, order=Order.of(plan), best=best)

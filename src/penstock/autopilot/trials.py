@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from statistics import median
+from typing import Final
 
 from penstock.autopilot.planned import Planned, Rival
 from penstock.plan.plan_config import DROPPED_STEPS
@@ -29,6 +30,9 @@ def worth_while(planned: Planned, steps: int) -> bool:
 
 class Trials:
     """Some plans in turns of `TRIAL_STEPS`; the first of them is in use already."""
+
+    settles: Final = True
+    """Whether the plan that is kept is still to be ordered by measured durations."""
 
     def __init__(self, planned: Planned) -> None:
         self._planned = planned

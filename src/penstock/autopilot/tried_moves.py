@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
+from typing import Final
 
 from penstock.autopilot.planned import Planned
 from penstock.autopilot.trials import MOST_SHARE, TRIAL_STEPS
@@ -23,7 +24,12 @@ def worth_trying(config: RunConfig) -> bool:
 
 
 class TriedMoves:
-    """Two plans in turns of `TRIAL_STEPS`: `new`, which is in use already, then `before`."""
+    """Two plans in turns of `TRIAL_STEPS`: `new`, which is in use already, then `before`.
+
+    Both are ordered by measured durations, where schedules are.
+    """
+
+    settles: Final = False
 
     def __init__(self, before: Planned, new: Planned) -> None:
         self._plans = (new, replace(before, plans=new.plans, lines=new.lines))
@@ -44,7 +50,8 @@ class TriedMoves:
         if not self.done:
             return self._plans[1]
         (kept_s, kept), (left_s, left) = self._ranked
-        tried, trial = _tried(left, left_s), _tried(kept, kept_s)
+        trial = OtherPlan(words=kept.choice.words, predicted_s=kept.predicted_s, measured_s=kept_s)
+        tried = OtherPlan(words=left.choice.words, predicted_s=self._like(kept, left), measured_s=left_s)
         others = [each for each in kept.others if each.words not in (tried.words, trial.words)]
         return replace(kept, trial=trial, others=(tried, *others)[:MOST_OTHERS])
 
@@ -59,6 +66,15 @@ class TriedMoves:
         way = "keeping" if kept is self._plans[0] else "going back to"
         return (f"tried for {TRIAL_STEPS} steps each: a step takes {times}: {way} {kept.name}",)
 
+    def _like(self, kept: Planned, left: Planned) -> float:
+        """The seconds that are predicted for `left`, by the routing that `kept` is predicted by."""
+        evidence = self._plans[0].problem.evidence
+        alike = [
+            replace(each, problem=replace(each.problem, evidence=evidence)).predicted_s
+            for each in (kept, left)
+        ]
+        return kept.predicted_s * alike[1] / alike[0]
+
     @property
     def _ranked(self) -> Sequence[tuple[float, Planned]]:
         """Both with what their steps took, the faster one first."""
@@ -68,8 +84,3 @@ class TriedMoves:
     def _medians(self) -> Sequence[float]:
         turns = (self._times[:TRIAL_STEPS], self._times[TRIAL_STEPS:])
         return [median(turn[DROPPED_STEPS:]) for turn in turns]
-
-
-def _tried(planned: Planned, seconds: float) -> OtherPlan:
-    words, predicted_s = planned.choice.words, planned.predicted_s
-    return OtherPlan(words=words, predicted_s=predicted_s, measured_s=seconds)

@@ -72,7 +72,8 @@ class Weighing:
         if verdict.choice is None or verdict.order is None:
             return noted.seeing(evidence)
         number, plan = planned.plans + 1, verdict.order.plan
-        another = replace(noted, choice=verdict.choice, plan=plan, number=number, plans=number)
+        # Other plans were priced by even routing, which cannot be compared.
+        another = replace(noted, choice=verdict.choice, plan=plan, number=number, plans=number, others=())
         return another.seeing(evidence)
 
 

@@ -17,7 +17,7 @@ from penstock.cli.paths import user_path
 from penstock.cli.plan import add_plan
 from penstock.cli.prepare import add_prepare
 from penstock.cli.report import add_report
-from penstock.cli.run import exit_code, parse, show_what_can_be
+from penstock.cli.run import exit_code, parse, replace_unencodable
 from penstock.config import ConfigError, expanded
 from penstock.decision.moving import ExpertMoves, SampleMoves
 from penstock.schedule import SCHEDULES
@@ -38,7 +38,7 @@ MOVED = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    show_what_can_be()
+    replace_unencodable()
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(_parser(), given)
     return exit_code(lambda: options.run(options, given))

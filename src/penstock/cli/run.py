@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.cli.failing import tell
-from penstock.config import ConfigError, OtherNameWarning
+from penstock.config import ConfigError, HintWarning
 from penstock.emulate import EmulationError, EmulationUnavailable
 from penstock.graph import ScheduleError
 
@@ -28,7 +28,7 @@ def parse(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Nam
     return options
 
 
-def show_what_can_be() -> None:
+def replace_unencodable() -> None:
     """Let a character that the terminal's encoding lacks be shown as a `?`: no command ends for it."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # standard error shows all of them without being told
         sys.stdout.reconfigure(errors="replace")
@@ -54,13 +54,13 @@ def exit_code(command: Callable[[], int]) -> int:
 
 @contextmanager
 def _telling_hints() -> Iterator[None]:
-    """Hints about settings go to stderr, once: other ranks read the same settings."""
+    """Hints go to stderr, once: other ranks read the same settings."""
     with warnings.catch_warnings():
-        warnings.simplefilter("always", OtherNameWarning)
+        warnings.simplefilter("always", HintWarning)
         usual = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
-            if not issubclass(category, OtherNameWarning):
+            if not issubclass(category, HintWarning):
                 usual(message, category, *rest, **more)
             elif _speaks():
                 print(f"penstock: {message}", file=sys.stderr)

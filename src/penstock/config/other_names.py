@@ -13,7 +13,11 @@ from typing import Any
 from penstock.config.error import ConfigError, dotted
 
 
-class OtherNameWarning(UserWarning):
+class HintWarning(UserWarning):
+    """What a command tells its user in a line of its own, once."""
+
+
+class OtherNameWarning(HintWarning):
     """A setting was given under another program's name for it."""
 
 

@@ -24,5 +24,7 @@ def test_a_record_of_an_earlier_version_knows_no_tokenizer(tmp_path: Path) -> No
         if version == 1:
             assert Record.read(tmp_path) == said
         else:
-            with pytest.raises(ConfigError, match="is of format 3, and this version of Penstock reads 2"):
+            with pytest.raises(
+                ConfigError, match="is of format 3, and this version of Penstock reads 1 and 2"
+            ):
                 Record.read(tmp_path)

@@ -51,7 +51,8 @@ class Record:
         if version == EARLIER_FORMAT:
             table.setdefault("tokenizer", None)
         elif version != FORMAT:
-            why = f"{folder} is of format {str(version)[:20]}, and this version of Penstock reads {FORMAT}"
+            known = f"{EARLIER_FORMAT} and {FORMAT}"
+            why = f"{folder} is of format {str(version)[:20]}, and this version of Penstock reads {known}"
             raise ConfigError("train.resume", True, why, "Continue with the version that wrote it.")
         kinds: dict[str, tuple[type, ...]] = {
             "step": (int,),
