@@ -108,7 +108,7 @@ class _RefuseBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:
         del ctx, grads
         raise ValueError(
-            "this loss was computed in evaluation mode, where no step runs by a schedule and ranks sum no "
+            "this loss was computed in evaluation mode, where nothing runs by the schedule and ranks sum no "
             "gradients: call model.train() before the forward pass (model.eval() and from_pretrained leave "
             "training mode), or put torch.no_grad() around what only evaluates"
         )
