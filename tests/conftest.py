@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -31,6 +33,8 @@ settings.register_profile(
 EXAMPLES = {"quick": 5, "test": 16, "soak": 400}
 """How often `make quick`, `make test` and `make soak` try a property; see also tests/support/draws.py."""
 
+ALL_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Draw as many examples as what was asked for, by its markers, has time for."""
@@ -38,6 +42,13 @@ def pytest_configure(config: pytest.Config) -> None:
     kind = "quick" if "not slow" in markers else "soak" if "soak or" in markers else "test"
     settings.register_profile(kind, settings.get_profile("penstock"), max_examples=EXAMPLES[kind])
     settings.load_profile(kind)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files alone of which every test is slow, where those are not wanted: importing takes seconds."""
+    if collection_path.suffix != ".py" or "not slow" not in config.getoption("markexpr"):
+        return None
+    return True if ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

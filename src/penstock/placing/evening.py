@@ -20,6 +20,9 @@ NEGLIGIBLE = 0.005
 EVEN = round(SPLIT * (1 + NEGLIGIBLE))
 """The limit of a hosting whose ranks are to compute alike."""
 
+HARMLESS = 1.001
+"""How much longer the present loads may take with guests in reserve: to more hosts rows have other ways."""
+
 PATIENCE = 4
 """Guests that may be added in a row without making the plan faster."""
 
@@ -87,16 +90,18 @@ def planned(problem: ExpertProblem) -> Hosting:
     time = best.split_seconds(limit)
     if layer_seconds(problem, none).total_s <= time.total_s:
         return none
-    _reserve(best, time)
-    return best.hosting(limit)
+    reserved = _reserved(best, time)
+    holds = reserved.split_seconds(limit).total_s <= HARMLESS * time.total_s
+    return (reserved if holds else best).hosting(limit)
 
 
-def _reserve(draft: Draft, time: LayerSeconds) -> None:
-    """Fill free slots as far as the schedule hides it, those of the least busy ranks first.
+def _reserved(best: Draft, time: LayerSeconds) -> Draft:
+    """The plan with free slots filled as far as the schedule hides it, those of the least busy ranks first.
 
     Rows are split by their own loads, so a guest for which there is nothing to do yet takes its share if its
     expert is hot in the next step.
     """
+    draft = best.copy()
     problem, costs, placement = draft.problem, draft.problem.costs, draft.problem.placement
     ways, experts_s = Ways(costs.links, copies_to(draft.guests, placement)), time.experts_s / 3
     for _ in range(problem.guest_slots):
@@ -108,6 +113,7 @@ def _reserve(draft: Draft, time: LayerSeconds) -> None:
             if exposed_s(costs, ways.with_one_more(*way), experts_s) <= time.weights_s:
                 draft.add(expert, rank)
                 ways.add(*way)
+    return draft
 
 
 def _most_urgent(draft: Draft, rank: int) -> int | None:
