@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import resource
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from penstock.topology import Layout
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack
 from penstock.train.config import RunConfig
 from penstock.train.update import build_update
+from tests.support.memory import give_back_what_is_freed
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.slow
@@ -46,16 +46,6 @@ WHOLE, MOMENTS, GRADIENTS = (
 
 def config_of(shares: tuple[str, ...]) -> RunConfig:
     return load(RunConfig, None, [*SETTINGS, *shares])
-
-
-MMAP_THRESHOLD, ARENA_MAX = -3, -8
-"""Of mallopt(3)."""
-
-
-def give_back_what_is_freed() -> None:
-    """Make the C library return every tensor's memory at once, so that what is measured is what is held."""
-    libc = ctypes.CDLL(None)
-    assert libc.mallopt(MMAP_THRESHOLD, 16384) == 1 and libc.mallopt(ARENA_MAX, 1) == 1
 
 
 def address_space(line: str) -> int:
