@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,26 +27,15 @@ from penstock.train.measuring import PLAN_DIGITS
 from penstock.train.metrics import StepMetrics, read_metrics
 from penstock.train.trainer import Trainer
 from penstock.words import milliseconds
+from tests.autopilot.runs import RANKS, SLOW_S, auto, on_slow_devices, run
 from tests.plan.problems import problem, with_sharing
 from tests.support.ranks import Pools
 from tests.support.runs import write_config
-from tests.support.training import Told, Watcher, folder_of, slow_attention, train_on
+from tests.support.training import Told, folder_of, slow_attention
 
 pytestmark = pytest.mark.slow
 
-RANKS = 2
-DRIFT_STEP, SLOW_S = 16, 0.15
-
-
-def run(ranks: Pools, folder: Path, *overrides: str, on_step: Watcher | None = None) -> list[Told]:
-    """A run of 8 steps unless told otherwise; its learning rate does not depend on their number."""
-    usual = ["train.steps=8", "optimizer.min_lr_ratio=1.0"]
-    return ranks(RANKS).run(train_on, RANKS, folder, [*usual, *overrides], on_step)
-
-
-def auto(folder: Path) -> tuple[str, ...]:
-    """Settings of a run that plans for the cluster file in its folder."""
-    return "plan.source=auto", f"plan.cluster={folder / 'cluster.json'}"
+DRIFT_STEP = 16
 
 
 def metrics(folder: Path) -> list[StepMetrics]:
@@ -144,8 +131,7 @@ def plans_by_its_slack(trainer: Trainer, step: int) -> None:
 def test_a_run_moves_experts_where_that_pays(ranks: Pools, given: Path, tmp_path: Path) -> None:
     """On devices so slow that a slightly busier rank counts; the losses stay those of a run without moves."""
     folder = folder_of(tmp_path, "run", RANKS)
-    file = ClusterFile.read(folder / "cluster.json")
-    replace(file, rates=replace(file.rates, flops_per_s=1e6), tasks=()).save(folder / "cluster.json")
+    on_slow_devices(folder)
     settings = "plan.trials=1", "plan.watch=false", "train.steps=24"
     told = run(ranks, folder, *auto(folder), *settings, on_step=plans_by_its_slack)
     assert told[0].plans == told[1].plans
@@ -153,56 +139,6 @@ def test_a_run_moves_experts_where_that_pays(ranks: Pools, given: Path, tmp_path
     assert "Experts  moving pays" in " ".join(paper.why) and "changing to plan 2: " in told[0].said
     assert paper.choice.guests in (1, 2) and paper.choice.experts != "none"
     assert losses(folder) == pytest.approx(losses(given)[:24], rel=1e-4)
-
-
-def slow_where(moves: bool, trainer: Trainer, step: int) -> None:
-    """From the second step on, attention waits in every step that plans guests, or in all others."""
-    if step == 1:
-        for block in trainer.stack.model.blocks:  # type: ignore[union-attr]  # a ModuleList
-            block.attention.register_forward_pre_hook(
-                lambda *_: time.sleep(SLOW_S if (trainer.stack.host.moving is not None) is moves else 0.0)
-            )
-
-
-def run_that_moves(ranks: Pools, folder: Path, *, slow: bool) -> tuple[list[Told], PlanFile]:
-    """A run whose prediction says that moving pays. slow: it takes longer than the prediction says."""
-    file = ClusterFile.read(folder / "cluster.json")
-    replace(file, rates=replace(file.rates, flops_per_s=1e6), tasks=()).save(folder / "cluster.json")
-    settings = "plan.trials=2", "plan.watch=false", "train.steps=120", "schedule.refine_after=4"
-    told = run(ranks, folder, *auto(folder), *settings, on_step=partial(slow_where, slow))
-    assert told[0].plans == told[1].plans
-    return told, PlanFile.read(folder / "run" / "plan.json")
-
-
-TRIED = r"changing to (plan \d+): .*\1 re-ordered .*tried for 6 steps each: .* by \1, .* by (plan \d+): "
-
-
-def test_a_run_in_which_moving_takes_longer_than_predicted_goes_back(ranks: Pools, tmp_path: Path) -> None:
-    """To the very plan that it had, in the order that was timed; its file knows what was tried."""
-    told, paper = run_that_moves(ranks, folder_of(tmp_path, "run", RANKS), slow=True)
-    said = " ".join(told[0].said.split())
-    tried = re.search(TRIED + r"going back to \2", said)
-    assert tried and tried.end() > said.rfind("re-ordered"), said
-    assert paper.choice.experts == "none" and paper.why[-1].endswith(f"going back to {tried[2]}")
-    assert any("experts move" in other.words and (other.measured_s or 0.0) > SLOW_S for other in paper.others)
-    last = told[0].plans[-1]
-    assert told[0].plans[-TRIAL_STEPS:] == [last] * TRIAL_STEPS and last in told[0].plans[: -2 * TRIAL_STEPS]
-
-
-def test_a_run_in_which_moving_is_as_fast_as_predicted_keeps_it(ranks: Pools, tmp_path: Path) -> None:
-    """Guests, none, and guests again, after which the run goes on as it was saved."""
-    folder = folder_of(tmp_path, "run", RANKS)
-    told, paper = run_that_moves(ranks, folder, slow=False)
-    said = " ".join(told[0].said.split())
-    assert (tried := re.search(TRIED + r"keeping \1", said)), said
-    assert paper.choice.guests > 0 and paper.why[-1].endswith(f"keeping {tried[1]}")
-    assert paper.trial_s is not None and paper.trial_s < SLOW_S
-    (before,) = paper.others
-    assert (before.measured_s or 0.0) > SLOW_S and "experts move" not in before.words
-    settings = "plan.trials=2", "plan.watch=false", "train.steps=124", "schedule.refine_after=4"
-    again = run(ranks, folder, *auto(folder), *settings, "train.resume=true")
-    assert set(again[0].plans) == {told[0].plans[-1]}
-    assert PlanFile.read(folder / "run" / "plan.json").choice == paper.choice
 
 
 def test_a_plan_file_runs_as_it_is(ranks: Pools, planned: tuple[Path, list[Told]], tmp_path: Path) -> None:

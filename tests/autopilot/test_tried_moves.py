@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import time
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +15,15 @@ from penstock.autopilot.trials import TRIAL_STEPS
 from penstock.autopilot.tried_moves import TriedMoves, worth_trying
 from penstock.config import load
 from penstock.decision import Decision
+from penstock.plan import PlanFile
 from penstock.plan.plan_config import DROPPED_STEPS
 from penstock.plan.plan_file import OtherPlan
 from penstock.train.config import RunConfig
+from penstock.train.trainer import Trainer
+from tests.autopilot.runs import RANKS, SLOW_S, auto, on_slow_devices, run
 from tests.plan.problems import problem
+from tests.support.ranks import Pools
+from tests.support.training import Told, folder_of
 
 EACH = problem()
 OLD, NEW = Decision(schedule="flowmoe"), Decision(schedule="sequential")
@@ -67,3 +76,55 @@ def test_else_the_one_before_comes_back_and_knows_of_it() -> None:
 )
 def test_only_runs_with_trials_that_gain_by_it_try_moves(settings: list[str], worth: bool) -> None:
     assert worth_trying(load(RunConfig, None, settings)) is worth
+
+
+# ---- on real ranks -----------------------------------------------------------------------------------------
+
+
+def slow_where(moves: bool, trainer: Trainer, step: int) -> None:
+    """From the second step on, attention waits in every step that plans guests, or in all others."""
+    if step == 1:
+        for block in trainer.stack.model.blocks:  # type: ignore[union-attr]  # a ModuleList
+            block.attention.register_forward_pre_hook(
+                lambda *_: time.sleep(SLOW_S if (trainer.stack.host.moving is not None) is moves else 0.0)
+            )
+
+
+def run_that_moves(ranks: Pools, folder: Path, *, slow: bool) -> tuple[list[Told], PlanFile]:
+    """A run whose prediction says that moving pays. slow: it takes longer than the prediction says."""
+    on_slow_devices(folder)
+    settings = "plan.trials=2", "plan.watch=false", "train.steps=120", "schedule.refine_after=4"
+    told = run(ranks, folder, *auto(folder), *settings, on_step=partial(slow_where, slow))
+    assert told[0].plans == told[1].plans
+    return told, PlanFile.read(folder / "run" / "plan.json")
+
+
+TRIED = r"changing to (plan \d+): .*\1 re-ordered .*tried for 6 steps each: .* by \1, .* by (plan \d+): "
+
+
+def test_a_run_in_which_moving_takes_longer_than_predicted_goes_back(ranks: Pools, tmp_path: Path) -> None:
+    """To the very plan that it had, in the order that was timed; its file knows what was tried."""
+    told, paper = run_that_moves(ranks, folder_of(tmp_path, "run", RANKS), slow=True)
+    said = " ".join(told[0].said.split())
+    tried = re.search(TRIED + r"going back to \2", said)
+    assert tried and tried.end() > said.rfind("re-ordered"), said
+    assert paper.choice.experts == "none" and paper.why[-1].endswith(f"going back to {tried[2]}")
+    assert any("experts move" in other.words and (other.measured_s or 0.0) > SLOW_S for other in paper.others)
+    last = told[0].plans[-1]
+    assert told[0].plans[-TRIAL_STEPS:] == [last] * TRIAL_STEPS and last in told[0].plans[: -2 * TRIAL_STEPS]
+
+
+def test_a_run_in_which_moving_is_as_fast_as_predicted_keeps_it(ranks: Pools, tmp_path: Path) -> None:
+    """Guests, none, and guests again, after which the run goes on as it was saved."""
+    folder = folder_of(tmp_path, "run", RANKS)
+    told, paper = run_that_moves(ranks, folder, slow=False)
+    said = " ".join(told[0].said.split())
+    assert (tried := re.search(TRIED + r"keeping \1", said)), said
+    assert paper.choice.guests > 0 and paper.why[-1].endswith(f"keeping {tried[1]}")
+    assert paper.trial_s is not None and paper.trial_s < SLOW_S
+    (before,) = paper.others
+    assert (before.measured_s or 0.0) > SLOW_S and "experts move" not in before.words
+    settings = "plan.trials=2", "plan.watch=false", "train.steps=124", "schedule.refine_after=4"
+    again = run(ranks, folder, *auto(folder), *settings, "train.resume=true")
+    assert set(again[0].plans) == {told[0].plans[-1]}
+    assert PlanFile.read(folder / "run" / "plan.json").choice == paper.choice

@@ -97,7 +97,7 @@ def _forward(plain: Any) -> Callable[..., Any]:
 
 
 class _RefuseBackward(torch.autograd.Function):
-    """The same number, whose gradient nobody gets."""
+    """The same loss, through which no gradient can be taken."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, asks: Tensor) -> Tensor:

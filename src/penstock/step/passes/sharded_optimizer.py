@@ -43,9 +43,8 @@ class ShardedOptimizer:
         scatters = [task for task in graph.tasks if task.op in BY_SCATTER]
         if not scatters:
             return graph
-        gathered = [task for task in scatters if self._gathered(task)]
-        first = [task for task in gathered if _begins(task)]
-        gathers = [_gather(task) for task in gathered if task not in first]
+        first = [_gather_at_once(task) for task in scatters if _begins(task)]
+        gathers = [_gather(task) for task in scatters if self._gathered(task) and not _begins(task)]
         norm = Task(
             Name(0, Op.NORM, Phase.BACKWARD),
             Lane.INTER,
@@ -53,9 +52,9 @@ class ShardedOptimizer:
             {"gradients": tuple(task.name for task in scatters)},
             reads=tuple(dict.fromkeys(state for task in scatters for state in task.writes)),
         )
-        updated = [*first, *(task for task in scatters if task not in first)]
-        updates = [self._update(task, norm) for task in updated]
-        return Graph.of([*_gathered_first(graph, gathers), norm, *updates, *map(_gather_at_once, first)])
+        scatters.sort(key=lambda task: not _begins(task))  # what others wait for is updated first
+        updates = [self._update(task, norm) for task in scatters]
+        return Graph.of([*_gathered_first(graph, gathers), norm, *updates, *first])
 
     def _gathered(self, scatter: Task) -> bool:
         return self.replicas or scatter.op != Op.EXPERT_SCATTER
