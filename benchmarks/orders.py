@@ -21,7 +21,7 @@ from penstock.cost import ClusterConfig, Workload
 from penstock.decision import Decision
 from penstock.graph import Graph
 from penstock.plan import Candidate, Problem, evaluate, find_plan
-from penstock.plan.drafts import DRAFTED, Drafts
+from penstock.plan.drafts import DRAFTED, ROUNDS, Drafts
 from penstock.plan.effort import Meter
 from penstock.plan.space import space
 from penstock.schedule import SCHEDULES, Cost, Schedule
@@ -82,7 +82,7 @@ def _asking(priority: Any) -> Decision:
 
 ORDERS: Final = {
     "the better of two rules": _by_rule,
-    "a short search": lambda graph, cost: OWN.draft(graph, cost, _asking("search")),
+    "a short search": lambda graph, cost: OWN.draft(graph, cost, _asking("search"), ROUNDS[-1][1]),
     "a full search": lambda graph, cost: OWN.order(graph, cost, _asking("search")),
 }
 

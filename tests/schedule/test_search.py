@@ -102,6 +102,19 @@ def test_a_board_can_be_played_again(graph: Graph, seed: int) -> None:
     assert board.play(keys) == board.play(keys)
 
 
+@given(st.data(), graphs(), seeds, st.floats(0.5, 1.5))
+def test_a_board_gives_up_only_what_takes_longer(
+    data: st.DataObject, graph: Graph, seed: int, part: float
+) -> None:
+    board = Board(graph, seconds_of(graph, random_seconds(graph, seed).__getitem__))
+    keys = data.draw(key_lists(graph))
+    played = board.play(keys)
+    below = board.play_below(keys, part * played.seconds)
+    assert below == played or (below is None and part < 1)
+    assert board.play_below(keys, played.seconds) == played
+    assert board.play_below(keys, 0.99 * max(board.work_s)) is None, "a lane has more work than that"
+
+
 # ---- all tasks in a row ------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,8 @@ from penstock.step import StepShape, build_graph
 from penstock.step.passes.gradient_pieces import reductions
 from penstock.step.plain import statistics
 
+USUAL = Decision()
+
 Half = tuple[bool, Lane]
 """Forward or not, and the lane."""
 
@@ -72,10 +74,11 @@ class QuickBounds:
         return other
 
     def seconds(self, choice: Decision) -> float:
-        """No order of this cut takes less."""
-        if choice not in self._known_seconds:
-            self._known_seconds[choice] = self._seconds(choice)
-        return self._known_seconds[choice]
+        """No order of this cut takes less, so rules for orders make no difference."""
+        cut = replace(choice, priority=USUAL.priority)
+        if cut not in self._known_seconds:
+            self._known_seconds[cut] = self._seconds(cut)
+        return self._known_seconds[cut]
 
     def _seconds(self, choice: Decision) -> float:
         problem, counts = self._few, self._counts

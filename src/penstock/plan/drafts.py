@@ -2,14 +2,14 @@
 
 A rule orders some cuts nearly as well as can be and others badly, so the best cut by rules is often not the
 best one once all are ordered well. Searching for the order of every cut in full would take too long. So rules
-only say which cuts get a short search, and short searches say which get a full one (successive halving:
-Jamieson and Talwalkar, Non-stochastic Best Arm Identification, 2016).
+only say which cuts get a very short search, these which get a longer one, and these which get a full one
+(successive halving: Jamieson and Talwalkar, Non-stochastic Best Arm Identification, 2016).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.decision import Decision
@@ -19,17 +19,22 @@ from penstock.plan.predict import predict_s
 from penstock.plan.problem import Problem
 from penstock.schedule import SCHEDULES
 
-DRAFTED = 20
+ROUNDS = ((20, 80), (5, 20))
+"""Of every round how many cuts it searches, the best ones of the round before, and the part of a full search
+that each of them gets."""
+
+DRAFTED = ROUNDS[0][0]
 """Cuts that get a short search, each time that orders are searched."""
 
 
 @dataclass
 class Drafts:
-    """Seconds of cuts in the order that a short search finds."""
+    """Seconds of cuts in the order that short searches find: of each the longest that it had."""
 
     problem: Problem
     meter: Meter
     seconds: dict[Decision, float] = field(default_factory=dict)
+    parts: dict[Decision, int] = field(default_factory=dict)
 
     def ranked(self, candidates: Mapping[Decision, Candidate]) -> list[Decision]:
         """The most promising cuts, best first, each with the order `search`; all is charged to the meter.
@@ -43,17 +48,25 @@ class Drafts:
         for each in found:
             if _by_rule(each.choice) and each.bound.seconds < best_s:
                 ruled.setdefault(replace(each.choice, priority="search"), each)
-        for choice in list(ruled)[:DRAFTED]:
-            if choice not in self.seconds:
-                self.seconds[choice] = self._draft_s(choice, ruled[choice])
-        drafted = [choice for choice in ruled if choice in self.seconds]  # equal ones as rules rank them
-        return sorted(drafted, key=lambda choice: self.seconds[choice])
+        drafted = list(ruled)
+        for cuts, part in ROUNDS:
+            for choice in drafted[:cuts]:
+                if self.parts.get(choice, math.inf) > part:
+                    self.seconds[choice] = self._draft_s(choice, ruled[choice], part)
+                    self.parts[choice] = part
+            drafted = self._best(drafted)
+        return drafted
 
-    def _draft_s(self, choice: Decision, ruled: Candidate) -> float:
+    def _best(self, choices: Sequence[Decision]) -> list[Decision]:
+        """Those that had a search, best first; equal ones as they stand."""
+        return sorted((each for each in choices if each in self.seconds), key=self.seconds.__getitem__)
+
+    def _draft_s(self, choice: Decision, ruled: Candidate, part: int) -> float:
         self.meter.check()
         plan, problem = ruled.plan, self.problem
-        order = SCHEDULES[choice.schedule].draft(plan.graph, problem.cost(choice, plan.shape), choice)
-        self.meter.note_draft(problem, len(plan.graph.tasks))
+        schedule = SCHEDULES[choice.schedule]
+        order = schedule.draft(plan.graph, problem.cost(choice, plan.shape), choice, part)
+        self.meter.note_draft(problem, len(plan.graph.tasks), part)
         return predict_s(problem, choice, replace(plan, schedule=order))
 
 

@@ -10,7 +10,7 @@ from penstock.config import ConfigError, Items, Within, check_bounds
 from penstock.decision import Decision
 from penstock.plan.predict import timelines
 from penstock.plan.problem import Problem
-from penstock.schedule.penstock import DRAFT, trials
+from penstock.schedule.penstock import trials
 from penstock.words import counted
 
 Effort = Literal["low", "usual"]
@@ -102,9 +102,10 @@ class Meter:
         if choice.reads("priority") and choice.priority == "search":
             self.spent += tasks * trials(tasks) // QUICK
 
-    def note_draft(self, problem: Problem, tasks: int) -> None:
-        """Count a short search for an order, and the simulation of what it found. tasks: in the graph."""
-        self.spent += tasks * (timelines(problem) + trials(tasks) // DRAFT // QUICK)
+    def note_draft(self, problem: Problem, tasks: int, part: int) -> None:
+        """Count 1/part of a full search for an order, and the simulation of what it found. tasks: in the
+        graph."""
+        self.spent += tasks * (timelines(problem) + trials(tasks) // part // QUICK)
 
     def note_planner(self) -> None:
         """A published planner has made its choice."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf
 
 from penstock.graph import Graph, Lane, Task
 
 Keys = list[float]
 """A priority for every task of the graph by its position; the smallest that is ready on a lane starts."""
+
+ROUNDING = 1e-9
+"""Sums of the same seconds in another order differ by less than this part of them."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +33,20 @@ class Board:
         self.lane = [lanes[task.lane] for task in graph.tasks]
         self.readers = graph.readers_at
         self.needs = [len(needs) for needs in graph.links]
+        self.work_s = [0.0 for _ in Lane]
+        for task, lane in enumerate(self.lane):
+            self.work_s[lane] += seconds[task]
 
     def play(self, keys: Keys) -> Found:
         """The list scheduler: an idle lane starts its ready task with the smallest key at once."""
+        found = self.play_below(keys, inf)
+        assert found is not None, "every order takes less than for ever"
+        return found
+
+    def play_below(self, keys: Keys, most_s: float) -> Found | None:
+        """The same; None as soon as a lane has too much work left to end by `most_s`."""
         missing, lane_of, readers, seconds = self.needs.copy(), self.lane, self.readers, self.seconds
+        latest_s = [most_s * (1 + ROUNDING) - work_s for work_s in self.work_s]
         ready: list[list[tuple[float, int]]] = [[] for _ in Lane]
         orders: tuple[list[int], ...] = tuple([] for _ in Lane)
         idle, now_s = [True for _ in Lane], 0.0
@@ -43,9 +57,12 @@ class Board:
         while True:
             for lane, queue in enumerate(ready):
                 if queue and idle[lane]:
+                    if now_s > latest_s[lane]:
+                        return None
                     task = heappop(queue)[1]
                     idle[lane] = False
                     orders[lane].append(task)
+                    latest_s[lane] += seconds[task]
                     heappush(running, (now_s + seconds[task], task))
             if not running:
                 return Found(now_s, orders)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 
@@ -34,7 +35,7 @@ class Timed:
     starts_s: list[float]
     ends_s: list[float]
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         return max(self.ends_s)
 

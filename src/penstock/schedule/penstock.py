@@ -16,8 +16,6 @@ from penstock.step import StepShape
 
 LEAST_TRIALS, MOST_TRIALS, MOST_PLACEMENTS = 120, 7500, 1_500_000
 APART = (0, 1, 2, 4, 8)
-DRAFT = 20
-"""A draft of an order takes this part of a full search's trials."""
 
 
 class Penstock(FlowMoE):
@@ -58,10 +56,10 @@ class Penstock(FlowMoE):
             return freeze(self.name, graph, cost, all_to_all_first)
         return search(self.name, graph, cost, _starts(graph, cost), trials(len(graph.tasks)))
 
-    def draft(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
+    def draft(self, graph: Graph, cost: Cost, choice: Decision, part: int) -> Schedule:
         if choice.priority != "search":
             return self.order(graph, cost, choice)
-        return search(self.name, graph, cost, _starts(graph, cost), trials(len(graph.tasks)) // DRAFT)
+        return search(self.name, graph, cost, _starts(graph, cost), trials(len(graph.tasks)) // part)
 
 
 def trials(tasks: int) -> int:

@@ -65,8 +65,8 @@ def _prioritise(graph: Graph, board: Board, starts: Iterable[Keys], plays: int, 
     kinds, step_s = _kinds(graph), 2 * sum(board.seconds) / len(board.seconds)
     for _ in range(plays):
         moved = _move(keys, kinds, step_s, rng)
-        found = board.play(moved)
-        if found.seconds <= best.seconds:  # an equal one is taken too: it may lead on
+        found = board.play_below(moved, best.seconds)
+        if found is not None and found.seconds <= best.seconds:  # an equal one is taken too: it may lead on
             best, keys = found, moved
     return best
 

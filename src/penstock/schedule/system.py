@@ -44,8 +44,8 @@ class System(ABC):
     def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
         """The order rule, frozen."""
 
-    def draft(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
-        """An order about as good for a fraction of the work, where `order` takes long: to compare cuts by."""
+    def draft(self, graph: Graph, cost: Cost, choice: Decision, part: int) -> Schedule:  # noqa: ARG002
+        """An order nearly as good for about 1/part of the work, where `order` takes long: to compare cuts."""
         return self.order(graph, cost, choice)
 
 

@@ -129,13 +129,14 @@ def build_graph(shape: StepShape) -> Graph:
     )
     passes = in_order((*passes_of(shape), *shape.more))
     early = tuple(each for each in passes if each.stage < Stage.GRADIENTS)
-    graph = apply(_cut(plain, early), passes[len(early) :]).check()
+    graph = apply(_rewritten(plain, early), passes[len(early) :]).check()
     if shape.more:
         check_complete(graph, shape)
     return graph
 
 
-@lru_cache(maxsize=64)
-def _cut(plain: PlainStep, passes: tuple[Pass, ...]) -> Graph:
-    """A step without reductions. A search tries each with many sizes of their pieces."""
-    return apply(plain.graph(), passes)
+@lru_cache(maxsize=128)
+def _rewritten(plain: PlainStep, passes: tuple[Pass, ...]) -> Graph:
+    """A step without reductions. A search tries each with many sizes of their pieces, and many numbers of
+    chunks in a step that is the same up to there."""
+    return apply(_rewritten(plain, passes[:-1]), passes[-1:]) if passes else plain.graph()

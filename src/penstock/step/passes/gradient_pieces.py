@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from penstock.graph import Cut, Graph, Lane, Name, Phase, Task
 from penstock.ops.sums import REDUCTIONS, SCATTERS
@@ -70,7 +71,8 @@ def reductions(
     return found
 
 
-def last_to_add(graph: Graph) -> dict[str, list[Name]]:
+@lru_cache(maxsize=8)
+def last_to_add(graph: Graph) -> Mapping[str, Sequence[Name]]:
     """For every buffer the tasks that add to it and after which, in their layer, no other does."""
     begin = next((i for i, task in enumerate(graph.tasks) if task.accumulates), len(graph.tasks))
     followed: dict[Name, set[str]] = defaultdict(set)
