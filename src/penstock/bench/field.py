@@ -190,7 +190,7 @@ def _profiled(stacks: Stacks, say: Callable[[str], None]) -> Problem:
 
 def chosen(problem: Problem, control: Control) -> FoundPlan:
     """Return the result of the joint search, equal on all ranks, which must call this together."""
-    mine = find_plan(problem) if control.rank == 0 else None  # ranks have few cores to search with
+    mine = find_plan(problem) if control.rank == 0 else None  # a core each: two searches take longer
     found = control.gather(mine, "waiting for rank 0 to choose a plan")[0]
     assert found is not None, "rank 0 has searched"
     return found

@@ -1,4 +1,4 @@
-"""Whether the parts of a layer fit together."""
+"""Checks that the parts of a layer fit together."""
 
 from __future__ import annotations
 

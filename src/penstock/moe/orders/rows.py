@@ -90,11 +90,11 @@ class RowPlan:
         )
 
     def take(self, x_TM: Tensor) -> Tensor:
-        """Order: return the token of every row, zeros in padding, [R, M]."""
+        """Order rows: return the token of every row, zeros in padding, [R, M]."""
         return _Take.apply(x_TM, self)  # type: ignore[no-any-return]  # apply is untyped in torch
 
     def give(self, rows_RM: Tensor, weights: Tensor | None) -> Tensor:
-        """Un-order: return every token's rows, weighted and summed, [T, M]; padding is never read.
+        """Un-order rows: return every token's rows, weighted and summed, [T, M]; padding is never read.
 
         weights: None means 1 for all.
         """
