@@ -70,7 +70,7 @@ class FSMoE(System):
 
 
 def next_gap(moe_layers: tuple[bool, ...], all_reduce_bytes: tuple[int, ...]) -> Partition:
-    """Every layer's gradients in one portion, in the gap of the next MoE layer below, else at the tail."""
+    """Return each layer's gradients in one portion, in the next MoE layer's gap below, or at the tail."""
     portions, slot = [], TAIL
     for layer, size in enumerate(all_reduce_bytes):
         portions.append((Portion(size_bytes=size, slot=slot),) if size else ())
@@ -80,7 +80,7 @@ def next_gap(moe_layers: tuple[bool, ...], all_reduce_bytes: tuple[int, ...]) ->
 
 
 def _as_cut(graph: Graph) -> Partition:
-    """The partition by which the gradients of a graph were cut, where no other was given."""
+    """Return the partition by which a graph's gradients were cut, where no other was given."""
     layers = 1 + max(task.layer for task in graph.tasks)
     size = {task.layer: sum(task.cut.parts) for task in graph.tasks if reduced(task.op) == Op.ALL_REDUCE}
     chunked = {task.layer for task in graph.tasks if task.chunk is not None}
@@ -89,7 +89,7 @@ def _as_cut(graph: Graph) -> Partition:
 
 
 def _gaps(graph: Graph, partition: Partition) -> dict[Slot, list[Task]]:
-    """Which reductions go into which gap, higher layers first."""
+    """Return the reductions in each gap, higher layers first."""
     gaps: dict[Slot, list[Task]] = {}
     replicated = {(t.layer, t.piece): t for t in graph.tasks if reduced(t.op) == Op.ALL_REDUCE}
     for layer in reversed(range(len(partition.portions))):
