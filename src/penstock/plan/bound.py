@@ -84,7 +84,7 @@ class QuickBounds:
 
     def _seconds(self, choice: Decision) -> float:
         problem, counts = self._few, self._counts
-        if choice.partition is not None:  # says for every single layer where its gradients go
+        if choice.partition is not None:  # a partition places every single layer's gradients
             problem, counts = self._problem, (1,) * self._problem.shape.num_layers
         cut = problem.cut(choice)
         parts = {is_moe: self._parts(choice, cut, is_moe) for is_moe in self._moe_counts}

@@ -48,7 +48,7 @@ def evaluate(problem: Problem, choice: Decision) -> Candidate:
     """Order, simulate and bound one choice. Raises ConfigError if a task takes no finite time."""
     plan = problem.plan(choice)
     least = bound(problem, choice, plan)
-    predicted_s = max(least.seconds, predict_s(problem, choice, plan))  # scatter may shorten, too
+    predicted_s = max(least.seconds, predict_s(problem, choice, plan))  # scatter may also shorten a step
     if not 0 < predicted_s < math.inf:
         raise impossible(problem, choice, plan, predicted_s)
     return Candidate(

@@ -97,7 +97,7 @@ def weigh(
     samples = price(_moving_samples(problem, still.choice))
     experts = price(_moving_experts(problem, still.choice))
     _note_what_stays(problem, still.choice, samples, experts)
-    most = math.inf if memory is None else max(memory.bytes, still.memory_bytes)  # what runs fits
+    most = math.inf if memory is None else max(memory.bytes, still.memory_bytes)  # the present plan fits
     alone = [_least(fit) for each in (samples, experts) if (fit := _usable(each.found, most))]
     both = price(_joined(alone)) if len(alone) > 1 else _Priced()
     best = _least([still, *(each for some in (samples, experts, both) for each in _usable(some.found, most))])
