@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from penstock.config import UNSET, ConfigError, open_regular, shorten
 
-if TYPE_CHECKING:  # plans are made without loading it
+if TYPE_CHECKING:  # planning does without matplotlib
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage

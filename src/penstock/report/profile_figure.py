@@ -12,7 +12,7 @@ from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import Fit, LinkModel
 from penstock.report.profile import alike, link_name
 
-if TYPE_CHECKING:  # plans are made without loading it
+if TYPE_CHECKING:  # planning does without matplotlib
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
