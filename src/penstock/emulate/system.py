@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 NAMESPACES: Final = Path("/run/netns")  # where `ip netns` keeps the names
 HOSTS: Final = Path("/etc/hosts")
-OWN_FILES: Final = Path("/etc/netns")  # `ip netns exec` lays what is there for a namespace over /etc
+OWN_FILES: Final = Path("/etc/netns")  # `ip netns exec` mounts a namespace's files here over /etc
 CLONE_NEWNS: Final = 0x00020000  # from <linux/sched.h>
 CLONE_NEWNET: Final = 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18  # from <linux/mount.h>

@@ -163,7 +163,7 @@ class Draft:
             positions = [_position(plain, host, expert) for host in self.hosts[expert]]
             for rank, flows in enumerate(flows_PP[:, self.hosts[expert]].tolist()):
                 if rank in self.hosts[expert] and not sum(flows):
-                    continue  # a later row is computed where it starts
+                    continue  # any later row is computed where it starts
                 parts = apportioned(flows if sum(flows) else self.rows[expert])
                 splits[rank][expert] = tuple(
                     Part(position, share) for position, share in zip(positions, parts, strict=True) if share

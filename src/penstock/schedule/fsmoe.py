@@ -19,7 +19,7 @@ class FSMoE(System):
     """Chunks inside the MoE layer, a different number in the backward pass, and gradients in the gaps there.
 
     Where ranks of a node share experts, rows cross nodes once (D, C) and meet all shards inside the node
-    (XG, XS): chunks are under way on both networks while another is computed. All gathers stand before any
+    (XG, XS): chunks are in transit on both networks while another is computed. All gathers come before any
     scatter, as in the published issue order. Gradients are reduced between the two groups of all-to-alls of a
     lower MoE layer, where experts leave the network between nodes idle, and under attention (Section 4 of the
     paper). `partition` decides which bytes go into which gap; by default all of a layer's go into the first

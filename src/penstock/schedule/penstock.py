@@ -21,10 +21,10 @@ APART = (0, 1, 2, 4, 8)
 class Penstock(FlowMoE):
     """FlowMoE's pieces, and experts' weight gradients (W) as tasks that fill gaps of the compute lane.
 
-    `priority` says by which rule; `search` begins with the others and improves on the best. The first of them
-    is `the longest chain of work behind it goes first`. Nothing waits for a W, so it runs where the compute
-    lane would wait for the network, and the last ones run under the last all-reduce, which no other schedule
-    can hide.
+    `priority` selects the rule of the order; `search` begins with the other rules and improves on the best.
+    By the first of these, the task with the longest chain of work after it goes first. Nothing waits for a W,
+    so it runs where the compute lane would wait for the network, and the last ones run under the last
+    all-reduce, which no other schedule can hide.
 
     penstock: one column = one slot, · = idle
     forward
