@@ -68,7 +68,7 @@ class Workload:
     num_experts is the total; capacity_factor None means dropless (even routing is assumed for cost).
     expert_matrices: 2 for GELU experts, 3 for SwiGLU. element_bytes: of activations on the wire.
     slots_per_sample: rows of each sample at each expert where that is fixed (SoftMoE); 0 = it is not.
-    wire_row_bytes: bytes of a row under way, where it is not a hidden state as it is; none = as it is.
+    wire_row_bytes: bytes of a row in transit, where it is not a plain hidden state; none = a plain one.
     coded: whether encoding and decoding rows is not part of what tasks were measured to take.
     one_copy_per_rank: one row serves all of a token's experts on a rank. expert_groups: how many groups of
     experts there are, and how many of them a token may use; none = it may use all.

@@ -60,7 +60,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, x_BLM: Tensor, documents_BL: Tensor | None = None) -> Tensor:
-        """Attend.
+        """Attend to the tokens of a sample up to each one.
 
         documents_BL: where every token's document begins; tokens attend to their own document alone.
         """
