@@ -294,7 +294,7 @@ def _host_store(address: str) -> TCPStore:
     reaches it at the loopback address, which has a name on every machine: torch warns of addresses that have
     none.
     """
-    # torch.distributed has it as well, but hides it from type checkers.
+    # torch.distributed exports it as well, but hides it from type checkers.
     from torch._C._distributed_c10d import TCPStore
 
     listener = socket.create_server((address, 0), backlog=1024)
