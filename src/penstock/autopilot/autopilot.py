@@ -221,7 +221,7 @@ class Autopilot:
             self._say("\n".join(new))
         if planned.choice == before.choice:
             self.planned = planned
-            return bool(new)  # for its file, which says why
+            return bool(new)  # so that the plan's file explains the choice
         self._say(f"changing to {planned.name}: {planned.choice.words}")
         self._untried = before if worth_trying(self._asked) else None
         self._adopt(planned, settle=self._refines)

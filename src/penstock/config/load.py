@@ -214,7 +214,7 @@ def _convert_items(tp: Any, value: object, key: str) -> tuple[Any, ...]:
 
 
 def _convert_plain(tp: Any, value: object, key: str) -> object:
-    # The exact type is compared, because Python's bool is an int, and `steps = true` is a mistake.
+    # The exact type is compared because Python's bool is an int, and `steps = true` is a mistake.
     if type(value) not in PLAIN[tp].accepts:
         raise ConfigError(key, value, expected(tp), f"For example {key}={example(tp)}.")
     if isinstance(value, str):

@@ -166,7 +166,7 @@ class _Doctor:
     # ---- folders -------------------------------------------------------------------------------------------
 
     def _shared(self) -> dict[str, tuple[int, ...]]:
-        """Return, by folder, who sees a file that the reference rank makes there, or in its parent."""
+        """Return, by folder, who sees a file that the reference rank makes in it or its nearest parent."""
         marks: dict[str, str] = {}
         made = []
         if self._leads:

@@ -79,7 +79,7 @@ class Meeting:
         return found
 
     def close(self, ranks: Sequence[int]) -> None:
-        """Say goodbye; the rank that may serve the store waits a little until these ranks have done so."""
+        """Leave the meeting; the rank that may serve the store waits a little until these ranks have left."""
         self.leave("bye", {})
         if self.rank == 0:
             self.hear("bye", ranks, time.monotonic() + LEAVE_S)

@@ -48,7 +48,7 @@ def critical_path(
         if (ahead := before.get((last.rank, last.task))) is not None:
             awaited.append(ahead)
         previous = max(awaited, key=lambda record: record.end_s, default=None)
-        free_s = 0.0 if previous is None else max(previous.end_s, 0.0)  # before 0 only by a clock's error
+        free_s = 0.0 if previous is None else max(previous.end_s, 0.0)  # a time before 0 is a clock's error
         start_s = min(max(last.start_s, free_s), end_s)  # what overlaps, by a clock's error, counts once
         free_s = min(free_s, start_s)
         chain.append(

@@ -161,7 +161,7 @@ class Checkpoints:
         others = {path.name: digest_of(path) for path in work.iterdir() if path.name not in digests}
         write_sums(work, {**digests, **others})
         make_durable(work)
-        if os.path.lexists(final):  # aside first: at every moment the old one or the new one is there
+        if os.path.lexists(final):  # moved aside first: at every moment the old one or the new one exists
             final.rename(self.folder / f"{UNFINISHED}{final.name}")
         work.rename(final)
         make_durable(self.folder)
@@ -382,5 +382,5 @@ def _misfits(state: Mapping[str, AnyHeld], saved: Mapping[str, Entry], everyone:
         elif entry.dtype != held.stand_in.dtype:
             yield f"{name} has numbers of type {entry.dtype} there and {held.stand_in.dtype} here"
     for name in saved.keys() - everyone:
-        if not name.startswith(OPTIONAL):  # of a rank that this run does not have
+        if not name.startswith(OPTIONAL):  # these belong to ranks that this run lacks
             yield f"{name} exists there and not here"

@@ -105,7 +105,7 @@ class RunConfig:
         if preset is not None:
             check_name("model.preset", preset, PRESETS, "published model")
         samples = self.data.batch_per_device
-        given = self.plan.source == GIVEN  # else what section [schedule] says is not used
+        given = self.plan.source == GIVEN  # otherwise section [schedule] is not used
         if given and self.schedule.reads("microbatches") and self.schedule.microbatches > samples:
             why = f"data.batch_per_device = {samples} samples cannot be cut into more pieces than samples"
             key = "schedule.microbatches"

@@ -220,7 +220,7 @@ class _Ranks:
             rank: _is_stopped(self.processes[rank].pid) for rank in self.culprits() if rank in running
         }
         if not self.silent and running and all(_is_stopped(self.processes[rank].pid) for rank in running):
-            self.silent = dict.fromkeys(running, True)  # no rank is left to say so
+            self.silent = dict.fromkeys(running, True)  # no rank is left to report it
         for rank in self.silent:
             self.stopped.add(rank)
             self.processes[rank].kill()
@@ -329,7 +329,7 @@ def _shared_environ(
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to our store instead of hosting its own
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to this store instead of hosting its own
         "PENSTOCK_LAUNCHED": "1",
         "PYTHONUNBUFFERED": "1",
     }
@@ -350,7 +350,7 @@ def _die_with_parent(parent: int) -> Callable[[], None] | None:
     def ask_for_signal() -> None:
         if prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "the kernel refuses PR_SET_PDEATHSIG")
-        if os.getppid() != parent:  # it died before we asked
+        if os.getppid() != parent:  # the parent died before the kernel was asked
             os._exit(1)
 
     return ask_for_signal

@@ -21,7 +21,7 @@ MOST_KEPT = 256
 
 
 def with_loads(metrics: StepMetrics, stack: PipelinedStack) -> StepMetrics:
-    """Add how even the step's loads were, as far as they were gathered. All ranks call it."""
+    """Return the metrics with how even the step's loads were, if they were gathered. All ranks call it."""
     loads_PYE, layout = stack.loads.last, stack.machinery.layout
     if loads_PYE is None:
         return metrics
@@ -83,7 +83,7 @@ class LoadBook:
 
     @staticmethod
     def resumed(folder: Path, done: int) -> LoadBook:
-        """Return what an earlier start kept of `done` steps. Raises ConfigError for a damaged file."""
+        """Return what an earlier start kept of steps up to `done`. Raises ConfigError for a damaged file."""
         book, path = LoadBook(), folder / NUMBERS
         if done and path.exists():
             course = LoadCourse.read(path)

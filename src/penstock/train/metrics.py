@@ -215,7 +215,7 @@ def _from_json(key: str, value: Any) -> Any:
     if value is None:
         return None if key in OPTIONAL else math.nan
     if key in WHOLE:
-        return operator.index(value)  # refuses what is not an integer
+        return operator.index(value)  # rejects anything but integers
     if key == "skipped":
         return bool(value)
     if key in BY_LAYER:
@@ -227,7 +227,7 @@ def _to_line(metrics: StepMetrics) -> str:
     record = {
         key: _to_json(value)
         for key, value in asdict(metrics).items()
-        if value is not None or key not in OPTIONAL - {"eval_loss"}  # what the run does not have
+        if value is not None or key not in OPTIONAL - {"eval_loss"}  # fields that the run lacks are left out
     }
     return json.dumps(record, allow_nan=False) + "\n"
 

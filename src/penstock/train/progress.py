@@ -159,7 +159,7 @@ class _LiveLine:
             console=self._console,
             expand=True,
             refresh_per_second=4,  # drawn by a thread that takes time from training
-            redirect_stdout=False,  # what is printed there must not end up on standard error
+            redirect_stdout=False,  # printed results must not end up on standard error
         )
         self._task = self._bar.add_task("", total=total_steps)
 

@@ -73,7 +73,7 @@ def find_resumption(config: RunConfig, control: Control, say: Say) -> Resumption
     if config.train.resume is False:
         return None
     folder = checkpoints_folder(config)
-    # What rank 0 sees counts: another one may see a folder a moment earlier or later.
+    # What rank 0 sees counts: another rank may see a folder a moment earlier or later.
     mine, purpose = list[Path](), "looking for checkpoints"
     control.agreed(lambda: mine.extend(_complete(config)), purpose, by=0)
     found = control.gather(mine, purpose)[0]

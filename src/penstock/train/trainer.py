@@ -180,7 +180,7 @@ class Trainer:
         records = self.stack.records(step + 1)
         self.recent.append(records)
         if self.on_step is not None:
-            self.update.flush()  # it may look at the model
+            self.update.flush()  # on_step may look at the model
             assert self.stack.statistics is not None, "a step has ended"
             self.on_step(step + 1, self.stack.statistics)
         self.routing.record(step + 1, self.stack)
@@ -238,7 +238,7 @@ class Trainer:
             return
         try:
             self.saved = self.checkpoints.save(step, plan_settled=self.pilot.settled, papers=self.pilot.save)
-        except NotFiniteError as error:  # no step repairs that
+        except NotFiniteError as error:  # no further step repairs that
             raise DivergedError(self._diverged(str(error))) from error
         self._describe()
 
@@ -272,7 +272,7 @@ class Trainer:
         steps = kept[-max(wanted, ANALYSED_STEPS) :]
         self.analysis = found = analyse(self.stack, steps, folder if wanted else None, self._spare)
         keep_step(self.stack, kept, found, self.pilot.forecast, folder, self._spare)
-        course = self.loads.course(self.moe_layers)  # of rank 0
+        course = self.loads.course(self.moe_layers)  # only rank 0 has one
         if course is not None:
             with self._spare():
                 course.save(folder)

@@ -67,7 +67,7 @@ class OldShards(Stored):
 def _load(file: IO[bytes], extent: Extent, entry: Entry) -> Tensor:
     """Load a `torch.save` file from inside a shard. Raises DamagedError unless `entry` describes it."""
     present = file.seek(0, io.SEEK_END)
-    if extent.offset + extent.length > present:  # before memory is taken for it
+    if extent.offset + extent.length > present:  # checked before memory is allocated for it
         raise DamagedError(f"{extent.file} ends before the tensors that should be in it")
     file.seek(extent.offset)
     data = io.BytesIO(file.read(extent.length))

@@ -44,7 +44,7 @@ class Record:
 
     @staticmethod
     def read(folder: Path) -> Record:
-        """Read a record. Raises DamagedError for what was never written, ConfigError for a later version."""
+        """Read a record. Raises DamagedError for what no version writes, ConfigError for a later version."""
         if not (folder / RECORD).exists():
             identity = read_table(folder / OLD_RECORD, MOST_BYTES)
             return Record(step=-1, processes=None, identity=identity, settings=None, plan_settled=False)
