@@ -66,8 +66,7 @@ class ExpertPlacement:
     @staticmethod
     @cache
     def even(num_experts: int, ranks: int) -> ExpertPlacement:
-        """Place consecutive experts on every rank. Raises PlacementError where the ranks get unequal
-        shares."""
+        """Place consecutive experts on every rank. Raises PlacementError where the shares are unequal."""
         if num_experts % ranks:
             raise PlacementError(
                 f"num_experts = {num_experts} cannot be shared evenly by ep_size = {ranks} ranks; "
@@ -128,7 +127,7 @@ class ExpertPlacement:
         return self.by_position[rank * self.slots : (rank + 1) * self.slots]
 
     def positions(self, rank: int) -> tuple[int, ...]:
-        """Return, by expert, the position to which `rank` sends rows: its own if it has one, else the
+        """Return by expert the position to which `rank` sends rows: its own if it hosts one, or the
         owner's."""
         return tuple(
             self.position(next((host for host in hosts if host.rank == rank), self._owning(expert)))
@@ -181,8 +180,7 @@ class Hosting:
     def local(
         placement: ExpertPlacement, guests: Sequence[Sequence[int]], limit: int | None = None
     ) -> Hosting:
-        """Return a hosting whose guests compute only their own ranks' rows; other rows go as without
-        guests."""
+        """Return a hosting whose guests compute rows of their own ranks only; other rows pass them by."""
         splits = local_splits(placement, guests)
         return Hosting(placement, len(guests[0]), tuple(tuple(held) for held in guests), splits, limit)
 
@@ -268,8 +266,7 @@ class SamplePlacement:
 
 
 def local_splits(placement: ExpertPlacement, guests: Sequence[Sequence[int]]) -> Splits:
-    """Return the splits of guests that compute only their own ranks' rows; other rows go as without
-    guests."""
+    """Return the splits of guests that compute rows of their own ranks only; other rows pass them by."""
     slots = placement.slots + len(guests[0])
     found = list(_splits_without(placement, len(guests[0])))
     for rank, held in enumerate(guests):

@@ -91,7 +91,7 @@ def simulate(schedule: Schedule, graph: Graph, cost: RankCost, mesh: Mesh | None
 
 
 def iteration_s(schedule: Schedule, graph: Graph, cost: RankCost, mesh: Mesh | None = None) -> float:
-    """Return the seconds of a simulated iteration, as `simulate` does, but faster since without timeline."""
+    """Return the seconds of a simulated iteration, as `simulate` would; faster, as no timeline is made."""
     seconds = [cost(task) for task in graph.tasks]
     if any(isinstance(each, np.ndarray) for each in seconds):
         known = dict(zip(graph.tasks, seconds, strict=True))
