@@ -31,7 +31,7 @@ class BlockParts(Protocol):
         ...
 
     def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
-        """Return what attention, or this rank's heads, add to the residual stream, [B, L, M]."""
+        """Return what attention adds to the residual stream, [B, L, M]; a shard adds its heads' part."""
         ...
 
     def settle(self, h_BLM: Tensor, attended_BLM: Tensor) -> tuple[Tensor, Tensor]:
