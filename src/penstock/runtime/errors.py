@@ -1,4 +1,4 @@
-"""Errors of a running step. They name the task, the lane, the rank, and who was waited for."""
+"""Errors of a running step. They name the task, the lane, the rank, and the ranks waited for."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Execution:
         raise TaskError(failure.task, self._rank, failure.waited_s, cause, grid) from cause
 
     def records(self, step: int = 0) -> list[TaskRecord]:
-        """When every task ran, in seconds from the start of the iteration on this rank."""
+        """Return when every task ran, in seconds from the start of the iteration on this rank."""
         ran = [task for times in self._times for task in times()]
         origin_s, rank = self._origin_s, self._rank
         return [TaskRecord(r.task, rank, r.start_s - origin_s, r.end_s - origin_s, step) for r in ran]

@@ -18,18 +18,18 @@ class Sockets:
 
     @staticmethod
     def now() -> Sockets:
-        """All that are open."""
+        """Return all sockets that are open."""
         return Sockets(frozenset(_open_sockets(Path("/proc/self/fd"))))
 
     def since(self, before: Sockets) -> Sockets:
-        """Those that were opened after `before` was taken."""
+        """Return the sockets that were opened after `before` was taken."""
         return Sockets(self.targets - before.targets)
 
     def limit_send_buffers(self, size_bytes: int) -> None:
         """Let no more than about `size_bytes` wait in each connection; 0 leaves it to the system.
 
-        That lets megabytes wait. Gloo announces every receive to the sender on the same connection: behind
-        megabytes of data the announcement comes milliseconds late, and the link idles for as long.
+        The system lets megabytes wait. Gloo announces every receive to the sender on the same connection:
+        behind megabytes of data the announcement comes milliseconds late, and the link idles for as long.
         """
         if size_bytes > 0:
             self._each(lambda s: s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size_bytes))
