@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -106,7 +106,7 @@ def scheduled(found: Found, machinery: Machinery, parallel: ParallelConfig, plan
 
 
 def _found(model: Any, ep_plan: EpPlan | None) -> Found:
-    """Return the parts of a model; of an unknown family, if they compute what the model does."""
+    """Return the parts of a model; of an unknown family or with changed code, if they compute the same."""
     if ep_plan is not None:
         check_ep_plan(ep_plan)
     family = family_of(model)
@@ -114,13 +114,18 @@ def _found(model: Any, ep_plan: EpPlan | None) -> Found:
         found = look(model, family)
         if ep_plan is not None:
             check_spread(ep_plan, model, found.experts)
-        return found
-    found = look(model, guess(model, ep_plan or brought_by(model)))
+        return _checked(found, changed) if (changed := found.changed_code()) else found
+    return _checked(look(model, guess(model, ep_plan or brought_by(model))))
+
+
+def _checked(found: Found, changed: Sequence[str] = ()) -> Found:
+    """Return the parts of a model if they compute what it does whole, see `check`."""
+    model = found.model
     cuts, calls = _cuts(found), Calls()
     layers = _layers(found, cuts, calls)
     try:
         decoder = Decoder(model, found.family, layers, calls, type(model).forward)
-        check(model, decoder)
+        check(model, decoder, changed)
         family = replace(found.family, coefficient=coefficient_of(model, decoder))
     finally:
         _undo(cuts)

@@ -94,10 +94,21 @@ class Cut:
         self._caught = caught
 
     def run(self, caught: Caught) -> Tensor:
-        """Return the experts' outputs for these arguments, with all experts on this rank, [T, M]."""
-        given = caught.x_TM, caught.experts_Tk, caught.weights_Tk
-        out_TM: Tensor = type(self.experts).forward(self.experts, *given)
-        return out_TM
+        """Return what the experts' own code makes of these arguments, with all experts here, [T, M]."""
+        return self._form.whole(self.experts, (caught.x_TM, caught.experts_Tk, caught.weights_Tk))
+
+    def run_rows(self, caught: Caught) -> Tensor:
+        """Return the same as steps compute it, over rows sorted by expert, [T, M]."""
+        assert self.rows is not None
+        top_k = caught.experts_Tk.shape[1]
+        order_R = caught.experts_Tk.flatten().argsort(stable=True)
+        count = self._form.count(core_of(self.experts))
+        sizes = caught.experts_Tk.flatten().bincount(minlength=count).tolist()
+        out_RM = self.rows(caught.x_TM[order_R // top_k], sizes)
+        weights_R1 = caught.weights_Tk.flatten()[order_R].unsqueeze(1)
+        return torch.zeros_like(caught.x_TM).index_add(
+            0, order_R // top_k, (out_RM * weights_R1).to(caught.x_TM)
+        )
 
     def follow(self) -> None:
         """Follow changes by peft, which has put adapters around experts or router, or has taken them away.

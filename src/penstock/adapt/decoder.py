@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.adapt.code import code_of, in_parts
 from penstock.adapt.cut import Caught, Cut
 from penstock.adapt.family import Family
 from penstock.moe import MoELayer, SampleKeys
@@ -122,6 +123,7 @@ class CutLayer:
     def __init__(self, layer: Any, index: int, moe: MoELayer, cut: Cut, calls: Calls, family: Family) -> None:
         self.layer, self.index, self.cut, self._calls, self._family = layer, index, cut, calls, family
         self.moe: MoELayer | None = moe
+        self.code = {each: code_of(each) for each in in_parts(layer, cut.block, family)}
 
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
         assert self.moe is not None
@@ -138,8 +140,11 @@ class CutLayer:
         return residual_BLM, caught.x_TM
 
     def here(self) -> Tensor:
-        """Return the experts' outputs for the tokens that `attend` has brought, all on this rank, [T, M]."""
-        return self.cut.run(self.cut.take())
+        """Return the MoE block's output for the tokens of `attend`, with all experts on this rank, [T, M]."""
+        assert self.moe is not None
+        caught = self.cut.take()
+        out_TM = self.cut.run(caught)
+        return out_TM if self.moe.shared is None else out_TM + self.moe.shared(caught.x_TM)
 
     def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
         del keys
@@ -202,14 +207,15 @@ Layers = Sequence[CutLayer | WholeLayer]
 class Decoder:
     """The pieces of a model of transformers.
 
-    plain: the model's own `forward`, which takes the model first. logits: of every microbatch of the last
-    step, if `keeps_logits`.
+    plain: the model's own `forward`, which takes the model first, of its class `kind`. code: of the module
+    with the layers. logits: of every microbatch of the last step, if `keeps_logits`.
     """
 
     def __init__(
         self, model: Any, family: Family, layers: Layers, calls: Calls, plain: Callable[..., Any]
     ) -> None:
         self.parts, self.model, self.family, self._calls, self.plain = layers, model, family, calls, plain
+        self.kind, self.code = type(model), code_of(self.base)
         self._inputs = Inputs()
         self.keeps_logits = False
         self.kept: dict[int, Tensor] = {}

@@ -1,7 +1,7 @@
 """How the experts of a family are called, and how they multiply.
 
 Shapes: T tokens, M hidden size, H width of an expert, E experts (of this rank, where they multiply),
-k choices per token, R rows.
+k choices per token, R rows, X = E * T rows.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from penstock.adapt.adapters import core_of
 
 TRAITS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
 """Attributes by which transformers describes experts with stacked weights (`use_experts_implementation`)."""
@@ -44,8 +46,11 @@ class Times(Protocol):
 class ExpertForm:
     """Form of most families: weights stacked in one module, called with tokens, choices and weights.
 
-    Its router is called before the experts, and returns logits first, or nothing else.
+    Its router is called before the experts, and returns logits first, or nothing else. rebuilds: whether
+    what experts get is recomputed from the router's call, instead of taken from the experts' call.
     """
+
+    rebuilds = False
 
     def check(self, experts: nn.Module, where: str) -> None:
         """Raise ValueError unless it is known how the experts multiply."""
@@ -85,6 +90,11 @@ class ExpertForm:
         del router
         x, experts_Tk, weights_Tk = given
         return x.flatten(0, -2), experts_Tk, weights_Tk
+
+    def whole(self, experts: Any, routed: Routed) -> Tensor:
+        """Return what the experts' own `forward` computes, with all of them on this rank, [T, M]."""
+        out: Tensor = type(experts).forward(experts, *routed)
+        return out.view_as(routed[0])
 
     def returned(self, out_TM: Tensor, given: tuple[Tensor, ...]) -> Tensor:
         """Return the sum of experts' outputs for every token in the form that the experts' call returns."""
@@ -134,6 +144,8 @@ class WeighedForm(ExpertForm):
     travel.
     """
 
+    rebuilds = True
+
     def check(self, experts: nn.Module, where: str) -> None:
         if not all(hasattr(experts, name) for name in ("gate_up_proj", "down_proj", "act_fn")):
             raise ValueError(f"{where}: {type(experts).__name__} has no gate_up_proj, down_proj and act_fn")
@@ -156,6 +168,13 @@ class WeighedForm(ExpertForm):
         experts_T1 = logits_TE.topk(1, dim=1).indices
         x_TM = x_TM * scores_TE.gather(1, experts_T1)
         return x_TM, experts_T1, torch.ones_like(experts_T1, dtype=x_TM.dtype)
+
+    def whole(self, experts: Any, routed: Routed) -> Tensor:
+        x_TM, experts_T1, _ = routed
+        chosen_ET = experts_T1.new_tensor(range(self.count(core_of(experts)))).unsqueeze(1) == experts_T1.t()
+        given_XM = (x_TM * chosen_ET.unsqueeze(2)).flatten(0, 1)
+        out_XM: Tensor = type(experts).forward(experts, given_XM)
+        return out_XM.view(*chosen_ET.shape, -1).sum(0)
 
     def returned(self, out_TM: Tensor, given: tuple[Tensor, ...]) -> Tensor:
         zeros = torch.zeros_like(given[0][len(out_TM) :])  # the caller adds up what all experts return

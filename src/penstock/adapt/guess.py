@@ -8,12 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.adapt.adapters import core_of
+from penstock.adapt.cut import Caught
 from penstock.adapt.decoder import CutLayer, Decoder, Inputs
 from penstock.adapt.ep_plan import EpPlan, modules_of
 from penstock.adapt.family import Family
@@ -30,6 +33,9 @@ COEFFICIENT = re.compile("aux.*coef")
 
 LIMIT = 1e-4
 """Relative difference up to which two computations of one value in float32 agree."""
+
+ROUNDINGS = 8
+"""The same in types with fewer digits, in units of their precision."""
 
 ROUNDING = 1e-6
 """Relative error of a loss in float32."""
@@ -75,11 +81,12 @@ def guess(model: nn.Module, ep_plan: EpPlan | None) -> Family:
     )
 
 
-def check(model: Any, decoder: Decoder) -> None:
-    """Raise ValueError unless the model in pieces computes what it does whole: logits and all gradients.
+def check(model: Any, decoder: Decoder, changed: Sequence[str] = ()) -> None:
+    """Raise ValueError unless the model in pieces computes what it does whole: logits, loss and gradients.
 
     Runs some random tokens with all experts here, in evaluation and in training, where both draw the same
-    random numbers: dropout of what the experts return would be left out.
+    random numbers: dropout of what the experts return would be left out. changed: names of the functions
+    that are not those of transformers, for a family that is known.
     """
     was_training = model.training
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
@@ -87,28 +94,95 @@ def check(model: Any, decoder: Decoder) -> None:
         model.gradient_checkpointing_disable()
     try:
         for training in (False, True):
-            _compare(model.train(training), decoder)
+            different = _compare(model.train(training), decoder)
+            if different is not None:
+                raise ValueError(_refusal(model, different, changed))
     finally:
         model.train(was_training)
         if recomputes:
             model.gradient_checkpointing_enable()
 
 
-def _compare(model: Any, decoder: Decoder) -> None:
+def _refusal(model: Any, different: str, changed: Sequence[str]) -> str:
+    kind = type(model).__name__
+    if changed:
+        return (
+            f"{kind}: {', '.join(changed)} is not the function that transformers defines for this family. "
+            "Steps run the model cut where it calls its experts, with Penstock's own code for what follows, "
+            f"and would compute something else than the model: {different}. Leave these functions as "
+            "transformers has them, or put the change into modules that steps call whole: attention, norms, "
+            "the router, shared experts, embeddings"
+        )
+    return (
+        f"{kind} is of no family that Penstock knows, and cut where it calls its "
+        f"experts it computes something else than whole: {different}. What its "
+        "layers do with the outputs of their MoE blocks was not understood: describe the family, see "
+        "docs/extending.md"
+    )
+
+
+def _compare(model: Any, decoder: Decoder) -> str | None:
+    """Return what the model computes differently in pieces; None if it is all the same."""
     tokens_BL = _tokens(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
+    experts = {id(p) for layer in range(len(decoder.parts)) for p in decoder.expert_parameters(layer)}
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in experts]
     with _same_numbers():
         whole = _outcome(decoder.plain(model, input_ids=tokens_BL, use_cache=False).logits, trained)
     with _same_numbers():
-        parts = _outcome(_in_pieces(decoder, tokens_BL).view_as(whole[0]), trained)
+        caught: list[Caught] = []
+        logits_TV = decoder.logits(_in_pieces(decoder, tokens_BL, caught))
+        parts = _outcome(logits_TV.view_as(whole[0]), trained)
     for what, one, other in zip(("logits", *["a gradient"] * len(trained)), whole, parts, strict=True):
-        if not (one - other).norm() <= LIMIT * one.norm():  # written so that NaN is refused, too
-            raise ValueError(
-                f"{type(model).__name__} is of no family that Penstock knows, and cut where it calls its "
-                f"experts it computes something else than whole: {what} of shape {list(one.shape)}. What its "
-                "layers do with the outputs of their MoE blocks was not understood: describe the family, see "
-                "docs/extending.md"
-            )
+        if not _agree(one, other):
+            return f"{what} of shape {list(one.shape)}"
+    del whole, parts
+    return _compare_losses(decoder, tokens_BL, trained) or _compare_experts(decoder, caught)
+
+
+def _compare_losses(decoder: Decoder, tokens_BL: Tensor, trained: Sequence[Tensor]) -> str | None:
+    with _same_numbers():
+        wanted = _loss_of(decoder, tokens_BL)
+        whole = _outcome(wanted, trained)
+    targets_BL = F.pad(tokens_BL[:, 1:], (0, 1), value=-100)
+    with _same_numbers():
+        found = decoder.head(_in_pieces(decoder, tokens_BL), targets_BL) / (targets_BL != -100).sum()
+        parts = _outcome(found.to(wanted), trained)
+    if not abs(float(whole[0] - parts[0])) <= _limit(decoder.dtype, 0.25) * abs(float(whole[0])):
+        return f"the loss ({float(whole[0]):.6g} by the model, {float(parts[0]):.6g} in a step)"
+    different = [one for one, other in zip(whole[1:], parts[1:], strict=True) if not _agree(one, other)]
+    return f"a gradient of the loss, of shape {list(different[0].shape)}" if different else None
+
+
+def _loss_of(decoder: Decoder, tokens_BL: Tensor) -> Tensor:
+    """Return the loss by the model's own code, without that of its routers."""
+    given = {"input_ids": tokens_BL, "labels": tokens_BL, "use_cache": False}
+    try:
+        out = decoder.plain(decoder.model, **given, output_router_logits=False)
+    except TypeError:  # the model has no such argument
+        out = decoder.plain(decoder.model, **given)
+    loss: Tensor = out.loss
+    return loss
+
+
+def _compare_experts(decoder: Decoder, caught: Sequence[Caught]) -> str | None:
+    """Compare the experts' own code with that of steps, which sorts rows by expert."""
+    cuts = [part.cut for part in decoder.parts if isinstance(part, CutLayer)]
+    for cut, call in zip(cuts, caught, strict=True):
+        trained = [p for p in cut.experts.parameters() if p.requires_grad]
+        given = replace(call, x_TM=call.x_TM.detach().requires_grad_(), weights_Tk=call.weights_Tk.detach())
+        with torch.enable_grad():
+            own, ours = (_outcome(run(given), [given.x_TM, *trained]) for run in (cut.run, cut.run_rows))
+        if not all(_agree(one, other) for one, other in zip(own, ours, strict=True)):
+            return f"what {type(core_of(cut.experts)).__name__} returns, or its gradients"
+    return None
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).norm() <= _limit(one.dtype) * one.norm())  # NaN agrees with nothing
+
+
+def _limit(dtype: torch.dtype, roundings: float = ROUNDINGS) -> float:
+    return max(LIMIT, roundings * torch.finfo(dtype).eps)
 
 
 def coefficient_of(model: Any, decoder: Decoder) -> str | None:
@@ -141,7 +215,8 @@ def _coefficient(model: Any, decoder: Decoder) -> str | None:
     top_k = next(part.cut.top_k for part in decoder.parts if isinstance(part, CutLayer))
     chosen_TE = torch.zeros_like(logits_TE).scatter(1, logits_TE.topk(top_k, dim=1).indices, 1)
     aux = logits_TE.shape[1] * (chosen_TE.mean(0) * logits_TE.softmax(dim=1).mean(0)).sum()
-    if not (aux - out.aux_loss).abs() <= LIMIT * aux:
+    limit = _limit(decoder.dtype)
+    if not (aux - out.aux_loss).abs() <= limit * aux:
         return None
     for name in names:
         weight = getattr(model, name)
@@ -149,17 +224,17 @@ def _coefficient(model: Any, decoder: Decoder) -> str | None:
             continue
         expected = weight * aux
         rounding = ROUNDING * out.loss.abs()  # `added` is the difference of two losses
-        if (added - expected).abs() <= LIMIT * expected.abs() + rounding:
+        if (added - expected).abs() <= limit * expected.abs() + rounding:
             return name
     return None
 
 
 def _logits(decoder: Decoder, tokens_BL: Tensor) -> Tensor:
     """Return the logits of the routers of all layers, one below the other."""
-    found: list[Tensor] = []
+    found: list[Caught] = []
     with torch.no_grad(), _same_numbers():
         _in_pieces(decoder, tokens_BL, found)
-    return torch.cat(found).float()
+    return torch.cat([each.logits_TE for each in found]).float()
 
 
 def _tokens(model: Any) -> Tensor:
@@ -177,23 +252,23 @@ def _same_numbers() -> Iterator[None]:
         yield
 
 
-def _in_pieces(decoder: Decoder, tokens_BL: Tensor, logits: list[Tensor] | None = None) -> Tensor:
-    """Return the model's logits, computed in pieces; those of routers are added to `logits`."""
+def _in_pieces(decoder: Decoder, tokens_BL: Tensor, caught: list[Caught] | None = None) -> Tensor:
+    """Return the output of the last layer, computed in pieces; calls of experts are added to `caught`."""
     keys = SampleKeys(0, torch.arange(len(tokens_BL)))
     decoder.begin(Inputs(), keep_logits=False)
     h_BLM = decoder.embed(tokens_BL, keys)
     for part in decoder.parts:
         residual_BLM, x_TM = part.attend(h_BLM, keys)
-        if logits is not None and isinstance(part, CutLayer):
-            logits.append(part.cut.caught.logits_TE)
+        if caught is not None and isinstance(part, CutLayer):
+            caught.append(part.cut.caught)
         out_TM = part.here() if isinstance(part, CutLayer) else x_TM
         h_BLM = part.add(residual_BLM, out_TM, keys)
-    return decoder.logits(h_BLM)
+    return h_BLM
 
 
-def _outcome(logits_BLV: Tensor, trained: Sequence[Tensor]) -> list[Tensor]:
-    """Return the logits, and the gradients of a random sum of them."""
-    direction = torch.randn(logits_BLV.shape, generator=torch.Generator().manual_seed(1))
-    weighed = (logits_BLV * direction.to(logits_BLV)).sum()
+def _outcome(out: Tensor, trained: Sequence[Tensor]) -> list[Tensor]:
+    """Return the output, and the gradients of a random sum of its numbers."""
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    weighed = (out * direction.to(out)).sum()
     grads = torch.autograd.grad(weighed, trained, allow_unused=True, materialize_grads=True)
-    return [logits_BLV.detach(), *grads]
+    return [out.detach(), *grads]

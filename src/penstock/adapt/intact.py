@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from penstock.adapt.adapters import around
+from penstock.adapt.code import Code, code_of
 from penstock.adapt.decoder import CutLayer, Decoder
 
 READERS = "transformers."
@@ -25,6 +26,9 @@ def check_intact(decoder: Decoder) -> None:
         )
     if is_patched(decoder.base):
         raise ValueError(patched(decoder.base, "parallelize the model without it"))
+    _check_code(decoder.base, decoder.code)
+    if decoder.kind.forward is not decoder.plain:
+        raise ValueError(_exchanged(decoder.kind))
     layers = decoder.layers
     if len(layers) != len(decoder.parts):
         raise ValueError(
@@ -73,6 +77,8 @@ def _check_cut(part: CutLayer, layer: Any, decoder: Decoder) -> None:
     for module in (layer, block, *around(experts)[1:]):
         if is_patched(module):
             raise ValueError(patched(module, "parallelize the model without it"))
+    for module, code in part.code.items():
+        _check_code(module, code)
     if not cut.is_whole():
         raise ValueError(patched(experts, "leave those of a scheduled model as they are"))
     for module in (layer, block, *around(experts), shared):
@@ -82,6 +88,20 @@ def _check_cut(part: CutLayer, layer: Any, decoder: Decoder) -> None:
                 "returns: in a training step it runs without its experts, which are tasks of their own. "
                 "Remove the hook, or put it on a module inside attention"
             )
+
+
+def _check_code(module: nn.Module, code: Code) -> None:
+    """Raise ValueError if a module's class has other functions than this code."""
+    if code_of(module) != code:
+        raise ValueError(_exchanged(type(module)))
+
+
+def _exchanged(kind: type) -> str:
+    return (
+        f"{kind.__name__}.forward was replaced in its class, or the class by another one, after the model "
+        "was parallelized, and its steps would go on with the former one: change it first, and parallelize "
+        "the model then"
+    )
 
 
 def _acting(module: nn.Module) -> Iterator[bool]:

@@ -75,6 +75,8 @@ def reload(model: Any, folder: str | Path) -> None:
 
 def _skeleton(folder: Path) -> tuple[Found, Any]:
     """Return the parts of the model in a folder, without its weights, and its configuration."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
     config = read_config(folder)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
@@ -89,7 +91,14 @@ def _skeleton(folder: Path) -> tuple[Found, Any]:
             f"{type(model).__name__} is of no family that Penstock knows ({', '.join(FAMILIES)}), and is "
             "looked at with its numbers: load it with from_pretrained, and call parallelize"
         )
-    return look(model, family), config
+    found = look(model, family)
+    if (changed := found.changed_code()) and family.name in CONFIG_MAPPING_NAMES:
+        raise ValueError(
+            f"{', '.join(changed)} is not the function that transformers defines for {family.name}, and only "
+            "with the model's numbers can it be seen whether steps compute the same: load the model with "
+            "from_pretrained, and call parallelize"
+        )
+    return found, config
 
 
 def _rows_of_experts(found: Found) -> dict[str, int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.adapt.adapters import around, check_adapters, core_of
+from penstock.adapt.code import changed_code, in_parts
 from penstock.adapt.experts import check_experts
 from penstock.adapt.family import Family
 from penstock.adapt.intact import is_patched, patched
@@ -28,6 +29,14 @@ class Found:
         """Return the parts of another model of this structure."""
         layers = list(self.family.decoder(model).get_submodule(self.family.layers))
         return replace(self, model=model, layers=layers, blocks=list(map(self.family.block_of, layers)))
+
+    def changed_code(self) -> list[str]:
+        """Return the names of functions, of modules that steps run in parts, that are not transformers'."""
+        modules = [self.model, self.family.decoder(self.model)]
+        for layer, block in zip(self.layers, self.blocks, strict=True):
+            if block is not None:
+                modules += in_parts(layer, block, self.family)
+        return changed_code(modules)
 
     @property
     def config(self) -> Any:

@@ -180,8 +180,8 @@ def _inputs_of(model: Any, named: dict[str, Any], coefficient: str | None) -> St
     if balances and coefficient is None:
         raise ValueError(
             f"output_router_logits = True: how {type(model).__name__} weighs its router loss was not "
-            "understood, since its family is not known: leave it off, or describe the family, see "
-            "docs/extending.md"
+            "understood, since its family is not known or its code was changed: leave it off, or describe "
+            "the family, see docs/extending.md"
         )
     items = named.get("num_items_in_batch")
     return StepInputs(
