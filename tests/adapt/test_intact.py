@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch.nn.modules import module as modules
+from torch.utils.flop_counter import FlopCounterMode
 
 import penstock
 from tests.support.adapted import Batch, as_torchrun_starts_it, small
@@ -17,6 +20,22 @@ from tests.support.ranks import Pools
 
 PARTS = ("model", "model.layers.1", "model.layers.1.mlp", "model.layers.1.mlp.experts")
 SHARED = "model.layers.1.mlp.shared_expert"
+
+
+HALVED = (
+    ("qwen2_moe", "mlp.experts", "register_forward_pre_hook"),
+    ("llama4_text", "feed_forward.experts", "register_forward_pre_hook"),
+    ("llama4_text", "feed_forward.router", "register_forward_pre_hook"),
+    ("llama4_text", "feed_forward.router", "register_forward_hook"),
+)
+"""Families and hooks which change what experts get, where steps take that from elsewhere."""
+
+GLOBAL = (
+    modules.register_module_forward_hook,
+    modules.register_module_forward_pre_hook,
+    modules.register_module_full_backward_hook,
+    modules.register_module_full_backward_pre_hook,
+)
 
 
 @pytest.fixture
@@ -48,6 +67,75 @@ def test_a_module_that_is_patched_afterwards_is_refused(path: str) -> None:
     patch(model.get_submodule(path))
     with pytest.raises(ValueError, match="was replaced in this one module"):
         model(**Batch().inputs())
+
+
+def halve(module: Any, given: Any, *returned: Any) -> Any:
+    """Halve the first of what a module gets, or returns."""
+    del module
+    first, *others = returned[0] if returned else given
+    return 0.5 * first, *others
+
+
+@pytest.mark.parametrize(("family", "path", "register"), HALVED)
+def test_a_hook_that_steps_would_not_follow_is_refused(family: str, path: str, register: str) -> None:
+    model = penstock.parallelize(small(family), plan="flowmoe")
+    module = model.model.layers[1].get_submodule(path)
+    handle = getattr(module, register)(halve)
+    with pytest.raises(ValueError, match=f"hook on {type(module).__name__} of layer 1 may change what"):
+        model(**Batch().inputs())
+    handle.remove()
+    assert model(**Batch().inputs()).loss.item() > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "register"),
+    [
+        ("gate", "register_forward_pre_hook"),
+        ("experts", "register_forward_pre_hook"),
+        ("", "register_forward_pre_hook"),
+    ],
+)
+def test_a_hook_on_the_way_to_experts_is_followed(path: str, register: str) -> None:
+    """Also by the router loss."""
+    wanted = small("mixtral")
+    model = penstock.parallelize(copy.deepcopy(wanted), plan="flowmoe")
+    given = {**Batch().inputs(), "output_router_logits": True}
+    before = wanted(**given).loss.item()
+    for each in (wanted, model):
+        getattr(each.model.layers[1].mlp.get_submodule(path), register)(halve)
+    expected, found = wanted(**given), model(**given)
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5) != before
+    assert found.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=1e-5)
+
+
+def test_a_hook_on_what_a_router_returns_is_followed_but_for_its_loss() -> None:
+    wanted = small("mixtral")
+    model = penstock.parallelize(copy.deepcopy(wanted), plan="flowmoe")
+    for each in (wanted, model):
+        each.model.layers[1].mlp.gate.register_forward_hook(lambda _, __, out: (out[0], out[1] / 2, out[2]))
+    given = Batch().inputs()
+    assert model(**given).loss.item() == pytest.approx(wanted(**given).loss.item(), rel=1e-5)
+    with pytest.raises(ValueError, match="a hook on MixtralTopKRouter of layer 1 may change its logits"):
+        model(**given, output_router_logits=True)
+
+
+@pytest.mark.parametrize("register", GLOBAL)
+def test_a_hook_on_all_modules_is_refused(register: Any) -> None:
+    model = penstock.parallelize(small("mixtral"), plan="flowmoe")
+    handle = register(lambda *_: None)
+    try:
+        with pytest.raises(ValueError, match="a hook on all modules"):
+            model(**Batch().inputs())
+    finally:
+        handle.remove()
+
+
+def test_operations_of_a_step_can_be_counted() -> None:
+    """By torch's counter, which has hooks on all modules."""
+    model = penstock.parallelize(small("mixtral"), plan="flowmoe")
+    with FlopCounterMode(display=False) as counter:
+        model(**Batch().inputs())
+    assert counter.get_total_flops() > 0
 
 
 def test_mixed_precision_of_accelerate_is_around_the_scheduled_model(accelerator: Accelerator) -> None:

@@ -140,6 +140,10 @@ class Cut:
         met = self.experts.__dict__.get("forward") == self._meet
         return met and (self.shared is None or self.shared.__dict__.get("forward") == self._pass)
 
+    def owns(self, hook: object) -> bool:
+        """Return whether a hook on the router is the one that notes what the router returns."""
+        return hook == self._note
+
     def _before(self, block: nn.Module, given: Any) -> None:
         del block, given
         self.follow()

@@ -92,7 +92,7 @@ class Engine:
         """Return the loss of the whole batch of all ranks, and the balance loss, which is part of it."""
         stack = self.stack
         stack.training = training
-        check_intact(self.decoder)
+        check_intact(self.decoder, balances=given.balances)
         self._prepare(given)
         loss = self._run(given)
         self._first += len(given.tokens_BL)

@@ -163,10 +163,13 @@ class WeighedForm(ExpertForm):
         return found
 
     def called(self, router: RouterCall, given: tuple[Tensor, ...]) -> Routed:
-        del given
         x_TM, (scores_TE, logits_TE) = router.given[0], router.returned
         experts_T1 = logits_TE.topk(1, dim=1).indices
-        x_TM = x_TM * scores_TE.gather(1, experts_T1)
+        if torch.is_grad_enabled():  # the gradient of what experts get would be as large as that, E * T rows
+            x_TM = x_TM * scores_TE.gather(1, experts_T1)
+        else:
+            x_ETM = given[0].view(scores_TE.shape[1], *x_TM.shape)
+            x_TM = x_ETM[experts_T1.squeeze(1), torch.arange(len(x_TM), device=x_TM.device)]
         return x_TM, experts_T1, torch.ones_like(experts_T1, dtype=x_TM.dtype)
 
     def whole(self, experts: Any, routed: Routed) -> Tensor:

@@ -6,17 +6,24 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as _modules
 
 from penstock.adapt.adapters import around
 from penstock.adapt.code import Code, code_of
 from penstock.adapt.decoder import CutLayer, Decoder
 
-READERS = "transformers."
+READERS = ("transformers.",)
 """Package of hooks that only record outputs, and only on request: those of transformers."""
 
+COUNTERS = ("torch.",)
+"""Package of hooks on all modules that only count, such as those of torch's counter of operations."""
 
-def check_intact(decoder: Decoder) -> None:
-    """Raise ValueError if a step would not compute what the model computes now."""
+
+def check_intact(decoder: Decoder, *, balances: bool) -> None:
+    """Raise ValueError if a step would not compute what the model computes now.
+
+    balances: whether the step has a router loss.
+    """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if decoder.model.loss_function is not ForCausalLMLoss:
@@ -29,6 +36,7 @@ def check_intact(decoder: Decoder) -> None:
     _check_code(decoder.base, decoder.code)
     if decoder.kind.forward is not decoder.plain:
         raise ValueError(_exchanged(decoder.kind))
+    _check_global_hooks()
     layers = decoder.layers
     if len(layers) != len(decoder.parts):
         raise ValueError(
@@ -44,6 +52,8 @@ def check_intact(decoder: Decoder) -> None:
             )
         if isinstance(part, CutLayer):
             _check_cut(part, layer, decoder)
+            if balances:
+                _check_logits(part)
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -88,6 +98,50 @@ def _check_cut(part: CutLayer, layer: Any, decoder: Decoder) -> None:
                 "returns: in a training step it runs without its experts, which are tasks of their own. "
                 "Remove the hook, or put it on a module inside attention"
             )
+    _check_inputs(part, decoder)
+
+
+def _check_inputs(part: CutLayer, decoder: Decoder) -> None:
+    """Raise ValueError for hooks that may change what experts get, where steps would not follow."""
+    cut, form = part.cut, decoder.family.form
+    outer, *inner = around(cut.experts)
+    entering = [*inner, outer] if form.rebuilds or cut.shared is not None else inner
+    routers = [cut.router] if form.rebuilds else []
+    for module in (*entering, *routers):
+        hooks: list[Any] = list(module._forward_pre_hooks.values())
+        if module in routers:
+            hooks += [hook for hook in module._forward_hooks.values() if not cut.owns(hook)]
+        if any(map(_is_foreign, hooks)):
+            raise ValueError(
+                f"a hook on {type(module).__name__} of layer {part.index} may change what its experts get, "
+                "and a training step takes that from elsewhere in this family. Remove the hook, or put it "
+                f"on {type(cut.block).__name__}, before its forward pass (register_forward_pre_hook)"
+            )
+
+
+def _check_logits(part: CutLayer) -> None:
+    """Raise ValueError for a hook that may change logits: some are seen by the router loss, others not."""
+    cut = part.cut
+    if any(_is_foreign(hook) for hook in cut.router._forward_hooks.values() if not cut.owns(hook)):
+        raise ValueError(
+            f"output_router_logits = True: a hook on {type(cut.router).__name__} of layer {part.index} may "
+            "change its logits, and whether the router loss counts them before or after it depends on the "
+            "order of hooks. Remove the hook, or make a subclass of the router and parallelize the model then"
+        )
+
+
+def _check_global_hooks() -> None:
+    """Raise ValueError for hooks on all modules that layers cut at their experts would not follow."""
+    after = (_modules._global_forward_hooks, _modules._global_backward_hooks)
+    before = (_modules._global_backward_pre_hooks, _modules._global_forward_pre_hooks)
+    for hook in (hook for hooks in (*after, *before) for hook in hooks.values()):
+        if _is_foreign(hook, (*READERS, *COUNTERS)):
+            raise ValueError(
+                f"a hook on all modules ({getattr(hook, '__qualname__', type(hook).__name__)}) would not see "
+                "what layers with experts get and return in a training step, which runs them without their "
+                "experts. Remove it (register_module_forward_hook and the like return a handle), or "
+                "register it on the modules that it is meant for"
+            )
 
 
 def _check_code(module: nn.Module, code: Code) -> None:
@@ -107,8 +161,12 @@ def _exchanged(kind: type) -> str:
 def _acting(module: nn.Module) -> Iterator[bool]:
     """Yield for every hook that gets outputs or their gradients whether it is not transformers' own."""
     for hooks in (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks):
-        for hook in hooks.values():
-            yield not str(getattr(hook, "__module__", "")).startswith(READERS)
+        yield from map(_is_foreign, hooks.values())
+
+
+def _is_foreign(hook: object, own: tuple[str, ...] = READERS) -> bool:
+    """Return whether a hook is of none of these packages."""
+    return not str(getattr(hook, "__module__", "")).startswith(own)
 
 
 def _replaced(what: str, found: object) -> str:
