@@ -98,3 +98,46 @@ def scale_by_rank(rank: int, world: int) -> None:
 @pytest.mark.slow
 def test_experts_that_several_ranks_have_are_compared(ranks: Pools) -> None:
     ranks(4).run(scale_by_rank, 4)
+
+
+def bias_by_rank(rank: int, world: int) -> tuple[str, list[str]]:
+    """What is said of a router's bias that each rank has updated by its own tokens."""
+    model = penstock.parallelize(small("deepseek_v3"), ep_size=world, plan="flowmoe")
+    model.register_buffer("steps", torch.tensor(7))
+    model.model.layers[1].mlp.experts.register_buffer("held", torch.full((2,), float(rank)))
+    model.model.register_buffer("scratch", torch.full((2,), float(rank)), persistent=False)
+    engine, given = engine_of(model), Batch().inputs(rank, rank + 1)
+    model(**given)
+    engine.check_alike()
+    model.steps += rank
+    with pytest.raises(ValueError, match="the buffer steps differs between ranks"):
+        engine.check_alike()
+    model.steps -= rank
+    model.model.layers[1].mlp.gate.e_score_correction_bias += rank * torch.arange(8)
+    with pytest.raises(ValueError) as caught:
+        model(**given)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        engine.warn_if_different()
+    return str(caught.value), [str(each.message) for each in told]
+
+
+@pytest.mark.slow
+def test_a_buffer_that_ranks_update_by_themselves_is_named(ranks: Pools) -> None:
+    (first, told), (second, silent) = ranks(2).run(bias_by_rank, 2)
+    name = "the buffer model.layers.1.mlp.gate.e_score_correction_bias differs between ranks"
+    assert first.startswith(name) and second.startswith(name)
+    assert len(told) == 1 and name in told[0] and not silent
+
+
+def statistics_by_rank(rank: int, world: int) -> None:
+    """Statistics of a rank's own samples, which torch keeps."""
+    model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe")
+    model.model.extra = torch.nn.BatchNorm1d(3)
+    model.model.extra(torch.randn(5, 3) + rank)
+    engine_of(model).check_alike()
+
+
+@pytest.mark.slow
+def test_statistics_of_a_ranks_own_samples_may_differ(ranks: Pools) -> None:
+    ranks(2).run(statistics_by_rank, 2)

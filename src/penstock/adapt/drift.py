@@ -1,4 +1,4 @@
-"""Comparison of the parameters that several ranks hold.
+"""Comparison of the parameters and buffers that several ranks hold.
 
 Ranks drift apart silently where gradients are scaled, or updates left out, by a condition that is local to a
 rank: losses look plausible for long. Machines of different kinds may round updates differently, too: every
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.adapt.decoder import Decoder
+from penstock.adapt.decoder import CutLayer, Decoder
 from penstock.moe import SampleKeys
 from penstock.moe.counter import uniform_bits
 from penstock.runtime.expert_parallel.alike import fingerprint
@@ -46,6 +46,17 @@ DIFFERENT = (
 )
 
 
+OTHER_BUFFER = (
+    "the buffer {name} differs between ranks that hold the same one, by more than rounding explains: it was "
+    "updated on some ranks alone, or by what one rank has seen. Sum what it is computed from over all ranks "
+    "(torch.distributed.all_reduce; of routers, the tokens per expert) and update it on all ranks alike. "
+    "Begin again from a checkpoint, or from the same values on all ranks"
+)
+
+STATISTICS = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm", "torch.nn.utils.")
+"""Python modules of torch whose classes keep statistics of a rank's own forward passes in buffers."""
+
+
 def is_due(steps: int) -> bool:
     """Return whether to compare after this number of steps: in the 2nd, 3rd, 5th and so on, then rarely."""
     return steps > 0 and (steps % EVERY == 0 or (steps < EVERY and steps & (steps - 1) == 0))
@@ -59,20 +70,21 @@ ROUNDED = (
 
 
 def check_alike(decoder: Decoder, layout: Layout, control: Control, updates: int) -> None:
-    """Raise ValueError, on all ranks, if trained parameters that several ranks hold differ too much.
+    """Raise ValueError, on all ranks, if what several ranks hold differs too much: trained parameters, and
+    buffers that are saved with the model, but for those of experts.
 
     Too much is more than rounding explains after `updates` updates; rank 0 is warned of any difference.
-    Experts are compared among the ranks that hold the same ones. All ranks call this function. It reads all
-    parameters, and exchanges 16 bytes, or where they differ 144 per parameter; for experts that other ranks
+    Experts are compared among the ranks that hold the same ones. All ranks call this function. It reads them
+    all, and exchanges 16 bytes, or where they differ 144 for each; for experts that other ranks
     have, too, this much for each rank among which they are spread.
     """
     if control.world_size == 1:
         return
     everywhere = _trained(decoder, decoder.replicated_parameters)
-    _compare(_Shared(everywhere, 0, 1, control), updates)
+    _compare(_Shared(everywhere, 0, 1, control, _buffers(decoder)), updates)
     if layout.ep_size < layout.world_size:
         experts = _trained(decoder, decoder.expert_parameters)
-        _compare(_Shared(experts, layout.ep_rank, layout.ep_size, control), updates)
+        _compare(_Shared(experts, layout.ep_rank, layout.ep_size, control, {}), updates)
 
 
 def _trained(decoder: Decoder, of_layer: Callable[[int], list[nn.Parameter]]) -> list[nn.Parameter]:
@@ -80,14 +92,36 @@ def _trained(decoder: Decoder, of_layer: Callable[[int], list[nn.Parameter]]) ->
     return list({id(p): p for layer in layers for p in of_layer(layer) if p.requires_grad}.values())
 
 
+def _buffers(decoder: Decoder) -> dict[str, Tensor]:
+    """Return by name the buffers that are saved with the model and that all ranks have alike."""
+    device = next(decoder.model.parameters()).device
+    cuts = [part.cut for part in decoder.parts if isinstance(part, CutLayer)]
+    own = {id(module) for cut in cuts for module in cut.experts.modules()}
+    found: dict[str, Tensor] = {}
+    for path, module in decoder.model.named_modules():
+        if id(module) in own or type(module).__module__.startswith(STATISTICS):
+            continue
+        for name, buffer in module._buffers.items():
+            saved = buffer is not None and name not in module._non_persistent_buffers_set
+            if saved and not buffer.is_complex():
+                found[f"{path}.{name}".lstrip(".")] = buffer.to(device)
+    return found
+
+
 @dataclass(frozen=True)
 class _Shared:
-    """Parameters that the ranks at one place of `places` hold alike; other places hold other ones."""
+    """Tensors that the ranks at one place of `places` hold alike; other places hold other ones."""
 
     parameters: list[nn.Parameter]
     place: int
     places: int
     control: Control
+    buffers: dict[str, Tensor]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Parameters, and after them buffers."""
+        return [*self.parameters, *self.buffers.values()]
 
     def extremes(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return the smallest and the largest of every number over the ranks of a place, [places, ...].
@@ -103,24 +137,30 @@ class _Shared:
 
 
 def _compare(shared: _Shared, updates: int) -> None:
-    pieces = (piece for p in shared.parameters for piece in p.detach().reshape(-1).split(PIECE))
+    pieces = (piece for p in shared.tensors for piece in p.detach().reshape(-1).split(PIECE))
     smallest, largest = shared.extremes(fingerprint(pieces)[:1].cpu())
     if not smallest.equal(largest):
         _judge(shared, updates)
 
 
 def _judge(shared: _Shared, updates: int) -> None:
-    smallest, largest = shared.extremes(torch.stack([_sketch(p) for p in shared.parameters]))
+    smallest, largest = shared.extremes(torch.stack([_sketch(each) for each in shared.tensors]))
     norms = largest[..., -1].clamp(min=1e-30)
     spread = ((largest - smallest)[..., :-1].square().mean(dim=-1).sqrt() / norms).nan_to_num(nan=math.inf)
-    units = torch.tensor([torch.finfo(p.dtype).eps for p in shared.parameters], dtype=torch.float64)
+    units = torch.tensor([_unit(each.dtype) for each in shared.tensors], dtype=torch.float64)
     limits = (ROUNDING * units * math.sqrt(max(1, updates))).clamp(max=MOST_ROUNDING).expand_as(spread)
     worst = int((spread / limits).argmax())
     found, limit = float(spread.flatten()[worst]), float(limits.flatten()[worst])
     if found > limit:
-        raise ValueError(DIFFERENT)
+        number = worst % len(shared.tensors) - len(shared.parameters)
+        raise ValueError(DIFFERENT if number < 0 else OTHER_BUFFER.format(name=list(shared.buffers)[number]))
     if shared.control.rank == 0:
         warnings.warn(ROUNDED.format(found=found, limit=limit, updates=updates), stacklevel=2)
+
+
+def _unit(dtype: torch.dtype) -> float:
+    """Return the precision of a type; integers are exact, up to the sums that stand for them."""
+    return torch.finfo(dtype if dtype.is_floating_point else torch.float64).eps
 
 
 @torch.no_grad()
