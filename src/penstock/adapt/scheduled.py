@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from penstock.adapt.engine import Engine, StepInputs
 from penstock.adapt.export import check_names, whole_state
@@ -74,6 +75,7 @@ def engine_of(model: Any) -> Engine:
 
 
 def _forward(plain: Any) -> Callable[..., Any]:
+    @_disable_dynamo  # a marker that does not load the compiler, which would look into the whole schedule
     @wraps(plain.forward)
     def forward(self: Any, *arguments: Any, **named: Any) -> Any:
         if arguments:
