@@ -358,6 +358,7 @@ def test_routing_is_recorded_only_when_asked_for(whole_run: Whole) -> None:
         ("parallel.ep_size=3", ["parallel.ep_size", "Nearest valid"]),
         ("schedule.microbatches=5", ["schedule.microbatches", "Nearest valid: 4"]),
         ("model.preset=GPT2-Tiny", ["model.preset", "GPT2-Tiny-MoE"]),
+        ("output.dir=/proc/x", ['output.dir = "/proc/x"', "Choose a path that you can write to."]),
     ],
 )
 def test_bad_settings_are_named(

@@ -20,6 +20,7 @@ from penstock.topology.local import Places, limit_threads
 from penstock.train.config import RunConfig
 from penstock.train.fits import check_run, host_bytes
 from penstock.train.launcher import Place
+from penstock.train.output import check_writable
 from penstock.train.source import check_source
 from penstock.train.wandb_sink import check_wandb
 
@@ -80,6 +81,7 @@ def _start_ranks(
 
         require_checkpoint(config)
     check_wandb(config.metrics)
+    check_writable(config.output.dir)
     if announced:
         print(announced, flush=True)
     return start_ranks(given, processes, config.parallel.timeout_s, place, lambda: _way_out(config))
