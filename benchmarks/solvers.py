@@ -17,10 +17,12 @@ import numpy as np
 
 from benchmarks.command import parser_of, run_alone
 from benchmarks.layer.measure import Band, in_turns, quiet_process
+from benchmarks.progress import in_rows
 from benchmarks.skewed import expert_problem
 from penstock.bench.table import markdown_table
 from penstock.placement import ExpertPlacement, Hosting
 from penstock.placing import PLANNERS, SOLVERS, Nearness, SampleProblem, assign, prepare, sample_problem
+from penstock.words import counted
 
 TOKENS: Final = 2048
 """Of a sample, each of which goes to two experts."""
@@ -110,10 +112,25 @@ def measure_solvers(rounds: int = ROUNDS) -> SolversResult:
     for name in SOLVERS:
         prepare(name)
     with quiet_process():
-        solved = [_solve(2, 8, row.samples, SHARE_OF_ROUNDS * rounds, row) for row in NETMOE]
-        solved.append(_solve(128, 1, 32, rounds))
-        planned = [_plan(ranks, slots, rounds) for ranks, slots in PLANNED]
-    return SolversResult(solved=tuple(solved), planned=tuple(planned))
+        rows: list[tuple[str, Callable[[], Solved | PlannedIn]]] = [
+            (
+                f"assigning samples, {row.samples} on each of 2 x 8 devices",
+                partial(_solve, 2, 8, row.samples, SHARE_OF_ROUNDS * rounds, row),
+            )
+            for row in NETMOE
+        ]
+        rows.append(("assigning samples, 32 on each of 128 x 1 devices", partial(_solve, 128, 1, 32, rounds)))
+        for ranks, slots in PLANNED:
+            what = f"planning guests of {ranks} ranks, {counted(slots, 'slot')} each"
+            rows.append((what, partial(_plan, ranks, slots, rounds)))
+        return _result(in_rows(rows, _result))
+
+
+def _result(found: tuple[Solved | PlannedIn, ...]) -> SolversResult:
+    return SolversResult(
+        solved=tuple(row for row in found if isinstance(row, Solved)),
+        planned=tuple(row for row in found if isinstance(row, PlannedIn)),
+    )
 
 
 def _solve(

@@ -18,14 +18,13 @@ TITLES: Final = {EAGER: "Mixtral eager", GROUPED: "Mixtral grouped"}
 
 
 def render_layer(result: LayerBenchmark) -> str:
-    """All tables, each behind what is to be known before reading it, one sentence a line."""
-    return "\n\n".join(
-        (
-            render_layers(result.layers),
-            render_orders(result.orders),
-            render_compression(result.compression),
-        )
-    )
+    """All tables, each after what is to be known before reading it, one sentence a line."""
+    parts = [render_layers(result.layers)]
+    if result.orders.cases:
+        parts.append(render_orders(result.orders))
+    if result.compression.cases:
+        parts.append(render_compression(result.compression))
+    return "\n\n".join(parts)
 
 
 # ---- whole layers ------------------------------------------------------------------------------------------
