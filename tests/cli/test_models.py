@@ -219,8 +219,9 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("option", "value", "why"),
     [
-        ("--temperature", "1e-40", "'1e-40' is no temperature; use 0 for the likeliest token, else 0.0001"),
-        ("--temperature", "nan", "'nan' is no temperature"),
+        ("--temperature", "1e-40", "'1e-40': must be 0, for the likeliest token, or at least 0.0001"),
+        ("--temperature", "nan", "'nan': must be 0"),
+        ("--top-p", "2", "argument --top-p: '2': must be above 0 and at most 1"),
         ("--prompt", "hel\udcff", "is not UTF-8; write it in UTF-8"),
     ],
 )

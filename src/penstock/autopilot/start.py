@@ -216,7 +216,7 @@ def cluster_of(config: RunConfig, machinery: Machinery, say: Say) -> ClusterFile
         say(f"measuring the cluster for about {plan.profile_s:.0f} s (plan.cluster=FILE skips this)")
         return profile_run(config, machinery, budget_s=plan.profile_s)
     name = plan.cluster
-    file = decided(machinery.control, lambda: find_cluster(name), "reading the cluster file")
+    file = decided(machinery.control, lambda: find_cluster(name, "plan.cluster"), "reading the cluster file")
     warning = mismatch(file, here(machinery.device), layout.world_size, layout.nodes)
     if warning is not None:
         say(f"warning: {warning}")

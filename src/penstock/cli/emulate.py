@@ -145,7 +145,13 @@ def _add_mtu(parser: argparse._ActionsContainer) -> None:
 
 
 def _cluster_config(options: argparse.Namespace, shape: str, key: str) -> EmulateConfig:
-    parsed = parse_shape(shape, key)
+    try:
+        parsed = parse_shape(shape, key)
+    except ConfigError as error:
+        if error.key == key:
+            raise
+        own = error.why if error.key == "shape" else f"{error.key} {error.why}"
+        raise ConfigError(key, shape, own, error.hint) from error
     return EmulateConfig(
         nodes=parsed.nodes,
         devices=parsed.devices,

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import get_args
 
 from penstock import __version__
+from penstock.cli.codes import INTERRUPTED
 from penstock.cli.emulate import add_emulate, add_emulation_options, emulation
+from penstock.cli.failing import NOT_BEGUN, say
 from penstock.cli.listing import add_list
 from penstock.cli.models import add_models
 from penstock.cli.paths import user_path
 from penstock.cli.plan import add_plan
 from penstock.cli.prepare import add_prepare
 from penstock.cli.report import add_report
-from penstock.cli.run import exit_code, parse, replace_unencodable
+from penstock.cli.run import commands, exit_code, parse, replace_unencodable
 from penstock.config import ConfigError, expanded
 from penstock.decision.moving import ExpertMoves, SampleMoves
 from penstock.schedule import SCHEDULES
@@ -40,14 +44,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     replace_unencodable()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parse(_parser(), given)
+    parser = _parser()
+    if given[:1] == ["help"]:
+        given = [*given[1:2], "--help"]
+    _check_command(parser, given)
+    options = parse(parser, given)
     return exit_code(lambda: options.run(options, given))
+
+
+def _check_command(parser: argparse.ArgumentParser, given: Sequence[str]) -> None:
+    """Say which command was meant; argparse lists them all."""
+    known = list(commands(parser))
+    for word in given[:1]:
+        if not word.startswith("-") and word not in known:
+            near = get_close_matches(word, known, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(known)}."
+            parser.error(f"there is no command {word!r}. {hint}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="penstock",
         description="Trains mixture-of-experts transformers and overlaps communication with computation.",
+        epilog="penstock help COMMAND prints the help of a command.",
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -85,7 +104,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--json", action="store_true", help="print only one JSON object, at the end, on stdout"
     )
     add_emulation_options(train)
-    train.set_defaults(run=_train)
+    train.set_defaults(run=_train_or_stop)
 
 
 def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -284,9 +303,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MOST_PIECES:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of pieces; use 1 or more, {MOST_PIECES} at most"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r}: must be from 1 to {MOST_PIECES}")
     return int(text)
 
 
@@ -295,6 +312,16 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> int:
 
     cluster = emulation(options)
     return train(options.config, options.overrides, given, json_wanted=options.json, emulate=cluster)
+
+
+def _train_or_stop(options: argparse.Namespace, given: Sequence[str]) -> int:
+    """Of several ranks the first one says that there was a stop; once they train, they say more."""
+    try:
+        return _train(options, given)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            say(NOT_BEGUN)
+        return INTERRUPTED
 
 
 def _bench(options: argparse.Namespace, given: Sequence[str]) -> int:

@@ -210,7 +210,7 @@ def _temperature(text: str) -> float:
     value = float(text)
     if value != 0 and not LEAST_TEMPERATURE <= value < float("inf"):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no temperature; use 0 for the likeliest token, else {LEAST_TEMPERATURE} or more"
+            f"{text!r}: must be 0, for the likeliest token, or at least {LEAST_TEMPERATURE}"
         )
     return value
 
@@ -226,5 +226,5 @@ def _unicode(text: str) -> str:
 def _share(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share; use more than 0, and 1 at most")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be above 0 and at most 1")
     return value

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.cli.failing import tell
@@ -17,15 +18,36 @@ from penstock.config import ConfigError, HintWarning
 from penstock.emulate import EmulationError, EmulationUnavailable
 from penstock.graph import ScheduleError
 
+EXAMPLE: Final = "train.steps=5"
+
 
 def parse(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace:
     """Settings may stand before and after options: argparse alone takes them in one place only."""
     options, rest = parser.parse_known_args(given)
     if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        text = f"unrecognized arguments: {' '.join(rest)}"
+        if hasattr(options, "overrides") and rest[0].startswith("--"):
+            setting = rest[0].lstrip("-")
+            text += f"; settings are written without dashes: {setting if _is_setting(setting) else EXAMPLE}"
+        _parser_of(parser, given).error(text)
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options
+
+
+def _is_setting(word: str) -> bool:
+    return re.fullmatch(r"\w+(\.\w+)+=.+", word) is not None
+
+
+def _parser_of(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.ArgumentParser:
+    """That of the subcommand, whose usage helps more."""
+    return next((commands(parser)[word] for word in given[:1] if word in commands(parser)), parser)
+
+
+def commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """The subcommands by name."""
+    found = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    return next((each.choices for each in found), {})
 
 
 def replace_unencodable() -> None:
