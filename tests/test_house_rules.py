@@ -37,7 +37,6 @@ DECIDES_BY_NAME: Mapping[str, str] = {
     "cost/moves.py": "what transfers send by routing, op by op",
     "cost/placed_moves.py": "what moved samples and guests send, op by op",
     "plan/bound.py": "embedding and head stand outside of the bound's chain of layers",
-    "plan/explain.py": "what a faster link of one kind would bring",
     "plan/slack.py": "gaps of the lane on which guests travel, between experts",
     "autopilot/profiling/links.py": "which transport measures a leg",
     "autopilot/retune.py": "times of reductions depend on the pieces that are tried",

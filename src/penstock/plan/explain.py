@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from penstock.cost import ProfiledCluster
 from penstock.decision import Decision
 from penstock.graph import Lane
 from penstock.plan.candidate import Candidate, evaluate
@@ -127,7 +126,7 @@ def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
         next_best=found.others[0] if found.others else None,
         busy=busy,
         binds=_binds(best, _start_up_share(apart, best, work)),
-        faster=_faster(problem, found, intra=Lane.INTRA in work),
+        faster=_faster(problem, found),
         memory=estimate_memory(problem, best.choice),
         budget=memory,
         lower_bound_s=found.lower_bound_s,
@@ -161,21 +160,24 @@ def _binds(best: Candidate, start_up_share: float) -> str:
     return f"latency limits the step: {share}; {text}"
 
 
-def _faster(problem: Problem, found: FoundPlan, *, intra: bool) -> dict[str, float]:
-    """Best predicted time of a few plans over their best time now, by the resource that is twice as fast."""
+def _faster(problem: Problem, found: FoundPlan) -> dict[str, float]:
+    """Best predicted time of a few plans over their best time now, by the resource that is twice as fast.
+
+    On one node, or where nodes are not known, every link is one between ranks.
+    """
     near = (found.best, *found.others[:RIVALS])
     tasks = accumulate(len(candidate.plan.graph.tasks) for candidate in near)
     fits = [so_far <= MOST_TASKS for so_far in tasks]
     tried = [found.best, *(each for each, fit in zip(near[1:], fits[1:], strict=True) if fit)]
     choices = [by_rule(candidate.choice) for candidate in tried]
-    cluster = problem.cluster
-    nodes = cluster.file.nodes if isinstance(cluster, ProfiledCluster) else problem.workload.nodes
-    link = "inter-node bandwidth" if nodes > 1 else "bandwidth between ranks"
+    work = problem.workload
     parts: dict[str, dict[str, float]] = {}
-    if problem.workload.world_size > 1:
-        parts[link] = {"inter": FASTER}
-    if intra:
-        parts["intra-node bandwidth"] = {"intra": FASTER}
+    if work.world_nodes > 1:
+        parts["inter-node bandwidth"] = {"inter": FASTER}
+        if work.world_nodes < work.world_size:
+            parts["intra-node bandwidth"] = {"intra": FASTER}
+    elif work.world_size > 1:
+        parts["bandwidth between ranks"] = {"inter": FASTER, "intra": FASTER}
     parts["faster devices"] = {"compute": FASTER}
     now_s = _best_s(problem, choices)
     # A rule may order shorter tasks worse; the present order would still do, and would not take more time.
