@@ -63,6 +63,7 @@ SecondsPerUnit = Annotated[
     float, Within(0, 1e3, "nothing is slower than a byte in that time", True, hint=AGAIN)
 ]
 Factor = Annotated[float, Within(0, 1e9, "it multiplies durations", above=True, hint=AGAIN)]
+Slowdown = Annotated[float, Within(1, 1e9, "other work on a rank never makes a task shorter", hint=AGAIN)]
 Scatter = Annotated[float, Within(0, 1e3, "a duration that scatters more says nothing", hint=AGAIN)]
 Quality = Annotated[float, Within(-1e300, 1, "1 is a perfect line", hint=AGAIN)]
 Residual = Annotated[float, Within(0, 1e300, "it is a distance", hint=AGAIN)]
@@ -108,7 +109,7 @@ class LinkModel:
     beta_s_per_byte: SecondsPerUnit
     op: str = ""
     in_steps: Factor = 1.0
-    beside: Factor | None = None
+    beside: Slowdown | None = None
     fit: Fit | None = None
 
     def __post_init__(self) -> None:
@@ -134,7 +135,7 @@ class TaskModel:
     phase: str
     alpha_s: Seconds
     scale: Factor
-    beside: Factor = 1.0
+    beside: Slowdown = 1.0
     fit: Fit | None = None
 
     def __post_init__(self) -> None:
@@ -223,7 +224,7 @@ class ClusterFile:
     links: Annotated[tuple[LinkModel, ...], Items(MOST_MODELS, "one per collective and group")] = ()
     tasks: Annotated[tuple[TaskModel, ...], Items(MOST_MODELS, "one per op and phase")] = ()
     kernels: Annotated[tuple[KernelModel, ...], Items(MOST_MODELS, "they are for the reader")] = ()
-    transfers_beside_compute: Factor = 1.0
+    transfers_beside_compute: Slowdown = 1.0
     jitter: Scatter = 0.0
     slowness: Annotated[tuple[Factor, ...], Items(MOST_RANKS, "one per rank")] = ()
     steps: StepFit | None = None

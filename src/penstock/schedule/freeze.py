@@ -38,3 +38,8 @@ def freeze(name: str, graph: Graph, cost: Cost, priority: Priority) -> Schedule:
 def slowest(seconds: Any) -> float:
     """One number for all ranks: the slowest rank's."""
     return float(seconds.max()) if hasattr(seconds, "max") else float(seconds)
+
+
+def fastest(seconds: Any) -> float:
+    """One number for all ranks: the fastest rank's."""
+    return float(seconds.min()) if hasattr(seconds, "min") else float(seconds)

@@ -52,7 +52,7 @@ def analyse(
     everyone = control.gather([list(records) for records in steps], "collecting the trace")
     cost = MeasuredCost.from_records([r for rank in everyone for step in rank for r in step], _never_measured)
     ranks = layout.mesh
-    timeline = simulate(plan.schedule, plan.graph, cost, ranks)
+    timeline = simulate(plan.schedule, plan.graph, cost.on_ranks, ranks)
     if folder is not None and control.rank == 0:
         with writing():
             _write(folder, everyone, timeline)
@@ -60,7 +60,7 @@ def analyse(
     return StepAnalysis(
         measured_s=median(max(_span_s(step) for step in turn) for turn in zip(*everyone, strict=True)),
         simulated_s=timeline.iteration_s,
-        bound_s=lower_bound(plan.graph, cost, ranks).seconds,
+        bound_s=lower_bound(plan.graph, cost.on_ranks, ranks).seconds,
     )
 
 
