@@ -69,6 +69,7 @@ def findings(run: FinishedRun) -> dict[str, Any]:
         "steps": len(run.course.steps),
         "predicted_s": None if step is None else step.predicted_s,
         "measured_s": None if step is None else step.measured_s,
+        "traced_s": None if step is None else step.traced_s,
         "bound_s": None if step is None else step.bound_s,
         "binding": None if binding is None else binding.to_dict(),
         "tasks": [
