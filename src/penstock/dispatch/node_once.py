@@ -54,7 +54,7 @@ def joined_legs(sent_NS: Table, received_PS: Table, place: Place) -> tuple[Leg, 
 
 
 def _legs(sent_NS: Table, received_PS: Table, reached_SG: Table, place: Place) -> tuple[Leg, Leg]:
-    """The same of rows that are for some of the sets only; reached: which places are in each of those."""
+    """Return the same for rows for some of the sets only. reached: which places are in each of these."""
     received_NGS = received_PS.reshape(place.nodes, place.node_size, -1)
     held_NS = received_NGS[:, place.local]
     to_nodes = blocks(sent_NS.sum(axis=1))

@@ -1,4 +1,4 @@
-"""What no order of a cut beats, without building the cut's graph: quick enough for thousands of cuts.
+"""Lower bounds for any order of a cut, without building its graph: fast enough for thousands of cuts.
 
 Where ranks differ, one may be busy with experts and another slow at attention. So the work on a lane is
 summed rank by rank, and chains count every task with the seconds of its fastest rank: no path is shorter.
@@ -30,16 +30,17 @@ from penstock.step.plain import statistics
 USUAL = Decision()
 
 Half = tuple[bool, Lane]
-"""Forward or not, and the lane."""
+"""Whether a task belongs to the forward half, and its lane."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Work by half and lane, a number or an array [ranks], and a chain of dependencies. Seconds.
+    """Seconds of work by half and lane, a number or an array [ranks], and of a chain of dependencies.
 
-    Of a layer together with the ends of its step: first_s, last_s: from the start of the forward half until a
-    transfer between nodes can begin, and from the last one until its end; back_s: from the start of the
-    backward half until one can begin. Without such transfers: until the layer is left.
+    For a layer placed between the ends of its step: first_s, last_s: from the start of the forward half until
+    a transfer between nodes can begin, and from the end of the last such transfer to the end of the half;
+    back_s: from the start of the backward half until such a transfer can begin. Without transfers between
+    nodes: until the layer is left.
     """
 
     work: Mapping[Half, Any]
@@ -50,13 +51,14 @@ class _Part:
 
 
 class QuickBounds:
-    """Lower bounds of what is predicted for the cuts of one problem.
+    """Lower bounds on the predicted times of one problem's cuts.
 
-    A kind of layer and its gradients are worked out once.
-    The sums that normalise the loss part a step in two: all of forward ends before any backward begins. So
-    each half takes as long as its busiest lane, transfers wait for the first attention, and the chain is that
-    of the largest microbatch through all layers and of layer 0's longest reduction. Work is exact, since
-    layers add up; with uneven pieces some chain may be longer.
+    Each kind of layer and its gradients are worked out only once.
+
+    The sums that normalise the loss divide a step in two: the whole forward half ends before any backward
+    pass begins. Therefore each half takes as long as its busiest lane, transfers wait for the first
+    attention, and the chain is that of the largest microbatch through all layers plus layer 0's longest
+    reduction. Work is exact, since layers add up; with uneven pieces some chain may be longer.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -76,7 +78,7 @@ class QuickBounds:
         self._known_seconds: dict[Decision, float] = {}
 
     def of(self, problem: Problem) -> QuickBounds:
-        """Bounds of a model with more or fewer of the same layers; what is known of one holds for both."""
+        """Return bounds for a model with more or fewer of the same layers; both share what they know."""
         if problem is self._given:
             return self
         other = QuickBounds(problem)
@@ -84,7 +86,7 @@ class QuickBounds:
         return other
 
     def seconds(self, choice: Decision) -> float:
-        """No order of this cut takes less, so rules for orders make no difference."""
+        """Return a time that no order of this cut beats, whatever the priority rule of `choice`."""
         cut = replace(choice, priority=USUAL.priority)
         if cut not in self._known_seconds:
             self._known_seconds[cut] = self._seconds(cut)
@@ -92,7 +94,7 @@ class QuickBounds:
 
     def _seconds(self, choice: Decision) -> float:
         problem, counts = self._few, self._counts
-        if choice.partition is not None:  # says for every single layer where its gradients go
+        if choice.partition is not None:  # a partition places every single layer's gradients
             problem, counts = self._problem, (1,) * self._problem.shape.num_layers
         cut = problem.cut(choice)
         parts = {is_moe: self._parts(choice, cut, is_moe) for is_moe in self._moe_counts}
@@ -118,7 +120,7 @@ class QuickBounds:
         return self._ratio * whole_s
 
     def _statistics_s(self, choice: Decision) -> float:
-        """The sums that normalise the loss; they are of all layers at once, however a step is cut."""
+        """Return the seconds of the sums that normalise the loss; they are the same however a step is cut."""
         key = choice.dispatch, choice.compression, choice.more
         if key not in self._known_statistics:
             shape = self._problem.uncut(choice)
@@ -127,7 +129,7 @@ class QuickBounds:
         return self._known_statistics[key]
 
     def _parts(self, choice: Decision, cut: StepShape, is_moe: bool) -> tuple[_Part, _Part]:
-        """The ends of a step and one layer, of a step that has no more."""
+        """Return the ends of a step and one layer, from a step with that layer alone."""
         key = (
             is_moe,
             cut.microbatches,
@@ -174,7 +176,7 @@ class QuickBounds:
         return _Part(_work(ends), ends_s), _Part(_work(inner), chain_s, *waits)
 
     def _reductions(self, problem: Problem, choice: Decision, cut: StepShape) -> list[tuple[Any, float]]:
-        """For every layer the seconds of its reductions, and of the longest one outside of experts."""
+        """Return, by layer, the seconds of all its reductions and of the longest one outside of experts."""
         cost, found = problem.cost(choice, cut), []
         reduced = problem.gradients.of_form(cut.expert_form).kinds
         for layer in range(cut.num_layers):
@@ -194,7 +196,7 @@ class QuickBounds:
 
 
 def _kinds(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
-    """The first layer, the last, and one of each kind between them; and how many layers each stands for."""
+    """Return the first layer, the last and one of each kind between, with the number of layers of each."""
     last, kinds = problem.shape.last, problem.layer_kinds
     examples: dict[Hashable, int] = {}
     counts: dict[int, int] = {}
@@ -214,7 +216,7 @@ def _work(seconds: Mapping[Task, Any]) -> Mapping[Half, Any]:
 
 
 def _waits(graph: Graph, seconds: Sequence[float]) -> tuple[float, float, float]:
-    """`first_s`, `last_s` and `back_s` of a step of one layer that reduces nothing."""
+    """Return `first_s`, `last_s` and `back_s` of a one-layer step that reduces nothing."""
     ends, tails = chain_ends(graph, seconds), _tails(graph, seconds)
     sums_s = next(end for task, end in zip(graph.tasks, ends, strict=True) if task.op == Op.STATISTICS)
     starts = [end - each for end, each in zip(ends, seconds, strict=True)]
@@ -225,7 +227,7 @@ def _waits(graph: Graph, seconds: Sequence[float]) -> tuple[float, float, float]
 
 
 def _inner(graph: Graph, *, forward: bool) -> list[int]:
-    """Positions of a half's tasks between the ends of a step."""
+    """Return the positions of a half's tasks that lie between the ends of a step."""
     outside = (*INPUT, *OUTPUT, Op.STATISTICS)
     return [i for i, task in enumerate(graph.tasks) if task.forward is forward and task.op not in outside]
 
@@ -233,9 +235,10 @@ def _inner(graph: Graph, *, forward: bool) -> list[int]:
 def _least(
     graph: Graph, positions: Sequence[int], crossing: Sequence[float], passing: Sequence[float]
 ) -> float:
-    """The least of the tasks that cross nodes, or else of the microbatches, which pass through the layer.
+    """Return the least `crossing` of tasks between nodes, or else the least `passing` of microbatches.
 
-    Backward a microbatch has passed when all gradients are added: their reductions wait for nothing more.
+    A microbatch has passed backward through the layer once all its gradients are added: their reductions wait
+    for nothing more.
     """
     across = [i for i in positions if graph.tasks[i].lane is Lane.INTER]
     if across:
@@ -249,7 +252,7 @@ def _least(
 
 
 def _tails(graph: Graph, seconds: Sequence[float]) -> list[float]:
-    """For every forward task, by its position, the longest chain from its end to the sums of the loss."""
+    """Return, for every forward task by position, the longest chain from its end to the sums of the loss."""
     tasks, tails = graph.tasks, [0.0] * len(graph.tasks)
     for position in reversed(range(len(tasks))):
         if not tasks[position].forward or tasks[position].op == Op.STATISTICS:

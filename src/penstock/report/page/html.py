@@ -1,4 +1,4 @@
-"""The report of a run as one HTML file: what a step was, what bound it, how the run went."""
+"""The report of a run as one HTML file: its step, what bound the step, and the course of the run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from penstock.trace.step_file import StepFile
 from penstock.words import counted, gib, milliseconds
 
 WARM_UP_STEPS = 2
-"""First steps allocate buffers and open connections; medians leave them out."""
+"""First steps, which allocate buffers and open connections; medians leave them out."""
 
 
 def write_page(run: FinishedRun) -> str:
-    """HTML with everything in it. Raises ConfigError if plotly is not installed."""
+    """Return HTML with everything in it. Raises ConfigError if plotly is not installed."""
     figures: dict[str, Figure] = {}
     body = [
         f"<h1>{escape(run.name)}</h1>",
@@ -76,7 +76,7 @@ def _cards(run: FinishedRun) -> Iterator[str]:
 
 
 def _forward_and_backward(step: StepFile, course: Course, iteration_s: float | None) -> str:
-    """What its card says. iteration_s: of a typical step, update included."""
+    """Return what its card says. iteration_s: of a typical step, update included."""
     steps = None if step.traced_steps is None else step.typical_steps
     told = f"forward and backward of {_last_steps(step, steps)}"
     told += "" if steps == 1 else " (median)"
@@ -96,7 +96,7 @@ def _forward_and_backward(step: StepFile, course: Course, iteration_s: float | N
 
 
 def _last_steps(step: StepFile, count: int | None) -> str:
-    """The last steps up to that of the file. count: None = not known how many."""
+    """Name the last `count` steps up to that of the file; None = their number is not known."""
     if count is None:
         return "the last steps"
     first = step.step - count + 1
