@@ -30,15 +30,19 @@ def counted(number: int, word: str, plural: str = "s") -> str:
 
 
 def mib(size_bytes: float) -> str:
-    """Bytes in MiB, or in KiB where there is less than one MiB."""
-    return f"{size_bytes / 2**20:.1f} MiB" if size_bytes >= 2**20 else f"{size_bytes / 2**10:.0f} KiB"
+    """Bytes in MiB, in KiB where there is less than one MiB, or as they are where there is hardly one KiB."""
+    if size_bytes >= 2**20:
+        return f"{size_bytes / 2**20:.1f} MiB"
+    kib = f"{size_bytes / 2**10:.0f} KiB"
+    return kib if kib != "0 KiB" else counted(round(size_bytes), "byte")
 
 
 def gib(size_bytes: float) -> str:
-    """Bytes in GiB, or in MiB where there is less than one GiB."""
+    """Bytes in GiB, in MiB where there is less than one GiB, or in what shows them where that is none."""
     size = size_bytes / 2**30
     if size < 1:
-        return f"{1024 * size:.0f} MiB"
+        whole = f"{1024 * size:.0f} MiB"
+        return whole if whole != "0 MiB" or size <= 0 else mib(size_bytes)
     return f"{size:.2f} GiB" if size < 10 else f"{size:.1f} GiB"
 
 

@@ -103,6 +103,12 @@ def test_only_one_thing_is_faster() -> None:
         (mib(3 << 19), "1.5 MiB"),
         (mib(1 << 17), "128 KiB"),
         (gib(1 << 28), "256 MiB"),
+        (gib(600 << 10), "1 MiB"),
+        (gib(107), "107 bytes"),
+        (gib(1), "1 byte"),
+        (gib(3000), "3 KiB"),
+        (gib(0), "0 MiB"),
+        (mib(107), "107 bytes"),
         (gib(11 << 30), "11.0 GiB"),
     ],
 )

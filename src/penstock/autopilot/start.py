@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.autopilot.deciding import Beat, decided, decided_slowly
 from penstock.autopilot.planned import Order, Planned, Rival
-from penstock.autopilot.profiling import profile_links, profile_run
+from penstock.autopilot.profiling import UNNAMED, profile_links, profile_run
 from penstock.autopilot.profiling.machine import here
 from penstock.autopilot.run_problem import (
     assumed_problem,
@@ -205,7 +205,8 @@ def replay(config: RunConfig, machinery: Machinery, path: Path, say: Say) -> Pla
     plan = paper.step_plan(problem, str(path))
     interval = (paper.interval_s[0], paper.interval_s[1]) if len(paper.interval_s) == 2 else None
     predicted = f"{within(paper.predicted_s, interval)} per step were predicted"
-    say(f"plan 1, from {path}: {paper.choice.words}; made for cluster {paper.cluster}, where {predicted}")
+    where = "the cluster that its run measured" if paper.cluster == UNNAMED else f"cluster {paper.cluster}"
+    say(f"plan 1, from {path}: {paper.choice.words}; made for {where}, where {predicted}")
     planned = Planned(problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why)
     return planned.knowing(paper)
 

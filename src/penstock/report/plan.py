@@ -14,7 +14,7 @@ from penstock.plan.candidate import whole_s
 from penstock.plan.moving import Weighed
 from penstock.plan.plan_file import PlanSizes
 from penstock.plan.predict import closing_s, interval_s
-from penstock.words import change, folded, gib, milliseconds
+from penstock.words import change, counted, folded, gib, milliseconds
 
 LEGEND = {
     "R": "microbatches",
@@ -91,8 +91,8 @@ def saved_plan(file: PlanFile, name: str, width: int) -> str:
     sizes, order = file.sizes, "as saved" if file.schedule is not None else "computed when the plan is used"
     lines = [
         f"{name}: {file.model} on {file.cluster}",
-        f"step     {sizes.layers} layers, {sizes.batch_per_rank} x {sizes.seq_len} tokens, "
-        f"hidden {sizes.hidden_size}, {sizes.num_experts} experts, {_ranks(sizes)}",
+        f"step     {counted(sizes.layers, 'layer')}, {sizes.batch_per_rank} x {sizes.seq_len} tokens, "
+        f"hidden {sizes.hidden_size}, {counted(sizes.num_experts, 'expert')}, {_ranks(sizes)}",
         f"order    {order}",
         *file.why,
     ]
@@ -103,7 +103,7 @@ def _ranks(sizes: PlanSizes) -> str:
     shared = [
         f"{name} = {size}" for name, size in (("mp", sizes.mp_size), ("esp", sizes.esp_size)) if size > 1
     ]
-    return ", ".join([f"{sizes.ranks} ranks", *shared])
+    return ", ".join([counted(sizes.ranks, "rank"), *shared])
 
 
 def heading(subject: Subject, width: int) -> str:

@@ -27,6 +27,9 @@ LINKS_SHARE, KERNELS_SHARE = 0.45, 0.25
 LINKS_S = 4.0
 """How long links are measured where no file is made from the result."""
 
+UNNAMED = "this cluster"
+"""The name of a cluster that a run measures for itself."""
+
 LEAST_LATENCY_S = 1e-7
 """Least latency of a link: section [cluster] does not allow 0."""
 
@@ -37,7 +40,7 @@ def profile_run(
     *,
     budget_s: float = BUDGET_S,
     say: Callable[[str], None] = ignore,
-    name: str = "this cluster",
+    name: str = UNNAMED,
     asked: Asked = never,
 ) -> ClusterFile:
     """Measure links and computation for a resolved configuration; return the same file on every rank.
@@ -117,7 +120,7 @@ def _with_links(
     legs_of = dict.fromkeys([*hierarchical_among(config, layout), *legged])
     links = measure_links(machinery, legs_of, budget_s, used_only=used_only, say=say, asked=asked)
     return ClusterFile(
-        name="this cluster",
+        name=UNNAMED,
         nodes=layout.nodes,
         ranks_per_node=layout.node_size or layout.world_size,
         rates=rates_with_links(config.cluster, links, layout.nodes),
