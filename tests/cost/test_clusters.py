@@ -254,6 +254,20 @@ def test_what_is_not_finite_is_refused(tmp_path: Path, key: str, value: float) -
     assert "must be" in caught.why and caught.hint
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"transfers_beside_compute": 0.5},
+        {"links": [LINK | {"beside": 0.9}]},
+        {"tasks": [TASK | {"beside": 0.0}]},
+    ],
+)
+def test_other_work_makes_no_task_shorter(tmp_path: Path, change: dict[str, object]) -> None:
+    """Bounds are of tasks that run alone: they would be above the times of plans that overlap more."""
+    caught = refusal(tmp_path, change)
+    assert "never makes a task shorter" in caught.why and caught.hint
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_slowness_is_finite(tmp_path: Path, value: float) -> None:
     caught = refusal(tmp_path, {"slowness": [1.0, value]})

@@ -1,4 +1,4 @@
-"""`penstock profile`: measure the cluster, print what was found, save it as a cluster file."""
+"""`penstock profile`: measures the cluster, prints the findings, and saves them as a cluster file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EXAMPLE = "cluster.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What the options ask for, beside the configuration."""
+    """The requests of the options, besides the configuration."""
 
     budget_s: float
     out: Path
@@ -70,7 +70,7 @@ def profile(
     wanted: Wanted,
     emulate: EmulateConfig | None = None,
 ) -> int:
-    """Exit code; rank 0 prints the tables, or the cluster file as one JSON object."""
+    """Measure and return the exit code; rank 0 prints the tables, or the cluster file as one JSON object."""
     info = detect(os.environ)
     config, ranks = _configured(path, overrides, info, emulate)
     layout = Layout.build(config.parallel, ranks, 0, config.moe.num_experts)
@@ -90,7 +90,7 @@ def profile(
 def _configured(
     path: Path | None, overrides: Sequence[str], info: ProcessInfo | None, emulate: EmulateConfig | None
 ) -> tuple[RunConfig, int]:
-    """The configuration for as many ranks as there will be, and that number."""
+    """Return the configuration for the number of ranks that there will be, and that number."""
     usual = () if path is not None else DEFAULTS
     if info is not None:
         ranks = info.world_size

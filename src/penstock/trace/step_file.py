@@ -23,7 +23,7 @@ from penstock.graph import Lane, Name, ScheduleError
 STEP_FILE: Final = "step.json"
 VERSION: Final = 1
 MOST_SHOWN: Final = 8
-"""Ranks whose timelines are kept: more make a large file, and nobody looks at them one by one."""
+"""Most ranks whose timelines are kept: more make a large file, and nobody looks at them one by one."""
 MOST_TASKS: Final = 1_000_000
 
 REMOVE: Final = "Move the file away: the report then leaves out what it holds."
@@ -58,12 +58,11 @@ class StepFile:
     """The last step of a run.
 
     step: its number. ranks: of the run; shown: those that have timelines. source: what predictions are made
-    of, in words. predicted_s, measured_s: of a step, the latter the median of the last ones on the slowest
-    rank; bound_s: what no order of the same tasks with their measured durations beats.
-    tasks, lanes: of every task. predicted, measured: when each ran.
-    typical_predicted_s, typical_measured_s: how long each takes, the latter by its median over
-    `typical_steps` steps: of computation the mean over ranks; of a transfer the rank that waited least.
-    path: the measured critical path.
+    from, in words. predicted_s, measured_s: of a step, the latter the median of the last steps on the slowest
+    rank; bound_s: what no order of the same tasks with their measured durations beats. tasks, lanes: of every
+    task. predicted, measured: when each ran. typical_predicted_s, typical_measured_s: how long each takes,
+    the latter by its median over `typical_steps` steps: of computation the mean over ranks; of a transfer the
+    rank that waited least. path: the measured critical path.
     """
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
@@ -110,17 +109,17 @@ class StepFile:
             raise ConfigError(key, f"{found} items", f"needs one for every {of} ({wanted})", REMOVE)
 
     def save(self, folder: Path) -> None:
-        """Write it into a folder; a half-written file never replaces a whole one."""
+        """Write the file into a folder; a half-written file never replaces a whole one."""
         write_json(folder / STEP_FILE, to_dict(self))
 
     @staticmethod
     def read(path: Path) -> StepFile:
-        """Raises ConfigError naming file and key that are wrong."""
+        """Read a file. Raises ConfigError naming file and key that are wrong."""
         return from_dict(StepFile, read_json(path, REMOVE), str(path))
 
 
 def write_json(path: Path, plain: object) -> None:
-    """In one line: it is long, and for programs."""
+    """Write JSON on one line, since it is long and meant for programs."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(plain, separators=(",", ":")) + "\n", encoding="utf-8")
     partial.replace(path)

@@ -1,4 +1,4 @@
-"""The last step of a run beside what was predicted of it, kept for its report."""
+"""Records the last step of a run beside its prediction, for the run's report."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from penstock.train.pilot import Forecast
 from penstock.train.tracing import StepAnalysis
 
 DIGITS = 7
-"""After the point: a tenth of a microsecond."""
+"""Decimal places of seconds: a tenth of a microsecond."""
 
 
 @dataclass(frozen=True)
 class _OfRank:
-    """What a rank brings. typical_s: by task of the graph."""
+    """What one rank contributes. typical_s: by task of the graph."""
 
     last: list[TaskRecord]
     typical_s: list[float]
@@ -41,7 +41,7 @@ def keep_step(
     folder: Path,
     writing: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Rank 0 writes `step.json` into `folder`; all ranks call it.
+    """Write, on rank 0, `step.json` into `folder`; all ranks call it.
 
     steps: this rank's records of the last steps under the plan in use. forecast: asked by rank 0 alone.
     writing: as in `analyse`.
@@ -67,7 +67,7 @@ def _of_rank(tasks: Sequence[Task], steps: Sequence[Sequence[TaskRecord]]) -> _O
 
 @dataclass(frozen=True)
 class _Known:
-    """What rank 0 writes down."""
+    """What rank 0 writes into the file."""
 
     tasks: Sequence[Task]
     mesh: Mesh
@@ -104,7 +104,7 @@ class _Known:
         )
 
     def _shown(self, path: Sequence[Link]) -> tuple[int, ...]:
-        """All ranks; of many, those that the critical path passes most, and the first."""
+        """Return the ranks to show: all, or of many, rank 0 and those that the critical path passes most."""
         ranks = range(self.mesh.world_size)
         if len(ranks) <= MOST_SHOWN:
             return tuple(ranks)
@@ -127,7 +127,7 @@ class _Known:
         )
 
     def _typical(self, task: Task, durations_s: Seconds) -> float:
-        """Of one task, from its durations on all ranks; where ranks meet, others wait for the last one."""
+        """Return a task's typical duration over ranks: the mean; the shortest where ranks wait for one."""
         return _rounded(durations_s.min() if task.axes else durations_s.mean())
 
 
@@ -143,5 +143,5 @@ def _link(link: Link) -> PathLink:
 
 
 def _rounded(seconds: float) -> float:
-    """A moment that a clock may have put just before the step, as its beginning."""
+    """Return rounded seconds, at least 0: a clock may put a moment just before the beginning of the step."""
     return round(max(0.0, float(seconds)), DIGITS)

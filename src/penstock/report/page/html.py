@@ -1,4 +1,4 @@
-"""The report of a run as one HTML file: what a step was, what bound it, how the run went."""
+"""The report of a run as one HTML file: its step, what bound the step, and the course of the run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from penstock.trace.step_file import StepFile
 from penstock.words import counted, gib, milliseconds
 
 WARM_UP_STEPS = 2
-"""First steps allocate buffers and open connections; medians leave them out."""
+"""First steps, which allocate buffers and open connections; medians leave them out."""
 
 
 def write_page(run: FinishedRun) -> str:
-    """HTML with everything in it. Raises ConfigError if plotly is not installed."""
+    """Return HTML with everything in it. Raises ConfigError if plotly is not installed."""
     figures: dict[str, Figure] = {}
     body = [
         f"<h1>{escape(run.name)}</h1>",
