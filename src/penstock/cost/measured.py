@@ -21,7 +21,7 @@ Kind = tuple[int, str, Phase]
 class MeasuredCost:
     """Seconds per kind of task; a task of a kind that never ran costs what `fallback` says.
 
-    by_rank: the same for every rank, where it is known, of what ranks compute by themselves: arrays [ranks].
+    by_rank: seconds on every rank, arrays [ranks], where they are known, for tasks that ranks compute alone.
     """
 
     seconds: dict[Kind, float]
@@ -33,7 +33,7 @@ class MeasuredCost:
         return self.seconds[kind] if kind in self.seconds else self.fallback(task)
 
     def on_ranks(self, task: Task) -> float | Seconds:
-        """Seconds on every rank, [ranks]; one number where all take the same.
+        """Return seconds on every rank, [ranks]; one number where all take equally long.
 
         With dropless routing another rank may be the slowest one in every layer: the sum over layers of the
         slowest rank's seconds is then longer than what any rank computes.
@@ -43,10 +43,11 @@ class MeasuredCost:
 
     @staticmethod
     def from_records(records: Iterable[TaskRecord], fallback: Callable[[Task], float]) -> MeasuredCost:
-        """Of computation the median over tasks and steps on the slowest rank, for which all others wait.
+        """Read costs off records: for computation the median over tasks and steps on the slowest rank.
 
-        A collective lasts on a rank as long as that rank waits for the last one to arrive; only the last
-        one sees the transfer alone. So of a collective the shortest duration over ranks counts.
+        All other ranks wait for the slowest one. A collective lasts on a rank as long as that rank waits for
+        the last one to arrive; only the last one sees the transfer alone. So the shortest duration over ranks
+        counts.
         """
         together: dict[tuple[int, Task], list[float]] = defaultdict(list)
         apart: dict[tuple[Kind, int], list[float]] = defaultdict(list)
