@@ -44,7 +44,7 @@ def add_list(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def print_list(what: str | None, *, json_wanted: bool) -> int:
-    """Print tables for the terminal's width, or one JSON object; returns exit code 0."""
+    """Print tables for the terminal's width, or one JSON object; return exit code 0."""
     found = {name: rows for name, rows in _listed().items() if what in (None, name)}
     if json_wanted:
         print(json.dumps(found))
@@ -89,7 +89,7 @@ def _cluster(name: str) -> dict[str, str]:
 
 
 def _about(system: System) -> str:
-    """The first line of the file that defines a schedule: what it is and where it comes from."""
+    """Return the first line of the file that defines a schedule: what it is and where it comes from."""
     return (inspect.getdoc(inspect.getmodule(type(system))) or "").partition("\n")[0]
 
 

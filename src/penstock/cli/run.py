@@ -1,4 +1,4 @@
-"""What every command line of Penstock shares: how its arguments are read, and what becomes of errors."""
+"""What all command lines of Penstock share: the parsing of arguments and the handling of errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXAMPLE: Final = "train.steps=5"
 
 
 def parse(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace:
-    """Settings may stand before and after options: argparse alone takes them in one place only."""
+    """Parse arguments with settings before and after options: argparse alone takes them in one place only."""
     options, rest = parser.parse_known_args(given)
     if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
         text = f"unrecognized arguments: {' '.join(rest)}"
@@ -40,24 +40,24 @@ def _is_setting(word: str) -> bool:
 
 
 def _parser_of(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.ArgumentParser:
-    """That of the subcommand, whose usage helps more."""
+    """Return the parser of the subcommand, whose usage helps more."""
     return next((commands(parser)[word] for word in given[:1] if word in commands(parser)), parser)
 
 
 def commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
-    """The subcommands by name."""
+    """Return the subcommands by name."""
     found = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
     return next((each.choices for each in found), {})
 
 
 def replace_unencodable() -> None:
-    """Let a character that the terminal's encoding lacks be shown as a `?`: no command ends for it."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # standard error shows all of them without being told
+    """Show a character that the terminal's encoding lacks as a `?`, so that no command fails over one."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # standard error escapes them by default
         sys.stdout.reconfigure(errors="replace")
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """What the command returns; an error that a user can mend is told in one line, and so is a hint."""
+    """Run a command and return its exit code; report in one line an error that a user can mend, or a hint."""
     try:
         with _telling_hints():
             return command()
@@ -69,14 +69,14 @@ def exit_code(command: Callable[[], int]) -> int:
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # `penstock schedule ... | head` is no failure of ours
+    except BrokenPipeError:  # as in `penstock schedule ... | head`, which is no failure
         sys.stderr.close()
         return 0
 
 
 @contextmanager
 def _telling_hints() -> Iterator[None]:
-    """Hints go to stderr, once: other ranks read the same settings."""
+    """Write hints to standard error, once: other ranks read the same settings."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", HintWarning)
         usual = warnings.showwarning
@@ -92,7 +92,7 @@ def _telling_hints() -> Iterator[None]:
 
 
 def _speaks() -> bool:
-    """Whether this process is the one that tells what all ranks find."""
+    """Return whether this process is the one that reports what all ranks find."""
     from penstock.topology import detect  # loads torch, which commands that only plan do without
 
     info = detect(os.environ)

@@ -1,4 +1,4 @@
-"""`penstock schedule`: the grid of a schedule and its simulated timeline."""
+"""`penstock schedule`: prints the grid of a schedule and its simulated timeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from penstock.words import terminal_width
 
 
 def print_schedule(options: argparse.Namespace) -> int:
-    """Print for the terminal's width, or one JSON object. Raises ConfigError that names the option."""
+    """Print the schedule for the terminal's width, or one JSON object; return exit code 0.
+
+    Raises ConfigError that names the option.
+    """
     try:
         description = _described(options)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Cluster files that come with Penstock: the clusters of five papers, for planning without having them."""
+"""Cluster files that come with Penstock: the clusters of five papers, for planning without access to them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ NEAR = 0.5
 
 
 def names() -> tuple[str, ...]:
-    """Names of the shipped clusters, in alphabetical order."""
+    """Return the names of the shipped clusters, in alphabetical order."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
 def find_cluster(name_or_path: str, key: str = "") -> ClusterFile:
-    """A shipped cluster by its name, or the file at a path.
+    """Return a shipped cluster by its name, or the file at a path.
 
-    key: the setting that names it, for errors; "" = the name itself is shown. Raises ConfigError for a name
-    that nothing has, naming one that is near; and for a file that cannot be used.
+    key: the setting that names it, for errors; "" = the name itself is shown. Raises ConfigError for an
+    unknown name, naming one that is near, and for a file that cannot be used.
     """
     subject: tuple[str, object] = (key, name_or_path) if key else (name_or_path or "cluster", UNSET)
     if name_or_path in names():
