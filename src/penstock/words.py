@@ -13,15 +13,15 @@ NARROWEST, UNKNOWN, WIDEST = 60, 100, 130
 """Columns: lines are never wrapped to fewer, nor made longer; without a terminal they have UNKNOWN."""
 
 LANE_WORDS = {"compute": "computation", "inter": "network", "intra": "network inside nodes", "host": "host"}
-"""The network is that between nodes, or between ranks where there is one node."""
+BETWEEN_NODES = "network between nodes"
 
 HELD = "\N{NO-BREAK SPACE}%"
 LAST_COLUMN = re.compile(r"(?:.*\S)? {2,}(?=\S)")
 
 
-def lane_words(lane: str) -> str:
-    """What a lane is, for people."""
-    return LANE_WORDS.get(lane, lane)
+def lane_words(lane: str, *, nodes: bool) -> str:
+    """What a lane is, for people. nodes: whether there are several, and not ranks alone."""
+    return BETWEEN_NODES if nodes and lane == "inter" else LANE_WORDS.get(lane, lane)
 
 
 def counted(number: int, word: str, plural: str = "s") -> str:
@@ -55,6 +55,11 @@ def within(seconds: float, interval_s: tuple[float, float] | None) -> str:
         return milliseconds(seconds)
     low, high = (milliseconds(end).removesuffix(" ms") for end in interval_s)
     return f"{milliseconds(seconds)} ({low} to {high})"
+
+
+def percent(share: float) -> str:
+    """`62 %`."""
+    return f"{100 * share:.0f} %"
 
 
 def change(seconds: float, base_s: float) -> str:

@@ -38,9 +38,9 @@ from penstock.plan import (
 )
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import Searched
+from penstock.plan.optimizers import Updated
 from penstock.plan.plan_config import AUTO, GIVEN
 from penstock.plan.plan_file import OtherPlan
-from penstock.plan.predict import interval_s
 from penstock.plan.search import FoundPlan
 from penstock.plan.space import in_effect
 from penstock.runtime import Machinery
@@ -159,11 +159,9 @@ def _fastest(
     plan, lines = found[number]
     if len(problems) == 1:
         return number, plan, lines
-    plain, sharded = (
-        within(seconds, interval_s(problem, seconds))
-        for problem, seconds in zip(problems, times_s, strict=True)
+    both = ", ".join(
+        Updated(problem=problem, found=each).words for problem, (each, _) in zip(problems, found, strict=True)
     )
-    both = f"{plain} with AdamW, {sharded} with shares of it"
     return (
         number,
         plan,

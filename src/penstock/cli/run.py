@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import io
 import os
 import sys
@@ -17,6 +18,9 @@ from penstock.config import ConfigError, HintWarning
 from penstock.emulate import EmulationError, EmulationUnavailable
 from penstock.graph import ScheduleError
 
+SIMILAR = {"━": "=", "·": ".", "└": "|", "→": ">", "±": "+-", "\N{MINUS SIGN}": "-"}
+"""What stands for a character on a terminal that lacks it."""
+
 
 def parse(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace:
     """Settings may stand before and after options: argparse alone takes them in one place only."""
@@ -29,9 +33,19 @@ def parse(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Nam
 
 
 def replace_unencodable() -> None:
-    """Let a character that the terminal's encoding lacks be shown as a `?`: no command ends for it."""
+    """Let a character that the terminal's encoding lacks be shown as a similar one, or as a `?`: no command
+    ends for it."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # standard error shows all of them without being told
-        sys.stdout.reconfigure(errors="replace")
+        codecs.register_error("similar", _similar)
+        sys.stdout.reconfigure(errors="similar")
+
+
+def _similar(error: UnicodeError) -> tuple[str, int]:
+    """An error handler of codecs: what stands for the characters that an encoding lacks."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return "".join(SIMILAR.get(each, "?") for each in lacking), error.end
 
 
 def exit_code(command: Callable[[], int]) -> int:

@@ -1,4 +1,4 @@
-"""Plans with AdamW and with shares of it: memory per rank by ZeRO's stage 1, and whole iterations."""
+"""Plans with AdamW and with a sharded AdamW: memory per rank by ZeRO's stage 1, and whole iterations."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from penstock.step.shape import Updating
 from penstock.words import gib, within
 
 Find = Callable[[Problem], FoundPlan]
+
+SHARDED = "a sharded AdamW"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +38,9 @@ class Updated:
     @property
     def words(self) -> str:
         """Seconds and memory, or that it does not fit."""
-        of = "AdamW" if self.problem.shape.updating is None else "shares of it"
+        of = "AdamW" if self.problem.shape.updating is None else SHARDED
         if self.found is None:
-            return f"{of} does not fit" if self.problem.shape.updating is None else f"{of} do not fit"
+            return f"{of} does not fit"
         seconds = within(self.iteration_s, interval_s(self.problem, self.iteration_s))
         return f"{seconds} with {of} ({gib(self.found.best.memory_bytes)} per rank)"
 

@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.config import ConfigError
-from penstock.cost import ClusterConfig, RoutedCost, SlowRanks, StepCost, UnevenRanks, Workload
+from penstock.cost import (
+    ClusterConfig,
+    ProfiledCluster,
+    RoutedCost,
+    SlowRanks,
+    StepCost,
+    UnevenRanks,
+    Workload,
+)
 from penstock.cost.placed import (
     Evidence,
     Placed,
@@ -57,6 +65,12 @@ class Problem:
     movable: Movable = NOTHING_MOVES
     placement: PlacementConfig = USUAL
     evidence: Evidence | None = None
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether there are several nodes."""
+        measured = self.cluster.file.nodes if isinstance(self.cluster, ProfiledCluster) else None
+        return (measured or self.workload.nodes) > 1
 
     @cached_property
     def mesh(self) -> Mesh:

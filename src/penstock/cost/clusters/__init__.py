@@ -14,6 +14,9 @@ WRITTEN_BY = (
     "(runs/tiny/cluster.json); `penstock list clusters` names those that come with Penstock."
 )
 
+UNNAMED = "this cluster"
+"""What a file calls the cluster on which it was measured, if nobody names it."""
+
 
 def names() -> tuple[str, ...]:
     """Names of the shipped clusters, in alphabetical order."""
